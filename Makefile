@@ -1,0 +1,96 @@
+# make train | test | check | build | horovod | bench-quick | bench | wheel | bazel | test-versions | format | clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS ?= mpich,recipes,test,dev
+NP ?= 2
+RECIPE ?= edsr
+DATA ?= $(if $(filter edsr,$(RECIPE)),phantom,fashion_mnist)
+ARGS ?= $(if $(filter edsr,$(RECIPE)),--filters 32 --images 400)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# A recipe's name may carry its depth: resnet20 is recipes/resnet.py --depth 20.
+DEPTH := $(subst resnet,,$(filter resnet%,$(RECIPE)))
+SCRIPT := recipes/$(if $(DEPTH),resnet,$(RECIPE)).py $(if $(DEPTH),--depth $(DEPTH))
+
+WHEEL_VENV := build/wheel-venv
+SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+CHECKED := setup.py tfscale tools recipes benchmarks tests
+BENCH := build/bench
+
+.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel \
+        clean format
+
+venv: $(VENV)/.installed
+
+# The package is installed as a link to this folder, without its library: that is `make build`.
+$(VENV)/.installed: pyproject.toml setup.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing TensorFlow, MPI and tools into $(VENV)"
+	@$(PIP) install -e '.[$(EXTRAS)]'
+	@touch $@
+
+build: venv
+	@$(BIN)/python tools/build_native.py
+
+# Optional: Horovod's ops as a second backend, and horovodrun; see docs/from-horovod.md.
+horovod: build
+	@$(BIN)/python tools/build_horovod.py
+
+train: export TF_CPP_MIN_LOG_LEVEL ?= 2
+train: build
+	@$(BIN)/tfscale run -np $(NP) $(BIN)/python $(SCRIPT) --data $(DATA) $(ARGS)
+
+wheel: venv
+	@rm -rf build/lib build/lib.* build/bdist.* dist
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
+	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale.so > /dev/null
+
+test-cpp: venv
+	@$(BIN)/python tools/cpp_tests.py
+
+# The wheel is tested away from the sources, in an environment that has nothing else of its own:
+# TensorFlow, MPI and pytest are seen through a path file.
+test-wheel: wheel
+	@rm -rf $(WHEEL_VENV)
+	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
+	@$(BIN)/$(SITE) > $$($(WHEEL_VENV)/bin/$(SITE))/tests.pth
+	@$(PIP) --python $(WHEEL_VENV)/bin/python install --no-deps --no-index dist/tfscale-*.whl
+	@tools/test_installed.sh $(WHEEL_VENV)/bin/python $(PYTEST)
+
+test: test-cpp test-wheel
+
+# clang-tidy reads custom_ops/comm only: TensorFlow's headers would take minutes per file.
+check: venv
+	@$(BIN)/ruff format --check $(CHECKED)
+	@$(BIN)/ruff check $(CHECKED)
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
+	@printf '%s\n' $(wildcard custom_ops/comm/*.cc) | xargs -P 2 -I{} $(BIN)/clang-tidy --quiet {} \
+	  -- -std=c++17 -Icustom_ops -isystem $(VENV)/include
+	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_sizes.py tests/bench
+
+format: venv
+	@$(BIN)/ruff format $(CHECKED)
+	@$(BIN)/ruff check --fix $(CHECKED)
+	@$(BIN)/clang-format -i $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
+
+# Both need root, for the emulated links; PLACES=memory does without. Results go to $(BENCH).
+bench: SUITE := $(BENCH)/full.json
+bench-quick: SUITE := $(BENCH)/quick.json
+bench-quick: QUICK := --quick
+bench bench-quick: build
+	@$(BIN)/python -m benchmarks collectives step $(QUICK) --output $(SUITE) \
+	  $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH)
+	@$(BIN)/python -m benchmarks.report $(SUITE) --output $(basename $(SUITE))
+	@cat $(basename $(SUITE))/benchmarks.md
+
+bazel: venv
+	@$(BIN)/python tools/bazel_build.py
+
+# The lowest and the highest TensorFlow supported, each in an environment of its own.
+test-versions:
+	@PYTHON=$(PYTHON) tools/test_versions.sh $(PYTEST)
+
+clean:
+	rm -rf build dist *.egg-info tfscale/_lib .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,143 @@
+"""Runs cells in turn, A B A B, each in processes of its own, and writes JSON after each run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import provenance
+from benchmarks.places import MEMORY, RunFailedError, cluster_for, run_ranks
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system at one place.
+
+    Attributes:
+        suite: "collectives" or "step".
+        group: Cells of one group run in turn and are compared.
+        system: What is measured.
+        place: See `benchmarks.places`.
+        n_ranks: Number of ranks.
+        arguments: Of the worker.
+    """
+
+    suite: str
+    group: str
+    system: str
+    place: str
+    n_ranks: int
+    arguments: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """What identifies the cell in a file."""
+        return (self.suite, self.group, self.system, self.place, self.n_ranks)
+
+
+def key_of(run: dict[str, Any]) -> tuple[str, str, str, str, int]:
+    """Return the `Cell.key` of a run in a file."""
+    return (run["suite"], run["group"], run["system"], run["place"], run["n_ranks"])
+
+
+def measure(
+    cells: Sequence[Cell], n_rounds: int, path: Path, timeout_s: float, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run every cell `n_rounds` times and write a file, whose runs are kept unless they failed.
+
+    Args:
+        cells: In the order in which the cells of a group take turns.
+        n_rounds: Times that each group's cells are gone through.
+        path: JSON; written after each run, so that a run that was interrupted can go on.
+        timeout_s: Limit of one run.
+        tell: Takes one line per run.
+
+    Returns:
+        The content of the file.
+    """
+    content: dict[str, Any] = {**provenance.describe(), "runs": []}
+    if path.exists():
+        runs = json.loads(path.read_text())["runs"]
+        content["runs"] = [run for run in runs if "error" not in run]
+    done = {(*key_of(run), run["round"]) for run in content["runs"]}
+    groups = dict.fromkeys(cell.group for cell in cells)
+    with cluster_for([cell.place for cell in cells], max(cell.n_ranks for cell in cells)):
+        for group in groups:
+            for number in range(n_rounds):
+                for cell in (c for c in cells if c.group == group):
+                    if (*cell.key, number) in done:
+                        continue
+                    run = {**asdict(cell), "round": number, **run_cell(cell, timeout_s)}
+                    content["runs"].append(run)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(json.dumps(content, indent=1))
+                    tell(_line(run))
+    return content
+
+
+def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
+    """Run one cell once.
+
+    Returns:
+        "samples": durations in seconds per case, the slowest rank's each; "peak_bytes" of the
+        largest rank; "start_s" until the slowest rank had its first result; "bytes" of the links;
+        "load" before and after; "commit" and "command". Or "error".
+    """
+    with tempfile.TemporaryDirectory(prefix="tfscale-bench-") as folder:
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.worker_{cell.suite}",
+            *("--system", cell.system, "--output", folder, *cell.arguments),
+        ]
+        path = os.pathsep.join(filter(None, [str(provenance.ROOT), os.environ.get("PYTHONPATH")]))
+        extra = {
+            "PYTHONPATH": path,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "BENCH_LOG": str(Path(folder) / "log"),
+            "BENCH_STARTED": repr(time.time()),
+        }
+        before = provenance.load()
+        commit = provenance.commit()
+        result: dict[str, Any] = {"commit": commit, "command": command[1:], "load": [before]}
+        try:
+            result["bytes"] = run_ranks(cell.place, cell.n_ranks, command, extra, timeout_s)
+            result.update(merge(Path(folder), cell.n_ranks))
+        except RunFailedError as error:
+            result["error"] = str(error)
+        result["load"].append(provenance.load())
+        return result
+
+
+def merge(folder: Path, n_ranks: int) -> dict[str, Any]:
+    """Merge what the ranks wrote: of each duration the slowest rank's."""
+    ranks = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(n_ranks)]
+    samples = {
+        case: [max(values) for values in zip(*(r["samples"][case] for r in ranks), strict=True)]
+        for case in ranks[0]["samples"]
+    }
+    return {
+        **ranks[0].get("facts", {}),
+        "samples": samples,
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "start_s": max(rank["start_s"] for rank in ranks),
+    }
+
+
+def _line(run: dict[str, Any]) -> str:
+    name = f"{run['group']} {run['system']} {run['place']} x{run['n_ranks']} #{run['round']}"
+    if "error" in run:
+        return f"{name}: FAILED {run['error'][-600:]}"
+    shown = {case: f"{1e3 * sorted(s)[len(s) // 2]:.1f} ms" for case, s in run["samples"].items()}
+    return f"{name}: {shown}"
+
+
+__all__ = ["MEMORY", "Cell", "key_of", "measure", "merge", "run_cell"]

@@ -1,0 +1,110 @@
+"""Medians, spread, paired intervals and limits, as pure functions."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quartiles of durations in seconds, and how many there are."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    """Return median and quartiles; with fewer than four values the extremes stand for these."""
+    ordered = sorted(seconds)
+    if len(ordered) < 4:
+        return Spread(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
+    low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive")
+    return Spread(middle, low, high, len(ordered))
+
+
+def paired_ratio(
+    baseline: Sequence[Sequence[float]], ours: Sequence[Sequence[float]], level: float = 0.9
+) -> tuple[float, float, float]:
+    """Return how many times faster ours is, with a bootstrap interval over rounds.
+
+    Args:
+        baseline: Durations per round, in the order of rounds.
+        ours: The same for the other system; round i ran right after or before that of `baseline`.
+        level: Probability that the interval shall hold, in (0, 1).
+
+    Returns:
+        Median over rounds of the ratio of medians, and the interval's ends. With one round all
+        three are equal: there is no interval then.
+    """
+    pairs = zip(baseline, ours, strict=False)
+    ratios = [statistics.median(a) / statistics.median(b) for a, b in pairs]
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(2000)
+    )
+    cut = int((1 - level) / 2 * len(medians))
+    return statistics.median(ratios), medians[cut], medians[-1 - cut]
+
+
+def bus_bandwidth(payload_bytes: int, n_ranks: int, seconds: float) -> float:
+    """Return an allreduce's bus bandwidth in bytes/s: 2 (n - 1) / n times payload over time.
+
+    Source: nccl-tests, PERFORMANCE.md: the rate at which each link must at least have worked,
+        comparable over numbers of ranks.
+    """
+    return 2 * (n_ranks - 1) / n_ranks * payload_bytes / seconds
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The trainable variables of one layer.
+
+    Attributes:
+        n_parameters: All of them.
+        n_in, n_out: Of a dense layer's kernel; 0 for any other layer.
+    """
+
+    n_parameters: int
+    n_in: int = 0
+    n_out: int = 0
+
+
+def allreduce_bytes(layers: Sequence[Weights], n_ranks: int) -> float:
+    """Return what each rank sends at least to sum up all gradients in float32."""
+    return 2 * (n_ranks - 1) / n_ranks * 4 * sum(layer.n_parameters for layer in layers)
+
+
+def least_bytes(layers: Sequence[Weights], n_ranks: int, local_batch: int) -> float:
+    """Return what each rank sends at least if dense layers may do it another way.
+
+    A dense layer's gradient is (activations)^T (errors), so its ranks may instead gather each
+    other's activations and errors: (n - 1) (n_in + n_out) numbers per picture. The cheaper way
+    counts, layer by layer.
+
+    Args:
+        layers: Of the model.
+        n_ranks: Number of ranks.
+        local_batch: Pictures per rank and step.
+    """
+    total = 0.0
+    for layer in layers:
+        reduced = allreduce_bytes([layer], n_ranks)
+        gathered = 4.0 * (n_ranks - 1) * local_batch * (layer.n_in + layer.n_out)
+        total += min(reduced, gathered) if layer.n_in else reduced
+    return total
+
+
+def physical_limit(compute_s: float, sent_bytes: float, rate_bits_s: float | None) -> float:
+    """Return the shortest step in seconds: everything that can overlap does.
+
+    Args:
+        compute_s: Step without any exchange.
+        sent_bytes: Sent by each rank.
+        rate_bits_s: Of its link; None for shared memory, which sets no limit here.
+    """
+    return compute_s if rate_bits_s is None else max(compute_s, 8 * sent_bytes / rate_bits_s)

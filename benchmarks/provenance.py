@@ -1,0 +1,65 @@
+"""Where and from what a measurement comes: machine, commit, command, load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tfscale.job import find_mpi
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("tensorflow", "keras", "numpy", "mpi4py", "horovod", "tfscale")
+
+
+def describe() -> dict[str, object]:
+    """Return machine, versions, commit and command of this process, for JSON."""
+    mpi = find_mpi()
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {
+            "cpu": _cpu(),
+            "n_cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "mpi": f"{mpi.kind} {mpi.version}" if mpi else None,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "commit": commit(),
+        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, "+" behind it where files were changed since."""
+    number = _git("rev-parse", "HEAD")
+    return f"{number}+" if number and _git("status", "--porcelain", "-uno") else number
+
+
+def load() -> float:
+    """Return the number of runnable processes, averaged over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*words: str) -> str | None:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,55 @@
+"""What the measured programs share: options, and the file each rank writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return a parser with the options of every worker."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--system", required=True)
+    made.add_argument("--output", type=Path, required=True)
+    made.add_argument("--warmup", type=int, default=2)
+    made.add_argument("--repeats", type=int, default=5)
+    return made
+
+
+def sample(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
+    """Return the durations in seconds of calls, those for warming up left out."""
+    durations = []
+    for _ in range(warmup + repeats):
+        start = time.perf_counter()
+        run()
+        durations.append(time.perf_counter() - start)
+    return durations[warmup:]
+
+
+def write(folder: Path, rank: int, samples: dict[str, list[float]], **facts: Any) -> None:
+    """Write what a rank measured, for `harness.merge`.
+
+    Args:
+        folder: Of the run.
+        rank: Of this process.
+        samples: Durations in seconds per case.
+        **facts: "start_s", and what else belongs into the result, such as a number of bytes.
+    """
+    content = {
+        "samples": samples,
+        "start_s": facts.pop("start_s"),
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "facts": facts,
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps(content))
+
+
+def since_start() -> float:
+    """Return the seconds since the launcher was started."""
+    return time.time() - float(os.environ["BENCH_STARTED"])

@@ -1,0 +1,77 @@
+"""The models of the step suite with their data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from benchmarks.numbers import Weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+from models.edsr import edsr
+from models.resnet import resnet
+from models.resnet50 import resnet50
+from models.vgg import VGG_A, vgg
+
+# Three thin stages that leave 4x4x128 = 2048 numbers to the dense layers.
+VGG_LIKE = ((32,), (64,), (128,))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be trained on pictures made up.
+
+    Attributes:
+        build: Makes the model.
+        batch: Pictures per rank and step.
+        shape: Rows, columns and channels of a picture.
+        classes: Number of classes; 0 for a model that restores pictures.
+    """
+
+    build: Callable[[], keras.Model]
+    batch: int
+    shape: tuple[int, int, int]
+    classes: int
+
+
+WORKLOADS = {
+    "vgg_like": Workload(lambda: vgg(VGG_LIKE, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
+    "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
+    "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
+    "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
+    "edsr16": Workload(lambda: edsr(), 4, (48, 48, 1), 0),
+}
+
+
+def make_batch(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (pictures, targets) of one rank: float32 pictures, labels or pictures as targets."""
+    generator = np.random.default_rng(seed)
+    pictures = generator.random((workload.batch, *workload.shape), np.float32)
+    if workload.classes:
+        return pictures, generator.integers(0, workload.classes, workload.batch)
+    return pictures, generator.random(pictures.shape, np.float32)
+
+
+def make_loss(workload: Workload) -> keras.losses.Loss:
+    """Return the loss that goes with the targets."""
+    if workload.classes:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return keras.losses.MeanAbsoluteError()
+
+
+def weights_of(model: keras.Model) -> list[Weights]:
+    """Return what `numbers.least_bytes` needs to know of each layer."""
+    found = []
+    for layer in model.layers:
+        n_parameters = sum(int(np.prod(v.shape)) for v in layer.trainable_variables)
+        if isinstance(layer, keras.layers.Dense):
+            found.append(Weights(n_parameters, *(int(n) for n in layer.kernel.shape)))
+        elif n_parameters:
+            found.append(Weights(n_parameters))
+    return found

@@ -1,0 +1,34 @@
+// Operations that were given up while messages were under way.
+#ifndef TFSCALE_COMM_ABANDONED_H_
+#define TFSCALE_COMM_ABANDONED_H_
+
+#include <list>
+#include <memory>
+
+#include "comm/communicator.h"
+#include "comm/operation.h"
+
+namespace tfscale {
+
+// Owns them until MPI no longer touches their memory. Receives are taken back
+// at once; sends stay until the peer takes them, at the latest when all ranks
+// leave (DiscardMessages). Used by the communication thread only; not blocking.
+class Abandoned {
+ public:
+  void Add(std::unique_ptr<Operation> operation);
+  // Frees those that have become quiet.
+  void Step();
+  bool is_empty() const { return operations_.empty(); }
+
+ private:
+  std::list<std::unique_ptr<Operation>> operations_;
+};
+
+// Receives what nobody waits for and throws it away, so that its sender can
+// end. Messages with the tag `kept_tag` stay. For a communicator on which
+// nothing is expected any more.
+void DiscardMessages(const Communicator& comm, int kept_tag);
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_ABANDONED_H_

@@ -1,0 +1,153 @@
+#include "comm/c_api.h"
+
+#include <mpi.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/engine.h"
+
+namespace {
+
+using tfscale::Check;
+using tfscale::CommError;
+using tfscale::Engine;
+
+thread_local std::string last_error;
+
+// Runs `body` and turns what it throws into `on_error` and a text.
+template <typename Result, typename Body>
+Result Guarded(Result on_error, Body body) {
+  last_error.clear();
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return on_error;
+  }
+}
+
+std::shared_ptr<Engine> Running() {
+  std::shared_ptr<Engine> engine = Engine::Get();
+  if (!engine) throw CommError("tfscale is not initialised. Call tfscale.init() first.");
+  return engine;
+}
+
+// Between tfscale_local and tfscale_start MPI is kept alive here.
+std::unique_ptr<tfscale::MpiEnv>& PendingEnv() {
+  static std::unique_ptr<tfscale::MpiEnv> env;
+  return env;
+}
+
+MPI_Comm Parent(int fortran_comm) {
+  if (!PendingEnv()) PendingEnv() = std::make_unique<tfscale::MpiEnv>();
+  return fortran_comm == -1 ? MPI_COMM_WORLD : MPI_Comm_f2c(static_cast<MPI_Fint>(fortran_comm));
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* tfscale_last_error() { return last_error.c_str(); }
+
+const char* tfscale_mpi_version() {
+  static std::string version;
+  return Guarded("", [] {
+    version = tfscale::MpiEnv::LibraryVersion();
+    return version.c_str();
+  });
+}
+
+int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
+  return Guarded(-1, [&] {
+    if (Engine::Get()) throw CommError("tfscale is already initialised.");
+    MPI_Comm comm = Parent(fortran_comm);
+    Engine::Start(comm, *options, std::move(PendingEnv()));
+    return 0;
+  });
+}
+
+void tfscale_stop() {
+  Guarded(-1, [] {
+    Engine::Stop();
+    return 0;
+  });
+}
+
+void tfscale_abort(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
+
+int tfscale_rank() {
+  return Guarded(-1, [] { return Running()->rank(); });
+}
+
+int tfscale_size() {
+  return Guarded(-1, [] { return Running()->size(); });
+}
+
+int tfscale_thread_level() {
+  return Guarded(-1, [] { return Running()->thread_level(); });
+}
+
+int tfscale_local(int fortran_comm, int* rank, int* size) {
+  return Guarded(-1, [&] {
+    MPI_Comm local = MPI_COMM_NULL;
+    Check(MPI_Comm_split_type(Parent(fortran_comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
+          "MPI_Comm_split_type");
+    Check(MPI_Comm_rank(local, rank), "MPI_Comm_rank");
+    Check(MPI_Comm_size(local, size), "MPI_Comm_size");
+    MPI_Comm_free(&local);
+    return 0;
+  });
+}
+
+int tfscale_add_group(const int* ranks, int n_ranks) {
+  return Guarded(-1, [&] { return Running()->AddGroup(std::vector<int>(ranks, ranks + n_ranks)); });
+}
+
+int tfscale_plan_create(int group, const char* name) {
+  return Guarded(-1, [&] { return Running()->plans().Create(group, name); });
+}
+
+int tfscale_plan_add_slot(int plan, const char* description) {
+  return Guarded(-1, [&] { return Running()->plans().AddSlot(plan, description); });
+}
+
+int tfscale_mark(int kind) {
+  return Guarded(-1, [&] {
+    Running()->Mark(static_cast<tfscale::MarkKind>(kind));
+    return 0;
+  });
+}
+
+int tfscale_start_incarnation(int incarnation) {
+  return Guarded(-1, [&] {
+    Running()->StartIncarnation(incarnation);
+    return 0;
+  });
+}
+
+int64_t tfscale_num_given_up() {
+  return Guarded(int64_t{-1}, [] { return Running()->NumGivenUp(); });
+}
+
+int tfscale_fail(const char* why) {
+  return Guarded(-1, [&] {
+    Running()->Fail(why);
+    return 0;
+  });
+}
+
+int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {
+  return Guarded(int64_t{-1}, [&] {
+    return static_cast<int64_t>(Running()->events().Take(out, static_cast<size_t>(capacity)));
+  });
+}
+
+int64_t tfscale_clock_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             tfscale::Clock::now().time_since_epoch())
+      .count();
+}
+
+}  // extern "C"

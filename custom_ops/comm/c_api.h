@@ -1,0 +1,55 @@
+// What Python calls through ctypes. No call throws; a negative result or a
+// non-empty tfscale_last_error() tells of an error.
+#ifndef TFSCALE_COMM_C_API_H_
+#define TFSCALE_COMM_C_API_H_
+
+#include <cstdint>
+
+#include "comm/options.h"
+#include "comm/task.h"
+
+extern "C" {
+
+// Text of the last error on the calling thread; "" if there was none.
+const char* tfscale_last_error();
+
+// Version of the MPI library, first line. Valid until the next call.
+const char* tfscale_mpi_version();
+
+// Starts the engine on a communicator given as a Fortran handle, or on all
+// processes for -1. Collective; blocking. Returns 0 or -1.
+int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options);
+// Collective; blocking until all ranks call it, unless the engine has failed.
+void tfscale_stop();
+// Ends all processes of the job with `code`. Does not return.
+void tfscale_abort(int code);
+
+int tfscale_rank();
+int tfscale_size();
+int tfscale_thread_level();
+// Ranks on this host and this rank's number among them, into `rank` and `size`.
+// Collective, before tfscale_start only; returns 0 or -1.
+int tfscale_local(int fortran_comm, int* rank, int* size);
+
+// Returns the id of a process set, equal on all ranks, or -1.
+int tfscale_add_group(const int* ranks, int n_ranks);
+
+// Returns the id of a new plan over a group, or -1.
+int tfscale_plan_create(int group, const char* name);
+// Returns the number of the new slot, or -1.
+int tfscale_plan_add_slot(int plan, const char* description);
+
+// kind: see MarkKind. Returns 0 or -1.
+int tfscale_mark(int kind);
+int tfscale_start_incarnation(int incarnation);
+int64_t tfscale_num_given_up();
+int tfscale_fail(const char* why);
+
+// Moves up to `capacity` finished collectives to `out`; returns how many.
+int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity);
+// Nanoseconds of the clock that events are measured with.
+int64_t tfscale_clock_ns();
+
+}  // extern "C"
+
+#endif  // TFSCALE_COMM_C_API_H_

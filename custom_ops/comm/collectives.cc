@@ -1,0 +1,61 @@
+#include "comm/collectives.h"
+
+#include <utility>
+
+#include "comm/broadcast.h"
+#include "comm/engine.h"
+#include "comm/gather.h"
+#include "comm/reduction.h"
+
+namespace tfscale {
+namespace {
+
+template <typename T, typename... Args>
+OperationHandle Make(Args&&... args) {
+  return {new T(std::forward<Args>(args)...), [](Operation* operation) { delete operation; }};
+}
+
+}  // namespace
+
+OperationHandle MakeReduction(ReductionArgs args) { return Make<Reduction>(std::move(args)); }
+
+OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate) {
+  return Make<Allgather>(input, bytes, std::move(allocate));
+}
+
+OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
+                             AllocateOutput allocate) {
+  return Make<Alltoall>(input, std::move(bytes), std::move(allocate));
+}
+
+OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root) {
+  return Make<Broadcast>(input, output, bytes, root);
+}
+
+void Submit(OperationHandle operation, Call call) {
+  const std::shared_ptr<Engine> engine = Engine::Get();
+  if (!engine) {
+    call.done(
+        Status::Failed("tfscale is not initialised or has been shut down. Call tfscale.init()."));
+    return;
+  }
+  Task task;
+  task.operation.reset(operation.release());
+  task.operation->KeepAlive(std::move(call.memory));
+  task.name = std::move(call.name);
+  task.group = call.group;
+  task.plan = call.plan;
+  task.slot = call.slot;
+  task.done = std::move(call.done);
+  engine->Submit(std::move(task));
+}
+
+void Stamp(int plan, int slot) {
+  const std::shared_ptr<Engine> engine = Engine::Get();
+  if (!engine) return;
+  const int64_t now =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+  engine->events().Add({now, now, now, 0, 0, plan, slot});
+}
+
+}  // namespace tfscale

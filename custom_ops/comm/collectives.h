@@ -1,0 +1,67 @@
+// The collectives as their callers see them: no MPI header needed.
+#ifndef TFSCALE_COMM_COLLECTIVES_H_
+#define TFSCALE_COMM_COLLECTIVES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/types.h"
+
+namespace tfscale {
+
+class Operation;
+using OperationHandle = std::unique_ptr<Operation, void (*)(Operation*)>;
+
+struct ReductionArgs {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  // The pieces are exchanged as one vector, in this order.
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;  // beside `inputs`; one for a reduce-scatter
+  std::vector<size_t> counts;  // elements of each input
+  // Reduce-scatter: elements that rank r receives; must add up to all. Empty:
+  // allreduce, every rank receives everything.
+  std::vector<size_t> scatter_counts;
+  // Below this total (bytes times ranks) everyone sends everything at once.
+  size_t direct_bytes = 32 * 1024;
+};
+
+// Called once, on the communication thread, when the sizes are known: bytes
+// that arrive from each rank, in rank order. Returns where they are to be put,
+// one after another.
+using AllocateOutput = std::function<void*(const std::vector<int64_t>& bytes)>;
+
+OperationHandle MakeReduction(ReductionArgs args);
+OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate);
+OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
+                             AllocateOutput allocate);
+OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root);
+
+// Where a collective stands in the order of its plan, and who waits for it.
+struct Call {
+  std::string name;
+  int group = 0;
+  int plan = -1;  // -1: called outside of any traced function
+  int slot = 0;
+  std::shared_ptr<void> memory;  // kept until the operation is destroyed
+  // Runs exactly once, on the communication thread or, without an engine, here.
+  std::function<void(const Status&)> done;
+};
+
+// Hands a collective to the engine of the process and returns at once.
+void Submit(OperationHandle operation, Call call);
+
+// Adds an event without bytes to the engine's log: computation has reached a
+// point. `slot` is negative, to tell it from collectives. Without an engine
+// nothing happens.
+void Stamp(int plan, int slot);
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_COLLECTIVES_H_

@@ -1,0 +1,120 @@
+#include "comm/engine.h"
+
+#include <exception>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace tfscale {
+namespace {
+
+constexpr size_t kEvents = 1 << 16;
+
+std::mutex engine_mutex;
+// Never destroyed by the process's exit: MPI must not be called after main.
+std::shared_ptr<Engine>& Instance() {
+  static auto* engine = new std::shared_ptr<Engine>();
+  return *engine;
+}
+
+// Until the process ends.
+void Keep(std::unique_ptr<Scheduler> scheduler) {
+  static auto* kept = new std::vector<std::unique_ptr<Scheduler>>();
+  kept->push_back(std::move(scheduler));
+}
+
+}  // namespace
+
+Engine::Engine(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env)
+    : options_(options),
+      env_(std::move(env)),
+      workers_(std::max(1, options.reduce_threads)),
+      events_(kEvents) {
+  Communicator world = Communicator::Duplicate(comm);
+  rank_ = world.rank();
+  size_ = world.size();
+  scheduler_ =
+      std::make_unique<Scheduler>(options_, std::move(world), plans_, events_, buffers_, workers_);
+  thread_ = std::make_unique<CommThread>(options_, queue_, *scheduler_);
+}
+
+Engine::~Engine() {
+  thread_.reset();
+  if (scheduler_->has_left()) return;
+  // After a failure messages may be under way: ending MPI could wait for them,
+  // and they go to and from memory that the scheduler owns.
+  env_->LeaveUnfinalized();
+  Keep(std::move(scheduler_));
+}
+
+std::shared_ptr<Engine> Engine::Get() {
+  std::lock_guard<std::mutex> lock(engine_mutex);
+  return Instance();
+}
+
+void Engine::Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env) {
+  auto engine = std::make_shared<Engine>(comm, options, std::move(env));
+  std::lock_guard<std::mutex> lock(engine_mutex);
+  Instance() = std::move(engine);
+}
+
+void Engine::Stop() {
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard<std::mutex> lock(engine_mutex);
+    engine = std::exchange(Instance(), nullptr);
+  }
+  // Threads that submit hold it for a moment. It must end here, on the main
+  // thread: least of all on the communication thread, which it joins.
+  while (engine.use_count() > 1) std::this_thread::yield();
+}
+
+void Engine::Submit(Task task) {
+  task.posted = Clock::now();
+  WorkQueue::Item item;
+  item.task = std::move(task);
+  if (!queue_.Push(item)) item.task.done(Status::Failed("tfscale has been shut down."));
+}
+
+void Engine::RunOnCommThread(const std::function<void()>& command) {
+  auto result = std::make_shared<std::promise<void>>();
+  std::future<void> future = result->get_future();
+  WorkQueue::Item item;
+  item.command = [command, result] {
+    try {
+      command();
+      result->set_value();
+    } catch (...) {
+      result->set_exception(std::current_exception());
+    }
+  };
+  if (!queue_.Push(item)) throw CommError("tfscale has been shut down.");
+  future.get();
+}
+
+int Engine::AddGroup(const std::vector<int>& ranks) {
+  const int id = n_groups_++;
+  RunOnCommThread([&] { scheduler_->AddGroup(id, ranks); });
+  return id;
+}
+
+void Engine::Mark(MarkKind kind) {
+  RunOnCommThread([&] { scheduler_->Mark(kind); });
+}
+
+void Engine::StartIncarnation(int incarnation) {
+  RunOnCommThread([&] { scheduler_->StartIncarnation(incarnation); });
+}
+
+int64_t Engine::NumGivenUp() {
+  int64_t n = 0;
+  RunOnCommThread([&] { n = scheduler_->n_given_up(); });
+  return n;
+}
+
+void Engine::Fail(const std::string& why) {
+  RunOnCommThread([&] { scheduler_->Fail(why); });
+}
+
+}  // namespace tfscale

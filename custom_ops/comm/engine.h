@@ -1,0 +1,82 @@
+// The engine: everything between a TensorFlow op and MPI.
+#ifndef TFSCALE_COMM_ENGINE_H_
+#define TFSCALE_COMM_ENGINE_H_
+
+#include <mpi.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/comm_thread.h"
+#include "comm/event_log.h"
+#include "comm/mpi_env.h"
+#include "comm/options.h"
+#include "comm/plan.h"
+#include "comm/scheduler.h"
+#include "comm/work_queue.h"
+#include "comm/worker_pool.h"
+
+namespace tfscale {
+
+// Owns MPI, the plans and the communication thread. One per process. Public
+// methods may be called from any thread and do not block unless they say so.
+class Engine {
+ public:
+  // Collective over `comm`; blocking; on the main thread.
+  Engine(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env);
+  // Blocking until all ranks have destroyed theirs, or the engine has failed.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // The engine of the process; null before Start and after Stop.
+  static std::shared_ptr<Engine> Get();
+  static void Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env);
+  static void Stop();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int thread_level() const { return env_->thread_level(); }
+  PlanTable& plans() { return plans_; }
+  EventLog& events() { return events_; }
+
+  // Hands a collective to the communication thread. `task.done` runs there,
+  // exactly once, also when the engine has failed or is stopping.
+  void Submit(Task task);
+
+  // Collective over the members of `ranks`, called by all ranks; blocking.
+  // Returns the id of the group, equal on all ranks. Throws CommError.
+  int AddGroup(const std::vector<int>& ranks);
+  // Blocking until the mark is under way.
+  void Mark(MarkKind kind);
+  void StartIncarnation(int incarnation);
+  // Steps given up since the start of this incarnation.
+  int64_t NumGivenUp();
+  // Fails all collectives, these and later ones.
+  void Fail(const std::string& why);
+
+ private:
+  // Runs `command` on the communication thread; waits; rethrows its CommError.
+  void RunOnCommThread(const std::function<void()>& command);
+
+  // Destroyed from the last to the first.
+  const EngineOptions options_;
+  std::unique_ptr<MpiEnv> env_;
+  BufferPool buffers_;
+  WorkerPool workers_;
+  PlanTable plans_;
+  EventLog events_;
+  WorkQueue queue_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::unique_ptr<CommThread> thread_;
+  int n_groups_ = 1;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_ENGINE_H_

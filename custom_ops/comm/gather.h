@@ -1,0 +1,71 @@
+// Allgather and alltoall of any element type: bytes are moved, not computed with.
+#ifndef TFSCALE_COMM_GATHER_H_
+#define TFSCALE_COMM_GATHER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "comm/operation.h"
+
+namespace tfscale {
+
+// What allgather and alltoall share: every rank tells every other how many
+// bytes it sends, and sends them without waiting for an answer.
+class Exchange : public Operation {
+ protected:
+  explicit Exchange(AllocateOutput allocate) : allocate_(std::move(allocate)) {}
+
+  void Begin() override;
+  void Advance(const std::vector<int>& completed) override;
+  void Finish() override;
+  // What this rank has for `peer`, itself included.
+  virtual const char* DataFor(int peer) const = 0;
+  virtual int64_t BytesFor(int peer) const = 0;
+
+ private:
+  AllocateOutput allocate_;
+  std::vector<int64_t> sizes_in_;
+  std::vector<int64_t> sizes_out_;
+  int n_sizes_missing_ = 0;
+  bool is_posted_ = false;
+};
+
+// Every rank receives the inputs of all ranks, in rank order. Lengths may differ.
+class Allgather : public Exchange {
+ public:
+  Allgather(const void* input, size_t bytes, AllocateOutput allocate);
+  size_t bytes() const override { return bytes_; }
+
+ protected:
+  const char* DataFor(int) const override { return input_; }
+  int64_t BytesFor(int) const override { return static_cast<int64_t>(bytes_); }
+
+ private:
+  const char* input_;
+  const size_t bytes_;
+};
+
+// Rank r receives part r of the input of every rank, in rank order.
+class Alltoall : public Exchange {
+ public:
+  // `bytes[r]` of `input` go to rank r, one part after another.
+  Alltoall(const void* input, std::vector<int64_t> bytes, AllocateOutput allocate);
+  size_t bytes() const override { return static_cast<size_t>(offsets_.back()); }
+
+ protected:
+  const char* DataFor(int peer) const override {
+    return input_ + offsets_[static_cast<size_t>(peer)];
+  }
+  int64_t BytesFor(int peer) const override { return bytes_[static_cast<size_t>(peer)]; }
+
+ private:
+  const char* input_;
+  const std::vector<int64_t> bytes_;
+  std::vector<int64_t> offsets_;  // one more than ranks
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_GATHER_H_

@@ -1,0 +1,164 @@
+#include "comm/marks.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/mpi_env.h"
+#include "comm/task.h"
+
+namespace tfscale {
+namespace {
+
+// Marks of this many generations ago are kept: collectives may be under way
+// while this rank sets a mark.
+constexpr int64_t kKeptGenerations = 4;
+
+// These hold for good, whatever the generation.
+bool IsFinal(MarkKind kind) {
+  return kind == MarkKind::kLeft || kind == MarkKind::kFailed || kind == MarkKind::kQuiet;
+}
+
+std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& text) {
+  const std::string who = "rank " + std::to_string(rank);
+  switch (kind) {
+    case MarkKind::kStop:
+      return who + " stopped training after step " + std::to_string(count);
+    case MarkKind::kEpochEnd:
+      return "All ranks must run the same number of steps per epoch. Received: " + who +
+             " ended its epoch after step " + std::to_string(count) +
+             " in all, this rank runs one more. Give every rank the same number of batches, for "
+             "example with tfscale.data.GlobalBatches.";
+    case MarkKind::kFailed:
+      return "Communication failed on " + who + ": " + text;
+    case MarkKind::kLeft:
+    case MarkKind::kQuiet:
+      break;
+  }
+  return who + " has left the job (its program ended or called shutdown) and takes part in no " +
+         "further collective, but this rank calls one more. Call the same collectives on every " +
+         "rank.";
+}
+
+}  // namespace
+
+std::vector<int64_t> Marks::Pack(const Mark& mark) {
+  std::vector<int64_t> data = {mark.incarnation, mark.number, static_cast<int64_t>(mark.kind),
+                               static_cast<int64_t>(mark.counts.size()),
+                               static_cast<int64_t>(mark.text.size())};
+  for (const auto& [plan, count] : mark.counts) {
+    data.insert(data.end(), {plan.first, plan.second, count});
+  }
+  const size_t end = data.size();
+  data.resize(end + (mark.text.size() + sizeof(int64_t) - 1) / sizeof(int64_t));
+  if (!mark.text.empty()) std::memcpy(&data[end], mark.text.data(), mark.text.size());
+  return data;
+}
+
+Marks::Mark Marks::Unpack(const std::vector<int64_t>& data) {
+  Mark mark;
+  mark.incarnation = data.at(0);
+  mark.number = data.at(1);
+  mark.kind = static_cast<MarkKind>(data.at(2));
+  size_t i = 5;
+  for (int64_t n = data.at(3); n > 0; --n, i += 3) {
+    mark.counts[{static_cast<int>(data.at(i)), static_cast<int>(data.at(i + 1))}] = data.at(i + 2);
+  }
+  if (data.at(4) > 0) {
+    mark.text.assign(reinterpret_cast<const char*>(&data.at(i)), static_cast<size_t>(data[4]));
+  }
+  return mark;
+}
+
+void Marks::Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text) {
+  ++generation_;
+  DropOld();
+  outgoing_.push_back(Pack({incarnation_, generation_, kind, counts, text}));
+  const std::vector<int64_t>& data = outgoing_.back();
+  if (!sends_) sends_.emplace(*world_.comm, size_t{1} << 30);
+  for (int i = 1; i < world_.comm->size(); ++i) {
+    const int peer = (world_.comm->rank() + i) % world_.comm->size();
+    sends_->Send(data.data(), data.size() * sizeof(int64_t), peer, world_.MarkTag());
+  }
+}
+
+bool Marks::Poll() {
+  if (sends_ && !sends_->is_empty()) sends_->Poll();
+  if (is_sent()) outgoing_.clear();
+  bool has_moved = false;
+  while (true) {
+    int is_there = 0;
+    MPI_Status status;
+    Check(MPI_Iprobe(MPI_ANY_SOURCE, world_.MarkTag(), world_.comm->get(), &is_there, &status),
+          "MPI_Iprobe");
+    if (!is_there) return has_moved;
+    int bytes = 0;
+    Check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
+    std::vector<int64_t> data(static_cast<size_t>(bytes) / sizeof(int64_t));
+    Check(MPI_Recv(data.data(), bytes, MPI_BYTE, status.MPI_SOURCE, world_.MarkTag(),
+                   world_.comm->get(), MPI_STATUS_IGNORE),
+          "MPI_Recv");
+    received_[status.MPI_SOURCE].push_back(Unpack(data));
+    ++n_received_;
+    DropOld();
+    has_moved = true;
+  }
+}
+
+bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution,
+                     int64_t generation) const {
+  if (mark.kind == MarkKind::kFailed) return true;
+  if (mark.kind == MarkKind::kQuiet) return false;
+  if (mark.kind != MarkKind::kLeft) {
+    if (plan.second == kEager) return false;
+    if (mark.incarnation != incarnation_ || mark.number != generation + 1) return false;
+  }
+  const auto it = mark.counts.find(plan);
+  return execution >= (it == mark.counts.end() ? 0 : it->second);
+}
+
+std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
+                                        const std::vector<int>& ranks) const {
+  for (const auto& [rank, marks] : received_) {
+    if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
+    for (const Mark& mark : marks) {
+      if (!Excludes(mark, plan, execution, generation)) continue;
+      const auto it = mark.counts.find(plan);
+      const int64_t count = it == mark.counts.end() ? 0 : it->second;
+      const std::string text = Explain(mark.kind, rank, count, mark.text);
+      return mark.kind == MarkKind::kStop ? Status::Stopped(text) : Status::Failed(text);
+    }
+  }
+  return std::nullopt;
+}
+
+void Marks::StartIncarnation(int64_t incarnation) {
+  incarnation_ = incarnation;
+  generation_ = 0;
+  DropOld();
+}
+
+void Marks::DropOld() {
+  const auto is_old = [this](const Mark& mark) {
+    if (IsFinal(mark.kind)) return false;
+    return mark.incarnation < incarnation_ ||
+           (mark.incarnation == incarnation_ && mark.number + kKeptGenerations <= generation_);
+  };
+  for (auto& [rank, marks] : received_) {
+    marks.erase(std::remove_if(marks.begin(), marks.end(), is_old), marks.end());
+  }
+}
+
+std::vector<int> Marks::Without(MarkKind kind) const {
+  std::vector<int> ranks;
+  for (int r = 0; r < world_.comm->size(); ++r) {
+    const auto it = received_.find(r);
+    const bool has = it != received_.end() &&
+                     std::any_of(it->second.begin(), it->second.end(), [kind](const Mark& mark) {
+                       return mark.kind == kind || mark.kind == MarkKind::kFailed;
+                     });
+    if (r != world_.comm->rank() && !has) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+}  // namespace tfscale

@@ -1,0 +1,87 @@
+// How ranks tell each other that they will take part in no further step.
+#ifndef TFSCALE_COMM_MARKS_H_
+#define TFSCALE_COMM_MARKS_H_
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/group.h"
+#include "comm/types.h"
+
+namespace tfscale {
+
+// Values are part of the C interface, in which the first two may be set.
+// kFailed: communication failed on that rank; it takes part in nothing any more.
+// kQuiet: after kLeft, when nothing that the rank sent is under way.
+enum class MarkKind : int { kEpochEnd = 0, kStop = 1, kLeft = 2, kFailed = 3, kQuiet = 4 };
+
+// Names a plan alike on all ranks: group id and plan index; index kEager for
+// the eager collectives of the group.
+using PlanKey = std::pair<int, int>;
+
+// A rank sets a mark at the end of each epoch of `fit`, with the number of
+// times it ran each plan so far. The time between two marks is a generation.
+// All ranks set marks at the same places of their program, so a collective of
+// generation g that a peer's mark g+1 does not count will never be joined by
+// this peer: it is given up at once, with the reason, instead of waiting.
+// Giving up leaves ranks at different places; StartIncarnation, called by all,
+// counts anew. Costs one small message per peer and epoch, nothing per step.
+// Used by the communication thread only.
+class Marks {
+ public:
+  explicit Marks(const Group& world) : world_(world) {}
+
+  // Tells all other ranks. Non-blocking. `text` says why a rank failed.
+  void Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text = "");
+  // Receives what has arrived; true if anything did.
+  bool Poll();
+  // Marks this rank has set in this incarnation.
+  int64_t generation() const { return generation_; }
+  bool has_received() const { return n_received_ > 0; }
+  // Begins to count anew; marks of earlier incarnations are forgotten.
+  void StartIncarnation(int64_t incarnation);
+
+  // Other ranks that have neither set a mark of this kind nor failed.
+  std::vector<int> Without(MarkKind kind) const;
+  // All marks of this rank have been taken over by MPI or the peers.
+  bool is_sent() const { return !sends_ || sends_->is_empty(); }
+
+  // Why the collective number `execution` of `plan`, posted in `generation`,
+  // will not be joined by one of `ranks`; nothing if it may be.
+  std::optional<Status> WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
+                                   const std::vector<int>& ranks) const;
+
+ private:
+  struct Mark {
+    int64_t incarnation = 0;
+    int64_t number = 0;
+    MarkKind kind = MarkKind::kEpochEnd;
+    std::map<PlanKey, int64_t> counts;
+    std::string text;
+  };
+
+  static std::vector<int64_t> Pack(const Mark& mark);
+  static Mark Unpack(const std::vector<int64_t>& data);
+  bool Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation) const;
+  void DropOld();
+
+  const Group& world_;
+  int64_t incarnation_ = 0;
+  int64_t generation_ = 0;
+  int n_received_ = 0;
+  std::map<int, std::deque<Mark>> received_;  // by world rank
+  // Messages under way: their data must stay in place.
+  std::list<std::vector<int64_t>> outgoing_;
+  std::optional<Transfers> sends_;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_MARKS_H_

@@ -1,0 +1,95 @@
+// One collective of one rank: an object that is started once and stepped until done.
+#ifndef TFSCALE_COMM_OPERATION_H_
+#define TFSCALE_COMM_OPERATION_H_
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/communicator.h"
+#include "comm/worker_pool.h"
+
+namespace tfscale {
+
+// What an operation may use; owned by the engine and outlives every operation.
+struct Channel {
+  const Communicator* comm;
+  // The operation may use tags [tag, tag + kTagsPerOperation).
+  int tag;
+  BufferPool* buffers;
+  WorkerPool* workers;
+  size_t max_message_bytes;
+  size_t chunk_bytes;
+};
+
+constexpr int kTagsPerOperation = 2;
+
+// All methods run on the communication thread and never block. They throw
+// CommError or std::bad_alloc. All ranks of the communicator must start the
+// matching operation with the same tag, in any order among different tags.
+class Operation {
+ public:
+  Operation() = default;
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  // Posts the first transfers.
+  void Start(const Channel& channel) {
+    channel_ = channel;
+    transfers_.emplace(*channel.comm, channel.max_message_bytes);
+    Begin();
+  }
+
+  // Does what can be done now; true if anything happened.
+  bool Step() {
+    const bool has_moved = transfers_->Poll();
+    Advance(transfers_->TakeCompleted());
+    if (transfers_->is_empty() && !is_done_) Finish();
+    return has_moved || is_done_;
+  }
+
+  bool is_done() const { return is_done_; }
+  // Payload of this rank in bytes, for the window of the scheduler and reports.
+  virtual size_t bytes() const = 0;
+  // Ranks, within the communicator, that keep it from ending.
+  std::vector<int> WaitingFor() const {
+    return transfers_ ? transfers_->PendingPeers() : std::vector<int>();
+  }
+  // Ends it without a result. Step must not be called any more, but IsQuiet
+  // until it is true: only then does MPI no longer touch the memory.
+  void Cancel() {
+    if (transfers_) transfers_->Cancel();
+  }
+  bool IsQuiet() {
+    if (transfers_) transfers_->Poll();
+    return !transfers_ || transfers_->is_empty();
+  }
+  // Keeps the memory that the operation reads and writes until it is destroyed,
+  // which for a cancelled operation is later than its caller's return.
+  void KeepAlive(std::shared_ptr<void> memory) { memory_ = std::move(memory); }
+
+ protected:
+  virtual void Begin() = 0;
+  // `completed` holds the keys of transfers that ended since the last call.
+  virtual void Advance(const std::vector<int>& completed) = 0;
+  // Called when no transfer is under way; posts more or calls SetDone.
+  virtual void Finish() = 0;
+
+  void SetDone() { is_done_ = true; }
+  int rank() const { return channel_.comm->rank(); }
+  int size() const { return channel_.comm->size(); }
+
+  Channel channel_{};
+  std::optional<Transfers> transfers_;
+
+ private:
+  bool is_done_ = false;
+  std::shared_ptr<void> memory_;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_OPERATION_H_

@@ -1,0 +1,23 @@
+// What can be set when the engine starts. Mirrors tfscale.config.Settings.
+#ifndef TFSCALE_COMM_OPTIONS_H_
+#define TFSCALE_COMM_OPTIONS_H_
+
+#include <cstdint>
+
+namespace tfscale {
+
+// Part of the C interface: plain data, fixed layout, all fields required.
+struct EngineOptions {
+  double stall_warning_s;
+  double stall_shutdown_s;
+  int64_t max_message_bytes;  // longest MPI message; below 2^31
+  int64_t chunk_bytes;        // piece in which long vectors travel and are summed
+  int64_t window_bytes;       // payload of one plan that is under way at a time
+  int32_t reduce_threads;     // 1: the communication thread alone
+  int32_t spin;               // 1: never sleep while something is under way
+  int32_t pin_core;           // core of the communication thread; -1: any
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_OPTIONS_H_

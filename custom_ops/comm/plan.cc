@@ -1,0 +1,97 @@
+#include "comm/plan.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "comm/types.h"
+
+namespace tfscale {
+namespace {
+
+std::vector<std::string> Lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+std::string LineOr(const std::vector<std::string>& lines, size_t i, const char* otherwise) {
+  return i < lines.size() ? lines[i] : otherwise;
+}
+
+}  // namespace
+
+std::string PlanSpec::Describe() const {
+  std::ostringstream text;
+  text << "function " << name << "\n";
+  for (size_t i = 0; i < slots.size(); ++i) text << "#" << tag_slots[i] << " " << slots[i] << "\n";
+  return text.str();
+}
+
+std::string FirstDifference(const std::vector<std::string>& descriptions,
+                            const std::vector<int>& ranks) {
+  const std::vector<std::string> first = Lines(descriptions[0]);
+  for (size_t r = 1; r < descriptions.size(); ++r) {
+    if (descriptions[r] == descriptions[0]) continue;
+    const std::vector<std::string> other = Lines(descriptions[r]);
+    size_t line = 0;
+    while (line < std::min(first.size(), other.size()) && first[line] == other[line]) ++line;
+    std::ostringstream text;
+    text << "All ranks must run the same collectives in the same order. Received: ";
+    if (line > 0) text << "at slot " << line - 1 << ", ";
+    text << "rank " << ranks[0] << " has '" << LineOr(first, line, "nothing more") << "' and rank "
+         << ranks[r] << " has '" << LineOr(other, line, "nothing more")
+         << "'. Build the same model, optimizer and functions on every rank, in the same order.";
+    return text.str();
+  }
+  return "";
+}
+
+int PlanTable::Create(int group, const std::string& name) {
+  if (group < 0) throw CommError("No process set has the id " + std::to_string(group));
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t g = static_cast<size_t>(group);
+  if (n_plans_.size() <= g) {
+    n_plans_.resize(g + 1, 0);
+    next_tag_slot_.resize(g + 1, 0);
+  }
+  Entry entry;
+  entry.spec.id = static_cast<int>(plans_.size());
+  entry.spec.group = group;
+  entry.spec.index = n_plans_[g]++;
+  entry.spec.name = name;
+  plans_.push_back(std::move(entry));
+  return plans_.back().spec.id;
+}
+
+int PlanTable::AddSlot(int plan, const std::string& description) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Entry& entry = Find(plan);
+  if (entry.is_frozen) {
+    throw CommError("A plan cannot change after its first use. Received: '" + description +
+                    "' for plan '" + entry.spec.name + "'.");
+  }
+  entry.spec.slots.push_back(description);
+  entry.spec.tag_slots.push_back(next_tag_slot_[static_cast<size_t>(entry.spec.group)]++);
+  return static_cast<int>(entry.spec.slots.size()) - 1;
+}
+
+PlanSpec PlanTable::Freeze(int plan) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Entry& entry = Find(plan);
+  entry.is_frozen = true;
+  return entry.spec;
+}
+
+PlanTable::Entry& PlanTable::Find(int plan) {
+  if (plan >= 0 && static_cast<size_t>(plan) < plans_.size()) {
+    return plans_[static_cast<size_t>(plan)];
+  }
+  throw CommError(
+      "A traced function must run in the job in which it was traced. Received: a collective of "
+      "plan " +
+      std::to_string(plan) + ", of " + std::to_string(plans_.size()) +
+      " plans here. Trace the function again.");
+}
+
+}  // namespace tfscale

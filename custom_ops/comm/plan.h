@@ -1,0 +1,62 @@
+// The collectives of one traced function, in the order all ranks follow.
+#ifndef TFSCALE_COMM_PLAN_H_
+#define TFSCALE_COMM_PLAN_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace tfscale {
+
+// What was registered; `group` and `index` name the plan alike on all ranks of
+// the group. Slot numbers are the order in which the collectives were traced,
+// which is an order the graph's own dependencies allow.
+struct PlanSpec {
+  int id = 0;
+  int group = 0;
+  int index = 0;
+  std::string name;
+  std::vector<std::string> slots;
+  // Numbers that tell the slots of all plans of the group apart on the wire.
+  // They are given out while tracing, hence equal on ranks that trace alike.
+  std::vector<int> tag_slots;
+
+  // One line per slot, compared over ranks before the plan's first use.
+  std::string Describe() const;
+};
+
+// "" when all texts are equal, else the first line that differs, and both ranks.
+std::string FirstDifference(const std::vector<std::string>& descriptions,
+                            const std::vector<int>& ranks);
+
+// All plans of a process. Thread-safe. Tracing adds slots on any thread; the
+// communication thread freezes a plan when its first slot arrives.
+class PlanTable {
+ public:
+  // Returns the id of a new plan over `group`.
+  int Create(int group, const std::string& name);
+  // Returns the slot number. Throws CommError when the plan is frozen.
+  int AddSlot(int plan, const std::string& description);
+  // A copy of the plan as it stands, which is final from now on.
+  PlanSpec Freeze(int plan);
+
+ private:
+  struct Entry {
+    PlanSpec spec;
+    bool is_frozen = false;
+  };
+
+  // Throws CommError when there is none. Called with the mutex held.
+  Entry& Find(int plan);
+
+  std::mutex mutex_;
+  std::vector<Entry> plans_;        // guarded by mutex_
+  std::vector<int> n_plans_;        // per group; guarded by mutex_
+  std::vector<int> next_tag_slot_;  // per group; guarded by mutex_
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_PLAN_H_

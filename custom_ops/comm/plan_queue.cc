@@ -1,0 +1,107 @@
+#include "comm/plan_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace tfscale {
+
+PlanQueue::PlanQueue(PlanSpec spec, const Group& group)
+    : spec_(std::move(spec)),
+      group_(group),
+      waiting_(spec_.slots.size()),
+      n_arrived_(spec_.slots.size(), 0),
+      is_under_way_(spec_.slots.size(), false),
+      description_(spec_.Describe()) {}
+
+void PlanQueue::Add(Task&& task) {
+  const size_t slot = static_cast<size_t>(task.slot);
+  if (task.slot < 0 || slot >= waiting_.size()) {
+    throw CommError("A collective must have a slot of its plan. Received: slot " +
+                    std::to_string(task.slot) + " of plan '" + spec_.name + "', which has " +
+                    std::to_string(waiting_.size()) + ". Trace the function again.");
+  }
+  task.execution = n_arrived_[slot]++;
+  waiting_[slot].push_back(std::move(task));
+  ++n_waiting_;
+}
+
+bool PlanQueue::StepHandshake(const Channel& base) {
+  if (is_agreed_) return false;
+  if (!handshake_) {
+    handshake_ = std::make_unique<Allgather>(description_.data(), description_.size(),
+                                             [this](const std::vector<int64_t>& bytes) {
+                                               lengths_ = bytes;
+                                               int64_t total = 0;
+                                               for (int64_t n : bytes) total += n;
+                                               descriptions_.resize(static_cast<size_t>(total));
+                                               return static_cast<void*>(descriptions_.data());
+                                             });
+    Channel channel = base;
+    channel.comm = group_.comm.get();
+    channel.tag = group_.HandshakeTag(spec_.index);
+    handshake_->Start(channel);
+  }
+  const bool has_moved = handshake_->Step();
+  if (handshake_->is_done()) FinishHandshake();
+  return has_moved;
+}
+
+void PlanQueue::FinishHandshake() {
+  std::vector<std::string> texts;
+  size_t begin = 0;
+  for (int64_t length : lengths_) {
+    texts.push_back(descriptions_.substr(begin, static_cast<size_t>(length)));
+    begin += static_cast<size_t>(length);
+  }
+  handshake_.reset();
+  descriptions_ = std::string();
+  const std::string difference = FirstDifference(texts, group_.ranks);
+  if (!difference.empty()) throw CommError(difference);
+  is_agreed_ = true;
+}
+
+std::optional<Task> PlanQueue::TakeNext(int64_t window_bytes) {
+  if (!is_agreed_ || n_waiting_ == 0 || waiting_[next_slot_].empty()) return std::nullopt;
+  if (is_under_way_[next_slot_]) return std::nullopt;
+  const int64_t bytes = static_cast<int64_t>(waiting_[next_slot_].front().operation->bytes());
+  if (n_under_way_ > 0 && bytes_under_way_ + bytes > window_bytes) return std::nullopt;
+  Task task = std::move(waiting_[next_slot_].front());
+  waiting_[next_slot_].pop_front();
+  --n_waiting_;
+  is_under_way_[next_slot_] = true;
+  next_slot_ = (next_slot_ + 1) % waiting_.size();
+  bytes_under_way_ += bytes;
+  ++n_under_way_;
+  return task;
+}
+
+void PlanQueue::OnFinished(const Task& task) {
+  bytes_under_way_ -= static_cast<int64_t>(task.operation->bytes());
+  is_under_way_[static_cast<size_t>(task.slot)] = false;
+  --n_under_way_;
+}
+
+void PlanQueue::Reset() {
+  std::fill(n_arrived_.begin(), n_arrived_.end(), 0);
+  next_slot_ = 0;
+  interruption_ = Status::Ok();
+}
+
+int64_t PlanQueue::n_executions() const {
+  return n_arrived_.empty() ? 0 : *std::max_element(n_arrived_.begin(), n_arrived_.end());
+}
+
+int64_t PlanQueue::n_complete_executions() const {
+  return n_arrived_.empty() ? 0 : *std::min_element(n_arrived_.begin(), n_arrived_.end());
+}
+
+std::vector<int> PlanQueue::ComparingWith() const {
+  std::vector<int> ranks;
+  if (!handshake_) return ranks;
+  for (int member : handshake_->WaitingFor()) {
+    ranks.push_back(group_.ranks[static_cast<size_t>(member)]);
+  }
+  return ranks;
+}
+
+}  // namespace tfscale

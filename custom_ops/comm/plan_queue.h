@@ -1,0 +1,109 @@
+// The collectives of one plan that have arrived, and which may start next.
+#ifndef TFSCALE_COMM_PLAN_QUEUE_H_
+#define TFSCALE_COMM_PLAN_QUEUE_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/gather.h"
+#include "comm/group.h"
+#include "comm/marks.h"
+#include "comm/plan.h"
+#include "comm/task.h"
+
+namespace tfscale {
+
+// Slots start in plan order, whatever order they arrive in, so that all ranks
+// give their bandwidth to the same collectives. Before the first one the ranks
+// compare their plans. Used by the communication thread only.
+class PlanQueue {
+ public:
+  PlanQueue(PlanSpec spec, const Group& group);
+
+  // Sets the task's execution number and keeps it until it may start. Throws
+  // CommError, and leaves the task alone, when the plan has no such slot.
+  void Add(Task&& task);
+  // Moves the comparison of plans forward; throws CommError when they differ.
+  bool StepHandshake(const Channel& base);
+  // The next task in plan order, if it is here and the window has room for it.
+  std::optional<Task> TakeNext(int64_t window_bytes);
+  void OnFinished(const Task& task);
+
+  // Tasks that have not started and that `is_chosen`, removed from the queue.
+  template <typename Predicate>
+  std::vector<Task> TakeIf(Predicate is_chosen) {
+    std::vector<Task> tasks;
+    for (auto& slot : waiting_) {
+      std::deque<Task> kept;
+      for (Task& task : slot) {
+        if (is_chosen(task)) {
+          tasks.push_back(std::move(task));
+        } else {
+          kept.push_back(std::move(task));
+        }
+      }
+      slot = std::move(kept);
+    }
+    n_waiting_ -= tasks.size();
+    return tasks;
+  }
+  // The comparison of plans, if it is under way.
+  std::unique_ptr<Operation> TakeHandshake() { return std::move(handshake_); }
+  // After a step was given up ranks stand at different slots: `why` is then the
+  // end of all that comes, until Reset.
+  void Interrupt(const Status& why) { interruption_ = why; }
+  const Status& interruption() const { return interruption_; }
+  // Forgets how far the plan got; the queue must hold no task.
+  void Reset();
+  // Calls `visit` on every task that has not started.
+  template <typename Visit>
+  void ForEachWaiting(Visit visit) const {
+    for (const auto& slot : waiting_) {
+      for (const Task& task : slot) visit(task);
+    }
+  }
+
+  bool is_waiting() const { return n_waiting_ > 0; }
+  bool is_idle() const { return n_waiting_ == 0 && n_under_way_ == 0; }
+  bool is_comparing() const { return n_waiting_ > 0 && !is_agreed_; }
+  PlanKey key() const { return {spec_.group, spec_.index}; }
+  const PlanSpec& spec() const { return spec_; }
+  const Group& group() const { return group_; }
+  // How often the plan has run, counting a run from its first slot.
+  int64_t n_executions() const;
+  // How often all slots have arrived.
+  int64_t n_complete_executions() const;
+  // The slot that keeps later ones from starting.
+  const std::string& next_slot_name() const { return spec_.slots[next_slot_]; }
+  // World ranks whose plan is still awaited.
+  std::vector<int> ComparingWith() const;
+
+ private:
+  void FinishHandshake();
+
+  const PlanSpec spec_;
+  const Group& group_;
+  std::vector<std::deque<Task>> waiting_;  // per slot
+  std::vector<int64_t> n_arrived_;         // per slot
+  // Per slot. One at a time: all executions of a slot have the same tag.
+  std::vector<bool> is_under_way_;
+  size_t n_waiting_ = 0;
+  size_t next_slot_ = 0;
+  int64_t bytes_under_way_ = 0;
+  int n_under_way_ = 0;
+  Status interruption_;
+
+  bool is_agreed_ = false;
+  std::string description_;
+  std::string descriptions_;  // of all ranks, one after another
+  std::vector<int64_t> lengths_;
+  std::unique_ptr<Operation> handshake_;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_PLAN_QUEUE_H_

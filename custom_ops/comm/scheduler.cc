@@ -1,0 +1,235 @@
+#include "comm/scheduler.h"
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+namespace tfscale {
+namespace {
+
+int64_t Nanoseconds(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+std::string Join(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  for (size_t i = 0; i < ranks.size(); ++i) text << (i ? ", " : "") << ranks[i];
+  return text.str();
+}
+
+std::vector<int> AllRanks(int size) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+std::map<int, Group> WorldOnly(Communicator world) {
+  std::map<int, Group> groups;
+  Group& group = groups[0];
+  group.ranks = AllRanks(world.size());
+  group.comm = std::make_unique<Communicator>(std::move(world));
+  return groups;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(const EngineOptions& options, Communicator world, PlanTable& plans,
+                     EventLog& events, BufferPool& buffers, WorkerPool& workers)
+    : options_(options),
+      plans_(plans),
+      events_(events),
+      buffers_(buffers),
+      workers_(workers),
+      groups_(WorldOnly(std::move(world))),
+      marks_(groups_.at(0)),
+      stalls_(options, groups_.at(0).comm->rank()) {}
+
+Group& Scheduler::GroupOf(int id) {
+  const auto it = groups_.find(id);
+  if (it == groups_.end()) throw CommError("No process set has the id " + std::to_string(id));
+  if (!it->second.comm) {
+    throw CommError(
+        "Only members may call a collective of a process set. Received: a call from a "
+        "rank outside of [" +
+        Join(it->second.ranks) + "].");
+  }
+  return it->second;
+}
+
+PlanQueue& Scheduler::QueueOf(int plan) {
+  const auto it = queues_.find(plan);
+  if (it != queues_.end()) return *it->second;
+  PlanSpec spec = plans_.Freeze(plan);
+  const Group& group = GroupOf(spec.group);
+  // Throws if the tags do not suffice, rather than later in the middle of a step.
+  if (!spec.tag_slots.empty()) group.SlotTag(spec.tag_slots.back(), group.n_incarnations() - 1);
+  auto queue = std::make_unique<PlanQueue>(std::move(spec), group);
+  return *queues_.emplace(plan, std::move(queue)).first->second;
+}
+
+void Scheduler::AddGroup(int id, const std::vector<int>& ranks) {
+  const Communicator& world = *groups_.at(0).comm;
+  Group group;
+  group.id = id;
+  group.ranks = ranks;
+  if (std::find(ranks.begin(), ranks.end(), world.rank()) != ranks.end()) {
+    const int tag = groups_.at(0).HandshakeTag(id);
+    group.comm = std::make_unique<Communicator>(Communicator::ForRanks(world, ranks, tag));
+  }
+  groups_[id] = std::move(group);
+}
+
+Channel Scheduler::BaseChannel() const {
+  Channel channel{};
+  channel.buffers = &buffers_;
+  channel.workers = &workers_;
+  channel.max_message_bytes = static_cast<size_t>(options_.max_message_bytes);
+  channel.chunk_bytes = static_cast<size_t>(options_.chunk_bytes);
+  return channel;
+}
+
+void Scheduler::Accept(Task task) {
+  if (has_failed()) {
+    task.done(failure_);
+    return;
+  }
+  task.generation = marks_.generation();
+  try {
+    if (task.plan == kEager) {
+      const Group& group = GroupOf(task.group);
+      task.execution = n_eager_[task.group]++;
+      const int tag = group.EagerTag(task.execution);
+      Start(std::move(task), tag);
+    } else {
+      PlanQueue& queue = QueueOf(task.plan);
+      if (queue.interruption().ok()) {
+        queue.Add(std::move(task));
+      } else {
+        GiveUp(task, queue.interruption());
+      }
+    }
+  } catch (const std::exception& error) {
+    // A task that was not handed on is at fault itself; else communication is.
+    if (task.done) {
+      task.done(Status::Invalid(error.what()));
+    } else {
+      Fail(error.what());
+    }
+  }
+}
+
+void Scheduler::Start(Task task, int tag) {
+  Channel channel = BaseChannel();
+  channel.comm = GroupOf(task.group).comm.get();
+  channel.tag = tag;
+  task.started = Clock::now();
+  active_.push_back(std::move(task));
+  active_.back().operation->Start(channel);
+}
+
+bool Scheduler::Step() {
+  if (has_failed()) return false;
+  try {
+    bool has_moved = StepActive();
+    if (StepQueues()) has_moved = true;
+    if (marks_.Poll()) has_moved = true;
+    if (marks_.has_received() && is_busy()) GiveUpHopeless();
+    abandoned_.Step();
+    if (is_busy()) CheckStalls();
+    return has_moved;
+  } catch (const std::exception& error) {
+    Fail(error.what());
+    return true;
+  }
+}
+
+bool Scheduler::StepActive() {
+  bool has_moved = false;
+  for (auto it = active_.begin(); it != active_.end();) {
+    if (it->operation->Step()) has_moved = true;
+    if (!it->operation->is_done()) {
+      ++it;
+      continue;
+    }
+    Task task = std::move(*it);
+    it = active_.erase(it);
+    Finish(task);
+  }
+  return has_moved;
+}
+
+void Scheduler::Finish(Task& task) {
+  if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+  events_.Add({Nanoseconds(task.posted), Nanoseconds(task.started), Nanoseconds(Clock::now()),
+               static_cast<int64_t>(task.operation->bytes()), task.execution, task.plan,
+               task.slot});
+  task.operation.reset();
+  task.done(Status::Ok());
+}
+
+bool Scheduler::StepQueues() {
+  bool has_moved = false;
+  const Channel base = BaseChannel();
+  for (auto& [id, queue] : queues_) {
+    if (!queue->is_waiting()) continue;
+    if (queue->StepHandshake(base)) has_moved = true;
+    while (auto task = queue->TakeNext(options_.window_bytes)) {
+      const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
+      Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
+      has_moved = true;
+    }
+  }
+  return has_moved;
+}
+
+bool Scheduler::is_busy() const {
+  if (!active_.empty()) return true;
+  return std::any_of(queues_.begin(), queues_.end(),
+                     [](const auto& entry) { return entry.second->is_waiting(); });
+}
+
+std::string Scheduler::Describe(const Task& task, bool is_active) {
+  std::ostringstream text;
+  text << task.name;
+  if (task.plan != kEager) {
+    text << " (slot " << task.slot << " of " << queues_.at(task.plan)->spec().name << ")";
+  }
+  std::vector<int> missing;
+  if (is_active) {
+    const Group& group = GroupOf(task.group);
+    for (int member : task.operation->WaitingFor()) {
+      missing.push_back(group.ranks[static_cast<size_t>(member)]);
+    }
+    text << ": waiting for rank " << Join(missing);
+    return text.str();
+  }
+  const PlanQueue& queue = *queues_.at(task.plan);
+  if (queue.is_comparing()) {
+    text << ": waiting to compare plans with rank " << Join(queue.ComparingWith());
+  } else {
+    text << ": waiting for '" << queue.next_slot_name() << "' to be reached on this rank";
+  }
+  return text.str();
+}
+
+void Scheduler::CheckStalls() {
+  const Clock::time_point now = Clock::now();
+  if (!stalls_.IsDue(now)) return;
+  const Task* oldest = nullptr;
+  bool is_active = false;
+  const auto look = [&](const Task& task, bool is_task_active) {
+    if (oldest != nullptr && task.posted >= oldest->posted) return;
+    oldest = &task;
+    is_active = is_task_active;
+  };
+  for (const Task& task : active_) look(task, true);
+  for (const auto& [id, queue] : queues_) {
+    queue->ForEachWaiting([&](const Task& task) { look(task, false); });
+  }
+  if (oldest != nullptr) {
+    stalls_.Look(now, oldest->posted, [&] { return Describe(*oldest, is_active); });
+  }
+}
+
+}  // namespace tfscale

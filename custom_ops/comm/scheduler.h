@@ -1,0 +1,99 @@
+// Decides which collectives are under way, and ends those that cannot succeed.
+#ifndef TFSCALE_COMM_SCHEDULER_H_
+#define TFSCALE_COMM_SCHEDULER_H_
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/abandoned.h"
+#include "comm/event_log.h"
+#include "comm/group.h"
+#include "comm/marks.h"
+#include "comm/options.h"
+#include "comm/plan.h"
+#include "comm/plan_queue.h"
+#include "comm/stall_watch.h"
+#include "comm/task.h"
+
+namespace tfscale {
+
+// Lives on the communication thread; no method blocks, except AddGroup, which
+// waits for the other members of the group. Collectives of different plans and
+// eager ones progress side by side: every message has a tag of its own, so no
+// order among them is needed.
+class Scheduler {
+ public:
+  // All references must outlive the scheduler.
+  Scheduler(const EngineOptions& options, Communicator world, PlanTable& plans, EventLog& events,
+            BufferPool& buffers, WorkerPool& workers);
+
+  void Accept(Task task);
+  // Moves everything forward; true if anything happened.
+  bool Step();
+  // Something is under way or waits for another rank.
+  bool is_busy() const;
+  // Ends all collectives, these and later ones, with the first failure, and
+  // tells the other ranks.
+  void Fail(const std::string& why);
+  bool has_failed() const { return !failure_.ok(); }
+
+  void AddGroup(int id, const std::vector<int>& ranks);
+  void Mark(MarkKind kind);
+  // All ranks call this together after a step was given up: what is left of it
+  // on the wire is separated from what comes. A number that was used before is
+  // replaced by the next one. Throws CommError when there were too many or when
+  // collectives of a plan are under way.
+  void StartIncarnation(int incarnation);
+  // Collectives given up since the start of this incarnation.
+  int64_t n_given_up() const { return n_given_up_; }
+
+  // Tells the others that this rank calls no further collective. Then StepLeave
+  // takes the place of Step, until it has left or failed. Throws nothing.
+  void Leave();
+  bool StepLeave();
+  // All ranks have left and nothing is under way among them.
+  bool has_left() const { return has_left_; }
+  size_t n_others_not_left() const { return marks_.Without(MarkKind::kLeft).size(); }
+
+ private:
+  Group& GroupOf(int id);
+  PlanQueue& QueueOf(int plan);
+  Channel BaseChannel() const;
+  void Start(Task task, int tag);
+  bool StepActive();
+  bool StepQueues();
+  void Finish(Task& task);
+  void EndAll(const Status& why);
+  // Ends tasks that a peer will not join.
+  void GiveUpHopeless();
+  void GiveUp(Task& task, const Status& why);
+  std::optional<Status> WhyGivenUp(const Task& task);
+  void CheckStalls();
+  std::string Describe(const Task& task, bool is_active);
+
+  const EngineOptions& options_;
+  PlanTable& plans_;
+  EventLog& events_;
+  BufferPool& buffers_;
+  WorkerPool& workers_;
+  std::map<int, Group> groups_;
+  Marks marks_;
+  std::map<int, std::unique_ptr<PlanQueue>> queues_;  // by plan id
+  std::list<Task> active_;
+  std::map<int, int64_t> n_eager_;  // calls by group
+  int incarnation_ = 0;
+  int64_t n_given_up_ = 0;
+  Status failure_;
+  StallWatch stalls_;
+  Abandoned abandoned_;
+  bool is_quiet_ = false;
+  bool has_left_ = false;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_SCHEDULER_H_

@@ -1,0 +1,140 @@
+// How collectives end that do not succeed, and how a rank leaves the job.
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/scheduler.h"
+
+namespace tfscale {
+
+void Scheduler::Fail(const std::string& why) {
+  if (has_failed()) return;
+  failure_ = Status::Failed(why);
+  try {
+    // First of all, so that the others hear the cause before they see its effects.
+    marks_.Send(MarkKind::kFailed, {}, why);
+  } catch (const std::exception& error) {
+    failure_.message += std::string(" The other ranks could not be told: ") + error.what();
+  }
+  EndAll(failure_);
+}
+
+void Scheduler::EndAll(const Status& why) {
+  std::vector<Task> tasks;
+  for (Task& task : active_) {
+    if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+    tasks.push_back(std::move(task));
+  }
+  active_.clear();
+  for (auto& [id, queue] : queues_) {
+    for (Task& task : queue->TakeIf([](const Task&) { return true; })) {
+      tasks.push_back(std::move(task));
+    }
+    if (auto handshake = queue->TakeHandshake()) abandoned_.Add(std::move(handshake));
+  }
+  for (Task& task : tasks) {
+    abandoned_.Add(std::move(task.operation));
+    task.done(why);
+  }
+}
+
+void Scheduler::Mark(MarkKind kind) {
+  // A rank that leaves in the middle of a run takes no further part in this run.
+  const bool is_leaving = kind == MarkKind::kLeft;
+  std::map<PlanKey, int64_t> counts;
+  for (const auto& [id, queue] : queues_) {
+    counts[queue->key()] = is_leaving ? queue->n_complete_executions() : queue->n_executions();
+  }
+  for (const auto& [group, n_calls] : n_eager_) counts[{group, kEager}] = n_calls;
+  marks_.Send(kind, counts);
+}
+
+void Scheduler::StartIncarnation(int incarnation) {
+  // Never one that was: what is left of it may still be on the wire. All ranks
+  // count alike, as all start each one.
+  incarnation = std::max(incarnation, incarnation_ + 1);
+  if (incarnation >= groups_.at(0).n_incarnations()) {
+    throw CommError("Training can be stopped early " +
+                    std::to_string(groups_.at(0).n_incarnations() - 1) +
+                    " times per job. Received: one stop more. Start a new job.");
+  }
+  for (const auto& [id, queue] : queues_) {
+    if (!queue->is_idle()) {
+      throw CommError("An incarnation can start when no function runs. Received: '" +
+                      queue->spec().name + "' has collectives under way.");
+    }
+  }
+  incarnation_ = incarnation;
+  n_given_up_ = 0;
+  for (auto& [id, queue] : queues_) queue->Reset();
+  marks_.StartIncarnation(incarnation);
+}
+
+void Scheduler::Leave() {
+  if (has_failed()) return;
+  try {
+    Mark(MarkKind::kLeft);
+  } catch (const std::exception& error) {
+    Fail(error.what());
+  }
+}
+
+bool Scheduler::StepLeave() {
+  bool has_moved = Step();
+  if (has_failed()) return true;
+  try {
+    if (!marks_.Without(MarkKind::kLeft).empty()) return has_moved;
+    EndAll(Status::Failed("tfscale has been shut down."));
+    for (const auto& [id, group] : groups_) {
+      if (group.comm) DiscardMessages(*group.comm, id == 0 ? group.MarkTag() : -1);
+    }
+    if (!abandoned_.is_empty()) return has_moved;
+    if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
+    is_quiet_ = true;
+    has_left_ = marks_.Without(MarkKind::kQuiet).empty() && marks_.is_sent();
+  } catch (const std::exception& error) {
+    Fail(error.what());
+  }
+  return has_moved || has_left_;
+}
+
+std::optional<Status> Scheduler::WhyGivenUp(const Task& task) {
+  const Group& group = GroupOf(task.group);
+  const PlanKey key =
+      task.plan == kEager ? PlanKey{task.group, kEager} : queues_.at(task.plan)->key();
+  return marks_.WhyGivenUp(key, task.execution, task.generation, group.ranks);
+}
+
+void Scheduler::GiveUp(Task& task, const Status& why) {
+  ++n_given_up_;
+  if (task.plan != kEager) queues_.at(task.plan)->Interrupt(why);
+  abandoned_.Add(std::move(task.operation));
+  task.done(why);
+}
+
+void Scheduler::GiveUpHopeless() {
+  for (auto it = active_.begin(); it != active_.end();) {
+    const std::optional<Status> why = WhyGivenUp(*it);
+    if (!why) {
+      ++it;
+      continue;
+    }
+    Task task = std::move(*it);
+    it = active_.erase(it);
+    if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+    GiveUp(task, *why);
+  }
+  for (auto& [id, queue] : queues_) {
+    std::vector<Status> reasons;
+    std::vector<Task> tasks = queue->TakeIf([&](const Task& task) {
+      const std::optional<Status> why = WhyGivenUp(task);
+      if (why) reasons.push_back(*why);
+      return why.has_value();
+    });
+    for (size_t i = 0; i < tasks.size(); ++i) GiveUp(tasks[i], reasons[i]);
+  }
+}
+
+}  // namespace tfscale

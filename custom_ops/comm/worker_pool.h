@@ -1,0 +1,49 @@
+// A few threads that share the work of a local reduction.
+#ifndef TFSCALE_COMM_WORKER_POOL_H_
+#define TFSCALE_COMM_WORKER_POOL_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace tfscale {
+
+// Owns its threads. `For` is called by one thread at a time (the communication
+// thread) and blocks until all parts are done; the caller works too, so a pool
+// of one has no thread at all. Exceptions in `work` are not allowed.
+class WorkerPool {
+ public:
+  explicit WorkerPool(int n_threads);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  // Calls work(begin, end) on disjoint ranges that cover [0, count); each range
+  // but the last is a multiple of `grain` long.
+  void For(size_t count, size_t grain, const std::function<void(size_t, size_t)>& work);
+
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
+
+ private:
+  void Run(size_t part);
+  void RunPart(size_t part) const;
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  // All below are guarded by mutex_; a job's fields do not change while parts run.
+  const std::function<void(size_t, size_t)>* work_ = nullptr;
+  size_t count_ = 0;
+  size_t part_size_ = 0;
+  size_t n_running_ = 0;
+  size_t job_ = 0;
+  bool is_stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_WORKER_POOL_H_

@@ -1,0 +1,86 @@
+// The interface that Python calls.
+#include "comm/c_api.h"
+
+#include <string>
+#include <vector>
+
+#include "test/plans_job.h"
+
+namespace tfscale {
+namespace testing {
+namespace {
+
+void CheckFails(int64_t result, const std::string& text) {
+  CHECK_EQ(result, int64_t{-1});
+  CHECK_CONTAINS(tfscale_last_error(), text);
+}
+
+}  // namespace
+
+TEST(NothingWorksBeforeTheStart) {
+  CHECK_TRUE(std::strlen(tfscale_mpi_version()) > 0);
+  CHECK_EQ(std::string(tfscale_last_error()), std::string());
+  CheckFails(tfscale_rank(), "tfscale is not initialised. Call tfscale.init() first.");
+  CheckFails(tfscale_mark(0), "not initialised");
+  CheckFails(tfscale_num_given_up(), "not initialised");
+  CheckFails(tfscale_plan_create(0, "f"), "not initialised");
+  tfscale_stop();
+}
+
+TEST(StartAndStop) {
+  for (int round = 0; round < 2; ++round) {
+    int local_rank = -1, local_size = -1;
+    CHECK_EQ(tfscale_local(-1, &local_rank, &local_size), 0);
+    const EngineOptions options = SmallOptions();
+    CHECK_EQ(tfscale_start(round == 0 ? -1 : MPI_Comm_c2f(MPI_COMM_WORLD), &options), 0);
+    CheckFails(tfscale_start(-1, &options), "already initialised");
+    CHECK_TRUE(tfscale_thread_level() >= MPI_THREAD_SERIALIZED);
+    // The tests run on one host.
+    CHECK_EQ(local_size, tfscale_size());
+    CHECK_EQ(local_rank, tfscale_rank());
+
+    const int last[] = {tfscale_size() - 1};
+    CHECK_EQ(tfscale_add_group(last, 1), 1);
+    const int plan = tfscale_plan_create(0, "train");
+    CHECK_EQ(tfscale_plan_add_slot(plan, "a"), 0);
+    CHECK_EQ(tfscale_plan_add_slot(plan, "b"), 1);
+    CheckFails(tfscale_plan_add_slot(plan + 1, "c"), "plan 1");
+    CheckFails(tfscale_plan_create(-1, "f"), "-1");
+
+    std::vector<int> all;
+    for (int r = 0; r < tfscale_size(); ++r) all.push_back(r);
+    const int64_t before = tfscale_clock_ns();
+    for (int slot = 0; slot < 2; ++slot) {
+      Sum(all, tfscale_rank(), 100, slot, {"sum", 0, plan, slot}).Check();
+    }
+    std::vector<Event> events(8);
+    CHECK_EQ(tfscale_take_events(events.data(), 8), int64_t{2});
+    CHECK_EQ(events[1].slot, 1);
+    CHECK_EQ(events[1].bytes, int64_t{400});
+    CHECK_TRUE(events[0].posted_ns >= before && events[1].ended_ns <= tfscale_clock_ns());
+    Stamp(plan, -1);
+    CHECK_EQ(tfscale_take_events(events.data(), 8), int64_t{1});
+    CHECK_EQ(events[0].slot, -1);
+    CHECK_TRUE(events[0].posted_ns > events[1].posted_ns);
+
+    CHECK_EQ(tfscale_mark(0), 0);
+    CHECK_EQ(tfscale_start_incarnation(1), 0);
+    CheckFails(tfscale_start_incarnation(1 << 20), "stopped early");
+    CHECK_EQ(tfscale_num_given_up(), int64_t{0});
+    tfscale_stop();
+    CheckFails(tfscale_size(), "not initialised");
+  }
+}
+
+TEST(Fail) {
+  const EngineOptions options = SmallOptions();
+  CHECK_EQ(tfscale_start(-1, &options), 0);
+  CHECK_EQ(tfscale_fail("on purpose"), 0);
+  CHECK_EQ(Sum({0}, 0, 1, 0, {}).Wait().message, std::string("on purpose"));
+  tfscale_stop();
+}
+
+}  // namespace testing
+}  // namespace tfscale
+
+int main() { return tfscale::testing::RunJobTests(); }

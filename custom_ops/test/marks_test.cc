@@ -1,0 +1,174 @@
+// Ranks that end an epoch, stop or leave while others go on.
+#include <string>
+#include <vector>
+
+#include "test/plans_job.h"
+
+namespace tfscale {
+namespace testing {
+namespace {
+
+constexpr int kSlots = 4;
+
+// Rank `early` makes 3 steps and sets a mark; the others begin a fourth.
+void CheckGivenUp(const Job& job, const SumPlan& plan, int early, MarkKind kind, bool is_late) {
+  for (int step = 0; step < 3; ++step) plan.Run(step);
+  if (job.rank() == early) {
+    if (is_late) SleepMs(30);
+    job.engine().Mark(kind);
+    return;
+  }
+  if (!is_late) SleepMs(30);
+  const std::string who = "rank " + std::to_string(early);
+  for (Sum& sum : plan.PostAll(3)) {
+    const Status status = sum.Wait();
+    CHECK_TRUE(status.code ==
+               (kind == MarkKind::kStop ? StatusCode::kStopped : StatusCode::kFailed));
+    CHECK_CONTAINS(status.message, kind == MarkKind::kStop
+                                       ? who + " stopped training after step 3"
+                                       : who + " ended its epoch after step 3 in all");
+  }
+  CHECK_EQ(job.engine().NumGivenUp(), int64_t{kSlots});
+  // Until all ranks start anew this function cannot run: they stand at different slots.
+  CHECK_TRUE(!plan.Post(0, 4).Wait().ok());
+  job.engine().Mark(MarkKind::kEpochEnd);
+}
+
+// As tfscale.progress does it: eager calls work throughout.
+void StartTogether(const Job& job, int incarnation) {
+  Sum(job.Ranks([](int) { return true; }), job.rank(), 10, incarnation, {}).Check();
+  job.engine().StartIncarnation(incarnation);
+  CHECK_EQ(job.engine().NumGivenUp(), int64_t{0});
+}
+
+}  // namespace
+
+TEST(EqualEpochsGiveNothingUp) {
+  Job job;
+  const SumPlan plan(job, "train", kSlots);
+  for (int epoch = 0; epoch < 12; ++epoch) {
+    if (job.rank() == epoch % job.size()) SleepMs(5);
+    for (int step = 0; step < 3; ++step) plan.Run(step);
+    job.engine().Mark(MarkKind::kEpochEnd);
+  }
+  CHECK_EQ(job.engine().NumGivenUp(), int64_t{0});
+}
+
+TEST(StepsThatAPeerDoesNotJoinAreGivenUp) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", kSlots), other(job, "other", kSlots);
+  int incarnation = 0;
+  for (MarkKind kind : {MarkKind::kStop, MarkKind::kEpochEnd}) {
+    for (bool is_late : {false, true}) {
+      for (int early = 0; early < job.size(); ++early) {
+        CheckGivenUp(job, plan, early, kind, is_late);
+        StartTogether(job, ++incarnation);
+        // Everything works as before, and the next mark is counted from here.
+        other.Run(incarnation);
+      }
+    }
+  }
+  for (int step = 0; step < 5; ++step) plan.Run(step);
+}
+
+// A rank that stops between epochs sets one mark less than those that notice it
+// in the next epoch; that must not confuse the next training.
+TEST(GenerationsAreCountedAnew) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", kSlots);
+  for (int incarnation = 1; incarnation < 4; ++incarnation) {
+    CheckGivenUp(job, plan, 0, MarkKind::kStop, false);
+    if (job.rank() != 0) job.engine().Mark(MarkKind::kStop);
+    if (job.rank() == 1) job.engine().Mark(MarkKind::kEpochEnd);
+    StartTogether(job, incarnation);
+  }
+}
+
+// Each model counts its own incarnations; none of the engine's comes twice.
+TEST(NumbersOfIncarnationsMayRepeat) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", kSlots);
+  for (int i = 0; i < 3; ++i) {
+    CheckGivenUp(job, plan, 0, MarkKind::kStop, false);
+    StartTogether(job, 1);
+  }
+}
+
+// Long messages to a rank that stopped are never taken while the job runs; yet
+// the job ends in order.
+TEST(LongMessagesGivenUp) {
+  EngineOptions options = SmallOptions();
+  options.max_message_bytes = 1 << 30;
+  options.chunk_bytes = 1 << 20;
+  Job job(options);
+  const std::vector<int> all = job.Ranks([](int) { return true; });
+  const int plan = job.engine().plans().Create(0, "train");
+  job.engine().plans().AddSlot(plan, "long");
+  const Place place{"long", 0, plan, 0};
+  Sum(all, job.rank(), 1 << 20, 0, place).Check();
+  if (job.rank() == 0) {
+    job.engine().Mark(MarkKind::kStop);
+  } else {
+    CHECK_TRUE(Sum(all, job.rank(), 1 << 20, 1, place).Wait().code == StatusCode::kStopped);
+    job.engine().Mark(MarkKind::kStop);
+  }
+  StartTogether(job, 1);
+  Sum(all, job.rank(), 1 << 20, 2, place).Check();
+}
+
+TEST(OnlyGroupsWithThePeerAreGivenUp) {
+  Job job;
+  if (job.size() < 3) return;
+  const std::vector<int> with = job.Ranks([](int r) { return r < 2; });
+  const std::vector<int> without = job.Ranks([](int r) { return r > 0; });
+  const int group_with = job.engine().AddGroup(with);
+  const int group_without = job.engine().AddGroup(without);
+  const SumPlan plan_with(job, "with", 2, group_with, with);
+  const SumPlan plan_without(job, "without", 2, group_without, without);
+  if (job.rank() == 0) job.engine().Mark(MarkKind::kStop);
+  if (job.rank() == 1) {
+    for (Sum& sum : plan_with.PostAll(0)) CHECK_TRUE(sum.Wait().code == StatusCode::kStopped);
+  }
+  if (job.rank() > 0) {
+    plan_without.Run(0);
+    job.engine().Mark(MarkKind::kStop);
+  }
+  StartTogether(job, 1);
+  if (job.rank() < 2) plan_with.Run(1);
+}
+
+// The mark of this rank does not hide that of a peer from what is under way.
+TEST(CollectivesUnderWayAcrossTheOwnMark) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", 1);
+  plan.Run(0);
+  if (job.rank() == 0) {
+    SleepMs(30);
+    job.engine().Mark(MarkKind::kEpochEnd);
+  } else {
+    Sum sum = plan.Post(0, 1);
+    job.engine().Mark(MarkKind::kEpochEnd);
+    CHECK_TRUE(sum.Wait().code == StatusCode::kFailed);
+  }
+  StartTogether(job, 1);
+  plan.Run(2);
+}
+
+TEST(IncarnationsStartWhenNothingRuns) {
+  Job job;
+  const SumPlan plan(job, "train", 2);
+  Sum waiting = plan.Post(1, 0);
+  CHECK_THROWS(job.engine().StartIncarnation(1), "'train' has collectives under way");
+  plan.Post(0, 0).Check();
+  waiting.Check();
+  CHECK_THROWS(job.engine().StartIncarnation(1 << 20), "Training can be stopped early");
+}
+
+}  // namespace testing
+}  // namespace tfscale
+
+int main() { return tfscale::testing::RunJobTests(); }

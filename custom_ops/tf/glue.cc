@@ -1,0 +1,81 @@
+#include "tf/glue.h"
+
+#include <utility>
+
+#include "tensorflow/core/platform/errors.h"
+
+namespace tfscale {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+absl::Status ToTensorFlow(const Status& status) {
+  switch (status.code) {
+    case StatusCode::kOk:
+      return absl::OkStatus();
+    case StatusCode::kStopped:
+      // Recognised by tfscale.progress, which ends `fit` without an error.
+      return absl::AbortedError("TFSCALE_STOPPED: " + status.message);
+    case StatusCode::kInvalid:
+      return absl::InvalidArgumentError(status.message);
+    case StatusCode::kFailed:
+      break;
+  }
+  return absl::InternalError("TFSCALE_FAILED: " + status.message);
+}
+
+DType ToDType(tensorflow::DataType dtype) {
+  switch (dtype) {
+    case tensorflow::DT_DOUBLE:
+      return DType::kFloat64;
+    case tensorflow::DT_HALF:
+      return DType::kFloat16;
+    case tensorflow::DT_BFLOAT16:
+      return DType::kBfloat16;
+    case tensorflow::DT_INT32:
+      return DType::kInt32;
+    case tensorflow::DT_INT64:
+      return DType::kInt64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+CollectiveKernel::CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
+  OP_REQUIRES_OK(context, context->GetAttr("plan", &plan_));
+  OP_REQUIRES_OK(context, context->GetAttr("slot", &slot_));
+  OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
+  OP_REQUIRES_OK(context, context->GetAttr("group_size", &group_size_));
+  OP_REQUIRES_OK(context, context->GetAttr("label", &label_));
+}
+
+void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
+                              OperationHandle operation, std::shared_ptr<TensorList> tensors) {
+  Call call;
+  call.name = label_;
+  call.group = group_;
+  call.plan = plan_;
+  call.slot = slot_;
+  call.memory = std::move(tensors);
+  call.done = [context, done](const Status& status) {
+    if (!status.ok()) context->SetStatus(ToTensorFlow(status));
+    done();
+  };
+  tfscale::Submit(std::move(operation), std::move(call));
+}
+
+TensorShape WithRows(const TensorShape& like, int64_t rows) {
+  TensorShape shape = like;
+  shape.set_dim(0, rows);
+  return shape;
+}
+
+int64_t RowBytes(const Tensor& tensor) {
+  int64_t elements = 1;
+  for (int i = 1; i < tensor.dims(); ++i) elements *= tensor.dim_size(i);
+  return elements * tensorflow::DataTypeSize(tensor.dtype());
+}
+
+}  // namespace tfscale

@@ -1,0 +1,146 @@
+// TfscaleAllreduce and TfscaleReducescatter.
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tf/glue.h"
+
+namespace tfscale {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("TfscaleAllreduce")
+    .Input("tensors: n_tensors * T")
+    .TFSCALE_COLLECTIVE_ATTRS.Output("sums: n_tensors * T")
+    .Attr("n_tensors: int >= 1")
+    .Attr("T: {float, double, half, bfloat16, int32, int64}")
+    .Attr("reduce_op: int")
+    .Attr("prescale: string")
+    .Attr("postscale: string")
+    .SetShapeFn([](InferenceContext* c) {
+      int n = 0;
+      TF_RETURN_IF_ERROR(c->GetAttr("n_tensors", &n));
+      for (int i = 0; i < n; ++i) c->set_output(i, c->input(i));
+      return absl::OkStatus();
+    })
+    .Doc("Reduces each tensor over the ranks of a group; together they are one message.");
+
+REGISTER_OP("TfscaleReducescatter")
+    .Input("tensor: T")
+    .TFSCALE_COLLECTIVE_ATTRS.Output("part: T")
+    .Attr("T: {float, double, half, bfloat16, int32, int64}")
+    .Attr("reduce_op: int")
+    .Attr("prescale: string")
+    .Attr("postscale: string")
+    .Attr("group_rank: int")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle shape;
+      TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &shape));
+      TF_RETURN_IF_ERROR(c->ReplaceDim(shape, 0, c->UnknownDim(), &shape));
+      c->set_output(0, shape);
+      return absl::OkStatus();
+    })
+    .Doc(
+        "Reduces a tensor over the ranks of a group; rank r receives the r-th part of the rows. "
+        "The first ranks receive one row more when the rows cannot be shared equally.");
+
+// A float attribute has 32 bits only, too few for a mean of float64; so factors
+// are passed as text.
+absl::Status GetFactor(OpKernelConstruction* context, const char* name, double* factor) {
+  std::string text;
+  TF_RETURN_IF_ERROR(context->GetAttr(name, &text));
+  char* end = nullptr;
+  *factor = std::strtod(text.c_str(), &end);
+  if (!text.empty() && *end == '\0') return absl::OkStatus();
+  return absl::InvalidArgumentError(std::string(name) + " must be a number. Received: " + text);
+}
+
+class ReduceKernel : public CollectiveKernel {
+ public:
+  explicit ReduceKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
+    int op = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("reduce_op", &op));
+    args_.op = static_cast<ReduceOp>(op);
+    OP_REQUIRES_OK(context, GetFactor(context, "prescale", &args_.prescale));
+    OP_REQUIRES_OK(context, GetFactor(context, "postscale", &args_.postscale));
+  }
+
+ protected:
+  ReductionArgs args_;
+};
+
+class AllreduceOp : public ReduceKernel {
+ public:
+  using ReduceKernel::ReduceKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    OpInputList inputs;
+    OP_REQUIRES_OK_ASYNC(context, context->input_list("tensors", &inputs), done);
+    ReductionArgs args = args_;
+    args.dtype = ToDType(inputs[0].dtype());
+    auto tensors = std::make_shared<TensorList>();
+    for (int i = 0; i < inputs.size(); ++i) {
+      Tensor* output = nullptr;
+      OP_REQUIRES_OK_ASYNC(context, context->allocate_output(i, inputs[i].shape(), &output), done);
+      args.inputs.push_back(inputs[i].data());
+      args.outputs.push_back(output->data());
+      args.counts.push_back(static_cast<size_t>(inputs[i].NumElements()));
+      tensors->push_back(inputs[i]);
+      tensors->push_back(*output);
+    }
+    Submit(context, std::move(done), MakeReduction(std::move(args)), std::move(tensors));
+  }
+};
+
+class ReducescatterOp : public ReduceKernel {
+ public:
+  explicit ReducescatterOp(OpKernelConstruction* context) : ReduceKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("group_rank", &group_rank_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    OP_REQUIRES_ASYNC(context, input.dims() >= 1,
+                      absl::InvalidArgumentError("reducescatter needs a tensor of rank 1 or more. "
+                                                 "Received: a scalar."),
+                      done);
+    ReductionArgs args = args_;
+    args.dtype = ToDType(input.dtype());
+    const int64_t rows = input.dim_size(0);
+    const int64_t n_ranks = group_size();
+    const size_t row_elements =
+        rows > 0 ? static_cast<size_t>(input.NumElements() / rows) : size_t{0};
+    int64_t own_rows = 0;
+    for (int64_t r = 0; r < n_ranks; ++r) {
+      const int64_t part = rows / n_ranks + (r < rows % n_ranks ? 1 : 0);
+      args.scatter_counts.push_back(static_cast<size_t>(part) * row_elements);
+      if (r == group_rank_) own_rows = part;
+    }
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(
+        context, context->allocate_output(0, WithRows(input.shape(), own_rows), &output), done);
+    args.inputs = {input.data()};
+    args.outputs = {output->data()};
+    args.counts = {static_cast<size_t>(input.NumElements())};
+    auto tensors = std::make_shared<TensorList>(TensorList{input, *output});
+    Submit(context, std::move(done), MakeReduction(std::move(args)), std::move(tensors));
+  }
+
+ private:
+  int group_rank_ = 0;
+};
+
+TFSCALE_REGISTER_KERNEL("TfscaleAllreduce", AllreduceOp, .HostMemory("tensors").HostMemory("sums"));
+TFSCALE_REGISTER_KERNEL("TfscaleReducescatter", ReducescatterOp,
+                        .HostMemory("tensor").HostMemory("part"));
+
+}  // namespace
+}  // namespace tfscale

@@ -1,0 +1,48 @@
+"""EDSR: residual blocks without batch normalisation, for picture restoration."""
+
+import keras
+from keras import layers
+
+
+def edsr(
+    *, blocks: int = 16, filters: int = 64, channels: int = 1, residual_scaling: float = 0.1
+) -> keras.Model:
+    """Build EDSR without its upsampling tail: the output has the size of the input.
+
+    Every convolution is 3x3 with padding, so the model trains on patches and restores whole
+    pictures. It has (2*blocks + 1) convolutions of `filters` to `filters` channels, one before
+    and one after them.
+
+    Args:
+        blocks: Residual blocks, 1 or more; EDSR-16 has 16, the full EDSR 32.
+        filters: Channels inside, 1 or more; EDSR-16 has 64, the full EDSR 256.
+        channels: Channels of the pictures, 1 or more.
+        residual_scaling: Factor on the output of each block, which keeps wide models stable.
+
+    Returns:
+        A model from float32 (batch, rows, columns, channels) to the same shape.
+
+    Source: Lim et al., "Enhanced deep residual networks for single image super-resolution",
+        CVPR workshops 2017, figures 2 and 3; EDSR-16 for restoration: [T] ch. 5.
+    """
+    picture = keras.Input((None, None, channels), name="corrupted")
+    head = _conv(filters, "head")(picture)
+    x = head
+    for block in range(1, blocks + 1):
+        x = _residual_block(x, filters, residual_scaling, name=f"block{block}")
+    x = layers.Add(name="long_skip")([_conv(filters, "body_end")(x), head])
+    return keras.Model(picture, _conv(channels, "tail")(x), name=f"edsr{blocks}")
+
+
+def _residual_block(
+    x: keras.KerasTensor, filters: int, residual_scaling: float, name: str
+) -> keras.KerasTensor:
+    """Return x + residual_scaling * conv(relu(conv(x)))."""
+    residual = _conv(filters, f"{name}_conv1", activation="relu")(x)
+    residual = _conv(filters, f"{name}_conv2")(residual)
+    residual = layers.Rescaling(residual_scaling, name=f"{name}_scaling")(residual)
+    return layers.Add(name=f"{name}_add")([x, residual])
+
+
+def _conv(filters: int, name: str, activation: str | None = None) -> layers.Conv2D:
+    return layers.Conv2D(filters, 3, padding="same", activation=activation, name=name)

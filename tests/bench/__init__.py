@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: of numbers and reports, not of speed."""

@@ -1,0 +1,108 @@
+"""The harness, the page of results, and the comparison of two files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.__main__ import collective_cells, step_cells
+from benchmarks.harness import Cell, merge
+from benchmarks.places import RunFailedError
+from benchmarks.report import collect, report, step_limit
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from compare import compare
+
+
+def _cell(system, place="1gbit"):
+    return Cell("step", "vgg 1gbit", system, place, 4, ("--model", "vgg"))
+
+
+@pytest.fixture
+def fake_runs(monkeypatch):
+    """Runs that take no time; the list says which cells ran, in order."""
+    seconds = {"compute": 0.1, "horovod": 2.0, "tfscale-allreduce": 1.0}
+    ran = []
+
+    def run_cell(cell, timeout_s):
+        ran.append(cell.system)
+        found = {"samples": {"vgg": [seconds[cell.system]] * 3}, "bytes": {}, "load": [1.0, 2.0]}
+        numbers = {"peak_bytes": 2**30, "start_s": 5.0, "least_bytes": 1e6, "allreduce_bytes": 1e8}
+        return {**found, **numbers, "commit": "abc"}
+
+    monkeypatch.setattr(harness, "run_cell", run_cell)
+    monkeypatch.setattr(harness, "cluster_for", lambda *_: __import__("contextlib").nullcontext())
+    return ran
+
+
+CELLS = [_cell("compute", "memory"), _cell("tfscale-allreduce"), _cell("horovod")]
+
+
+def test_systems_take_turns(fake_runs, tmp_path):
+    harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
+    assert fake_runs == ["compute", "tfscale-allreduce", "horovod"] * 2
+
+
+def test_an_interrupted_measurement_goes_on(fake_runs, tmp_path):
+    path = tmp_path / "results.json"
+    harness.measure(CELLS[:2], 1, path, 1.0, lambda line: None)
+    content = json.loads(path.read_text())
+    content["runs"][0]["error"] = "killed"
+    path.write_text(json.dumps(content))
+    fake_runs.clear()
+    content = harness.measure(CELLS, 1, path, 1.0, lambda line: None)
+    assert fake_runs == ["compute", "horovod"]
+    assert len(content["runs"]) == 3
+
+
+def test_a_failed_run_is_recorded_with_its_output(monkeypatch):
+    def fail(*_):
+        raise RunFailedError("exit code 1. Traceback")
+
+    monkeypatch.setattr(harness, "run_ranks", fail)
+    assert harness.run_cell(_cell("horovod"), 1.0)["error"] == "exit code 1. Traceback"
+
+
+def test_the_slowest_rank_counts(tmp_path):
+    for rank, samples in enumerate(([1.0, 5.0], [2.0, 3.0])):
+        content = {"samples": {"a": samples}, "peak_bytes": rank, "start_s": 2 - rank, "facts": {}}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    merged = merge(tmp_path, 2)
+    assert merged["samples"] == {"a": [2.0, 5.0]}
+    assert (merged["peak_bytes"], merged["start_s"]) == (1, 2)
+
+
+def test_the_page_names_ratios_and_limits(fake_runs, tmp_path):
+    content = harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
+    (row,) = collect(content["runs"], "step")
+    assert step_limit(row, "least_bytes") == 0.1
+    assert step_limit(row, "allreduce_bytes") == pytest.approx(0.8)
+    page = report(content, "Benchmarks")
+    assert "| 800 | 100 | 2.00 (2.00..2.00) | 10% |" in page
+    assert "abc" in page
+
+
+def test_every_suite_compares_systems_within_its_groups():
+    for cells in (collective_cells(True, ()), step_cells(True, (), (), ("allreduce",))):
+        groups = {cell.group for cell in cells}
+        for group in groups:
+            assert len({cell.system for cell in cells if cell.group == group}) >= 2
+    assert {c.place for c in step_cells(False, ("memory",), (), ("allreduce",))} == {"memory"}
+
+
+def _content(seconds, system="tfscale-allreduce"):
+    run = {"suite": "step", "group": "g", "system": system, "samples": {"vgg": seconds}}
+    return {"runs": [run]}
+
+
+def test_compare_tells_slower_from_noise():
+    old = _content([1.0, 1.1, 1.2])
+    assert compare(old, _content([1.0, 1.5, 2.0]), 0.1)[1] is False  # spreads overlap
+    lines, has_slower = compare(old, _content([2.0, 2.1, 2.2]), 0.1)
+    assert has_slower
+    assert lines[0].endswith("SLOWER")
+    assert compare(_content([2.0], "horovod"), _content([9.0], "horovod"), 0.1)[1] is False
+    assert "faster" in compare(old, _content([0.5, 0.5, 0.5]), 0.1)[0][0]

@@ -1,0 +1,1 @@
+"""Tests on an emulated cluster; they need root."""

@@ -1,0 +1,104 @@
+"""Two nodes on this machine: an allreduce moves what the formula says, and nothing is left."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.environment import QUIET
+from tfscale.cluster import control, running
+from tfscale.cluster.commands import Shape
+from tfscale.cluster.layout import expected_bytes
+from tfscale.cluster.state import read_state
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.job import find_mpi, find_processes
+
+NAME = f"test{os.getpid()}"
+N_BYTES, N_REPEATS = 4 << 20, 5
+ALLREDUCE = f"""
+import socket, sys
+import tensorflow as tf
+import tfscale
+tfscale.init()
+assert socket.gethostname() == f"node{{tfscale.rank()}}", socket.gethostname()
+assert (tfscale.local_rank(), tfscale.local_size()) == (0, 1)
+ones = tf.ones({N_BYTES} // 4)
+for _ in range({N_REPEATS}):
+    total = tfscale.allreduce(ones, op=tfscale.Sum)
+assert float(tf.reduce_min(total)) == float(tf.reduce_max(total)) == tfscale.size()
+tfscale.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    obstacle = control.find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    mpi = find_mpi()
+    if mpi is None or mpi.kind != "mpich":
+        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
+    control.up(NAME, 2)
+    yield NAME
+    control.down(NAME)
+    assert read_state(NAME) is None
+    assert not list(Path("/run/netns").glob(f"tfscale-{NAME}-*"))
+
+
+def _environment():
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    return {**QUIET, "PYTHONPATH": path}
+
+
+def test_an_allreduce_moves_what_the_formula_says(cluster, tmp_path):
+    control.set_shape(cluster, Shape(1e9))
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "-c", ALLREDUCE]
+        result = running.run(cluster, 2, command, _environment(), log, timeout_s=120)
+        log.seek(0)
+        assert result.exit_code == 0, log.read()[-3000:]
+    expected = N_REPEATS * expected_bytes(2, N_BYTES)
+    for node, ways in result.bytes.items():
+        for way, moved in ways.items():
+            assert expected <= moved <= 1.1 * expected, (node, way, moved, expected)
+
+
+def test_ranks_that_exchange_nothing_are_noticed(cluster):
+    with pytest.raises(ExchangeError, match="must move bytes over each link"):
+        running.run(cluster, 2, ["true"], timeout_s=60)
+
+
+def test_exit_codes_come_back(cluster):
+    assert running.run(cluster, 2, ["sh", "-c", "exit 3"], timeout_s=60).exit_code == 3
+
+
+def test_down_after_a_crash_ends_what_was_left(cluster):
+    """The process that ran it is killed; mpiexec and its ranks live on until `down`."""
+    code = f"from tfscale.cluster import running; running.run({cluster!r}, 2, ['sleep', '300'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **_environment()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    job = _wait_for(lambda: next(iter(getattr(read_state(cluster), "jobs", {})), None))
+    _wait_for(lambda: len(find_processes(job)) >= 5)  # mpiexec, two proxies, two ranks
+    process.kill()
+    process.wait()
+    assert find_processes(job)
+    control.down(cluster)
+    assert not find_processes(job)
+    control.down(cluster)  # nothing left to do
+    with pytest.raises(ConfigError, match="must be up"):
+        control.read_bytes(cluster)
+
+
+def _wait_for(look, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,176 @@
+"""However a rank ends, the others end too, soon, with a non-zero exit and the reason."""
+
+import time
+
+import pytest
+
+from tests.helpers.launching import launch_script
+from tfscale.job import find_mpi
+
+START = """
+import os, signal, sys, time
+import keras, numpy as np, tensorflow as tf
+import tfscale, tfscale.keras as hvd
+hvd.init()
+rank = hvd.rank()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+x, y = np.ones((4096, 4)), np.ones((4096, 1))
+started = time.monotonic()
+
+class At(keras.callbacks.Callback):
+    def __init__(self, action):
+        super().__init__()
+        self.action = action
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20 and rank == 1:
+            print("rank 1 ends now", flush=True)
+            self.action()
+
+def fit(action):
+    model.fit(x, y, batch_size=4, verbose=0, epochs=20,
+              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), At(action)])
+"""
+LIMIT_S = 90  # starting TensorFlow on a loaded machine takes most of it
+
+ENDINGS = {
+    "exception": ("def fail():\n    raise ValueError('bad sample')\nfit(fail)", "bad sample"),
+    "exit with work in flight": ("fit(lambda: sys.exit(3))", "rank 1 has left the job"),
+    "os._exit": ("fit(lambda: os._exit(7))", ""),
+    "kill -9": ("fit(lambda: os.kill(os.getpid(), signal.SIGKILL))", ""),
+    "one rank calls a collective less": (
+        "if rank == 0:\n    tfscale.allreduce(tf.ones(3), name='lonely')",
+        "lonely",
+    ),
+}
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_job_ends(ending):
+    code, expected = ENDINGS[ending]
+    result = launch_script(2, START + code + "\n", timeout_s=LIMIT_S)
+    assert result.exit_code not in (0, None), result.output
+    assert expected in result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_traceback_of_the_failed_rank_comes_last():
+    """In a job of three, after whatever the others print, and within ten seconds of the error."""
+    code = START + (
+        "def fail():\n"
+        "    print('ALARM', time.time(), flush=True)\n"
+        "    raise ValueError('bad sample')\n"
+        "fit(fail)\n"
+    )
+    result = launch_script(3, code, timeout_s=LIMIT_S)
+    ended = time.time()
+    assert result.exit_code not in (0, None)
+    assert ended - float(result.output.split("ALARM ")[1].split()[0]) < 10
+    tracebacks = result.output.split("Traceback (most recent call last)")
+    assert "ValueError: bad sample" in tracebacks[-1]
+    assert len(tracebacks) == 2, result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_an_exception_before_init_ends_the_job():
+    # The sleep lets rank 0 reach init, where it would wait; the error counts either way.
+    code = (
+        "import os, time\n"
+        "import tfscale\n"
+        "if os.environ['PMI_RANK'] == '1':\n"
+        "    time.sleep(3)\n"
+        "    print('ALARM', time.time(), flush=True)\n"
+        "    raise ValueError('no such file')\n"
+        "tfscale.init()\n"
+    )
+    result = launch_script(2, code, timeout_s=LIMIT_S)
+    ended = time.time()
+    assert result.exit_code not in (0, None), result.output
+    assert "ValueError: no such file" in result.output
+    alarm = float(result.output.split("ALARM ")[1].split()[0])
+    assert ended - alarm < 10
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_jobs_of_their_own_end_alone():
+    # Rank 0 lives longer than rank 1 takes to fail, so that it could be killed by mistake.
+    code = (
+        "import os, time\n"
+        "import tfscale\n"
+        "tfscale.init(backend='single')\n"
+        "if os.environ['PMI_RANK'] == '1':\n"
+        "    raise ValueError('only mine')\n"
+        "time.sleep(2)\n"
+        "print('the other goes on', flush=True)\n"
+    )
+    result = launch_script(2, code, timeout_s=LIMIT_S)
+    assert "ValueError: only mine" in result.output
+    assert "the other goes on" in result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_stall_is_reported_and_ends_the_job():
+    # The absent rank: the job must end long before this sleep does.
+    code = START + (
+        "if rank == 1:\n    time.sleep(60)\ntfscale.allreduce(tf.ones(3), name='waiting')\n"
+    )
+    env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
+    result = launch_script(2, code, timeout_s=LIMIT_S, env=env)
+    assert result.exit_code not in (0, None)
+    assert "rank 0 has waited" in result.output
+    assert "waiting" in result.output
+    assert "waiting for rank 1" in result.output
+
+
+NEVER_STARTS = """
+import os
+if os.environ["PMI_RANK"] == "1":
+    raise ValueError("no data here")
+import tfscale
+tfscale.init()
+"""
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_rank_that_fails_before_init_ends_the_job():
+    """Hydra lets the others wait in MPI's start-up for as long as they like."""
+    if (find_mpi() or pytest.fail("no MPI")).kind != "mpich":
+        pytest.skip("others end the job themselves")
+    env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
+    result = launch_script(2, NEVER_STARTS, timeout_s=LIMIT_S, env=env)
+    assert result.exit_code not in (0, None), result.output
+    assert "no data here" in result.output
+    assert "tfscale.init() has waited 1 s for ranks" in result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_different_models_are_named():
+    """Both ranks say which parameter differs first, and on which ranks."""
+    code = START + (
+        "width = 3 + rank\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width, name='odd'),\n"
+        "                          keras.layers.Dense(1)])\n"
+        "optimizer = keras.optimizers.SGD(0.1)\n"
+        "model.compile(hvd.DistributedOptimizer(optimizer, num_groups=9), loss='mse')\n"
+        "model.train_on_batch(x[:4], y[:4])\n"
+    )
+    result = launch_script(2, code, timeout_s=LIMIT_S)
+    assert result.exit_code not in (0, None)
+    assert "float32(3, 1)" in result.output and "float32(4, 1)" in result.output
+    assert "rank 0 has" in result.output and "rank 1 has" in result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_normal_end():
+    # One string: an unbuffered print writes its arguments one by one, and ranks share the pipe.
+    code = START + "fit(lambda: None)\nprint(f'done {rank}')\n"
+    result = launch_script(3, code, timeout_s=LIMIT_S)
+    assert result.exit_code == 0, result.output
+    assert all(f"done {rank}" in result.output for rank in range(3)), result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_exit_code_of_all_ranks_is_kept():
+    result = launch_script(2, START + "sys.exit(5)\n", timeout_s=LIMIT_S)
+    assert result.exit_code == 5, result.output

@@ -1,0 +1,131 @@
+"""What Horovod's tests assure its users of, and the cases that assure ours of the same.
+
+The cases are those of tests/parallel, where they run on the engine with 1 to 4 ranks; here they run
+on the Horovod backend.
+"""
+
+INTENTS = {
+    # Horovod's Keras tests
+    "learning rates through a long fit": [
+        "optimizer:case_unbuilt_optimizer_and_scheduled_learning_rate",
+        "optimizer:case_learning_rate_changes_between_traced_steps",
+        "callbacks_ends:case_warmup_with_momentum_keeps_ranks_equal",
+    ],
+    "sparse gradients made dense": ["contract:case_sparse_as_dense"],
+    "sparse gradients with aggregation": ["contract:case_sparse_gradients_with_aggregation"],
+    "infinity in aggregation": ["optimizer_cycles:case_infinity_of_one_cycle_is_gone_in_the_next"],
+    "aggregation with exact values": ["optimizer_cycles:case_aggregation_is_exact"],
+    "aggregation with local variables": [
+        "optimizer_cycles:case_local_variables",
+        "optimizer_cycles:case_all_variables_local",
+    ],
+    "partial optimizer": ["optimizer_cycles:case_partial_optimizer"],
+    "broadcast callback": [
+        "callbacks:case_last_rank_is_root",
+        "callbacks:case_local_variables_stay_local",
+    ],
+    "load_model": [
+        "contract:case_load_model_and_go_on",
+        "contract:case_loaded_optimizer_weights_are_broadcast",
+    ],
+    "process-set optimizer": [
+        "contract:case_process_set_in_fit",
+        "optimizer_cycles:case_process_set_of_even_ranks",
+    ],
+    "fit leaves the ranks equal": [
+        "contract:case_fit_leaves_the_ranks_equal",
+        "contract:case_fit_leaves_ranks_equal_that_begin_differently",
+    ],
+    "metrics": [
+        "callbacks:case_metrics_equal_one_process",
+        "callbacks_ends:case_a_metric_key_of_one_rank_is_an_error_on_all",
+    ],
+    # Horovod's tests of its ops
+    "allreduce": [
+        "collectives_reduce:case_sum_of_every_dtype_and_length",
+        "collectives_reduce:case_average_of_every_dtype",
+        "collectives_reduce:case_average_of_float64_keeps_all_digits",
+        "collectives_reduce:case_min_max_product_of_every_dtype",
+        "collectives_reduce:case_nan_and_infinity_reach_all_ranks",
+        "collectives_reduce:case_factors_before_and_after",
+        "collectives_reduce:case_gradient_of_a_reduction",
+    ],
+    "sparse allreduce": [
+        "collectives_sparse:case_sparse",
+        "collectives_sparse:case_sparse_without_rows_on_one_rank",
+    ],
+    "errors name both ranks": [
+        "collectives_reduce:case_different_shapes_name_both_ranks",
+        "collectives_reduce:case_different_dtypes_ops_and_collectives_name_both_ranks",
+        "collectives_reduce:case_what_cannot_be_reduced",
+    ],
+    "grouped allreduce": [
+        "collectives_reduce:case_grouped_of_mixed_dtypes",
+        "collectives_reduce:case_gradient_of_a_group",
+    ],
+    "allgather": [
+        "collectives_rows:case_allgather_of_different_lengths",
+        "collectives_rows:case_allgather_of_nothing",
+        "collectives_rows:case_allgather_of_scalars",
+        "collectives_rows:case_grouped_allgather",
+        "collectives_rows:case_gradient_of_allgather",
+        "collectives_rows:case_allgather_of_different_widths_is_refused",
+    ],
+    "broadcast": [
+        "collectives_rows:case_broadcast_from_every_rank",
+        "collectives_rows:case_broadcast_from_a_rank_that_is_not",
+        "collectives_rows:case_broadcast_from_different_roots_is_refused",
+        "collectives_rows:case_gradient_of_broadcast",
+    ],
+    "alltoall": [
+        "collectives_scatter:case_alltoall_of_equal_parts",
+        "collectives_scatter:case_alltoall_of_different_parts",
+        "collectives_scatter:case_alltoall_of_nothing",
+        "collectives_scatter:case_alltoall_to_the_next_rank_only",
+        "collectives_scatter:case_alltoall_that_does_not_add_up",
+        "collectives_scatter:case_gradient_of_alltoall",
+    ],
+    "reducescatter": [
+        "collectives_scatter:case_reducescatter_of_any_number_of_rows",
+        "collectives_scatter:case_grouped_reducescatter",
+        "collectives_scatter:case_reducescatter_of_a_scalar",
+        "collectives_scatter:case_gradient_of_reducescatter",
+    ],
+    "process sets": [
+        "collectives_sets:case_process_sets_work_side_by_side",
+        "collectives_sets:case_world_and_set_in_one_function",
+    ],
+    "join": [
+        "collectives_sets:case_join_with_different_numbers_of_steps",
+        "collectives_sets:case_join_tells_who_came_last",
+    ],
+    "synchronised batch normalisation": [
+        "equality:case_sync_batch_normalization",
+        "sync_batch_norm:case_uneven_batches_and_masks",
+    ],
+    "compression": ["collectives_sparse:case_compression", "optimizer:case_compressed_gradients"],
+    "objects and variables": [
+        "collectives_sets:case_objects_of_any_size",
+        "collectives_sets:case_variables_take_the_values_of_the_root",
+    ],
+    # Ours: the same numbers, and the same ends
+    "equal to one process": [
+        "equality:case_every_optimizer",
+        "equality:case_every_model",
+        "equality:case_bucket_sizes_and_clipping",
+        "equality:case_plain_batch_normalization_is_ghost_batches",
+        "chunked:case_chunks_equal_one_process",
+        "chunked:case_replicated_dense_equals_one_process",
+    ],
+    "several optimizers": ["fit:case_two_optimizers_and_delays"],
+    "a rank that stops stops all": [
+        "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
+        "fit:case_one_rank_stops_at_the_end_of_an_epoch",
+        "fit:case_one_rank_stops_while_running_eagerly",
+        "fit:case_terminate_on_nan",
+    ],
+    "no hang on unequal data": [
+        "fit:case_different_numbers_of_batches_are_refused",
+        "fit:case_data_of_unknown_length_runs_out",
+    ],
+}

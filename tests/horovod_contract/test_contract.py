@@ -1,0 +1,79 @@
+"""Every intent on the Horovod backend with 2 and 3 ranks; one mpiexec per number of ranks."""
+
+import importlib.util
+
+import pytest
+
+from tests.helpers.spawn import RankResult, spawn
+from tests.horovod_contract.intents import INTENTS
+from tests.parallel.test_parallel import find_cases
+
+SIZES = (2, 3)
+# A missing rank is an error after seconds, not minutes.
+ENVIRONMENT = {"TFSCALE_BACKEND": "horovod", "TFSCALE_STALL_SHUTDOWN_S": "30"}
+
+# Limit in seconds of each (case, size) that exists.
+LIMITS = {(case, size): limit_s or 60.0 for case, size, limit_s in find_cases()}
+CASES = {
+    (intent, size): [
+        case
+        for case in (f"tests.parallel.cases_{name}" for name in names)
+        if (case, size) in LIMITS
+    ]
+    for size in SIZES
+    for intent, names in INTENTS.items()
+}
+
+
+def test_every_intent_has_its_cases_on_both_backends():
+    """tests/parallel runs them on the engine; a renamed case must not vanish here."""
+    known = {case for case, size in LIMITS if size in SIZES}
+    missing = [
+        name
+        for names in INTENTS.values()
+        for name in names
+        if f"tests.parallel.cases_{name}" not in known
+    ]
+    assert not missing
+    assert all(CASES[intent, 3] for intent in INTENTS)
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> dict[tuple[str, int], list[RankResult]]:
+    """Results of the selected cases, filled once per size when the first is asked for."""
+    return {}
+
+
+def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[RankResult]]:
+    """Run the cases of all selected intents of one size."""
+    chosen = [
+        case
+        for item in session.items
+        if "intent" in getattr(item, "fixturenames", ()) and item.callspec.params["size"] == size
+        for case in CASES[item.callspec.params["intent"], size]
+    ]
+    limits = {case: LIMITS[case, size] for case in chosen}
+    results: dict[tuple[str, int], list[RankResult]] = {}
+    for result in spawn(size, chosen, timeout_s=limits, env=ENVIRONMENT):
+        results.setdefault((result.case, size), []).append(result)
+    return results
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
+)
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("intent", INTENTS)
+def test_intent(intent, size, outcomes, request):
+    cases = CASES[intent, size]
+    if any((case, size) not in outcomes for case in cases):
+        outcomes.update(run_size(request.session, size))
+    bad = [
+        f"--- {result.case}, rank {result.rank} of {size}: {result.status}\n{result.text}"
+        for case in cases
+        for result in outcomes[case, size]
+        if result.status not in ("ok", "skipped")
+    ]
+    if bad:
+        pytest.fail("\n".join(bad), pytrace=False)

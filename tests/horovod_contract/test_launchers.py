@@ -1,0 +1,114 @@
+"""Horovod's own launcher, over MPI and over Gloo: a recipe, and a script made for Horovod."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfscale
+from tests.helpers.environment import QUIET
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = Path(__file__).parent / "keras_mnist.py"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+HOROVOD_IMPORT = "import horovod.tensorflow.keras as hvd"
+# Which backend "auto" must choose under the launcher.
+LAUNCHES = {"mpi": ([], "engine"), "gloo": (["--gloo"], "horovod")}
+
+
+def find_horovodrun() -> Path | None:
+    """Return Horovod's launcher, as `make horovod` installs it."""
+    try:
+        files = importlib.metadata.distribution("horovod").files or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(os.path.abspath(str(f.locate()))) for f in files if f.name == "horovodrun"]
+    return found[0] if found and found[0].exists() else None
+
+
+HOROVODRUN = find_horovodrun()
+pytestmark = [
+    pytest.mark.skipif(HOROVODRUN is None, reason="Horovod is not installed: make horovod"),
+    pytest.mark.parametrize("launch", LAUNCHES),
+]
+
+
+def start(launch, command, variables):
+    """Run a command on two ranks to its end."""
+    found_here = str(Path(tfscale.__file__).parents[1])  # The sources, or where it is installed.
+    return subprocess.run(
+        [str(HOROVODRUN), *LAUNCHES[launch][0], "-np", "2", sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, **QUIET, "PYTHONPATH": found_here, **variables},
+    )
+
+
+def horovodrun(launch, *command):
+    """Run a command on two ranks; return what they print."""
+    done = start(launch, command, {})
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.skipif(
+    not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is missing"
+)
+def test_resnet_trains(launch, tmp_path):
+    horovodrun(launch, ROOT / "recipes" / "resnet.py", "--smoke", "--run-dir", tmp_path)
+    folder = tmp_path / "resnet"
+    assert json.loads((folder / "run.json").read_text())["ranks"] == 2
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_accuracy"] > 0.3  # Guessing gives 0.1.
+
+
+def test_a_script_made_for_horovod_runs(launch, tmp_path):
+    text = EXAMPLE.read_text()
+    assert text.count("horovod.") == 1
+    script = tmp_path / "train.py"
+    probe = "\nimport tfscale\nprint(f'backend {tfscale.runtime.backend().name}', flush=True)\n"
+    script.write_text(text.replace(HOROVOD_IMPORT, "import tfscale.keras as hvd") + probe)
+    output = horovodrun(launch, script, tmp_path)
+    accuracies = re.findall(r"of 2: test accuracy ([\d.]+)", output)
+    assert len(accuracies) == 2 and len(set(accuracies)) == 1, output
+    assert float(accuracies[0]) > 0.9, output
+    assert f"backend {LAUNCHES[launch][1]}" in output
+    assert sorted(p.name for p in tmp_path.glob("*.keras")) == [
+        f"checkpoint-{epoch}.keras" for epoch in range(1, 5)
+    ]
+
+
+FAILING = """
+import time
+import tensorflow as tf
+import tfscale
+
+tfscale.init()
+assert tfscale.runtime.backend().name == "horovod"
+
+@tf.function
+def step(x):
+    return tfscale.allreduce(x)
+
+for number in range(100):
+    step(tf.ones([4]))
+    if tfscale.rank() == 1 and number == 3:
+        raise ValueError("rank one fails here")
+# Whoever gets here would keep the job alive: the failing rank must end it.
+time.sleep(600)
+"""
+
+
+def test_a_failing_rank_ends_the_job(launch, tmp_path):
+    """Also where ranks wait for it in one of Horovod's ops."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = start(launch, [script], {"TFSCALE_BACKEND": "horovod"})
+    assert done.returncode != 0
+    assert "rank one fails here" in done.stdout + done.stderr

@@ -1,0 +1,88 @@
+"""Models, data and checks that the cases of callbacks share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import keras
+import numpy as np
+
+import tfscale
+from tfscale.errors import ExchangeError
+
+
+class Deferred(keras.Model):
+    """A subclassed model that knows its shapes from the first batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(3, activation="tanh")
+        self.normalize = keras.layers.BatchNormalization()
+        self.out = keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, x, training=False):
+        return self.out(self.normalize(self.hidden(x), training=training))
+
+
+def functional(has_statistics=True):
+    inputs = keras.Input((3,))
+    x = keras.layers.Dense(3, activation="tanh", name="hidden")(inputs)
+    if has_statistics:
+        x = keras.layers.BatchNormalization(name="normalize")(x)
+    return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="out")(x))
+
+
+def compiled(model, optimizer=None, metrics=()):
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        tfscale.DistributedOptimizer(optimizer), "binary_crossentropy", metrics=list(metrics)
+    )
+    return model
+
+
+def data(samples, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(samples, 3)).astype("float32")
+    y = (x.sum(axis=1, keepdims=True) + rng.normal(size=(samples, 1)) > 0).astype("float32")
+    return x, y
+
+
+def fit(model, arrays, callbacks, epochs=2, **options):
+    x, y = arrays
+    options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, epochs=epochs, callbacks=callbacks, **options).history
+
+
+def own(samples=8):
+    """Return data that differs from rank to rank."""
+    return data(samples, 100 + tfscale.rank())
+
+
+def require_equal_ranks(variables):
+    every = tfscale.allgather_object([np.asarray(v.numpy()) for v in variables])
+    for theirs in every:
+        for first, other in zip(every[0], theirs, strict=True):
+            np.testing.assert_array_equal(other, first)
+
+
+def require_error_everywhere(action, text):
+    try:
+        action()
+        message = "no error"
+    except ExchangeError as error:
+        message = str(error)
+    messages = tfscale.allgather_object(message)
+    assert all(text in item for item in messages), messages
+    assert len(set(messages)) == 1, messages
+
+
+def shared_folder():
+    made = tempfile.mkdtemp() if tfscale.rank() == 0 else None
+    return tfscale.broadcast_object(made, root_rank=0)
+
+
+def remove_shared_folder(path):
+    tfscale.barrier()
+    if tfscale.rank() == 0:
+        shutil.rmtree(path)

@@ -1,0 +1,70 @@
+"""A run that is interrupted and started again ends as one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tfscale import runtime
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback
+from tfscale.errors import ConfigError
+
+BATCH = 12
+
+
+class Interruption(Exception):
+    """Ends fit on all ranks at the same place."""
+
+
+class InterruptAfter(keras.callbacks.Callback):
+    def __init__(self, epoch: int):
+        super().__init__()
+        self.at = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.at:
+            raise Interruption
+
+
+def train(callbacks, seed):
+    """Return the weights and optimizer state after four epochs, or after an interruption."""
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer=optimizer, loss="mse")
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
+    start = BroadcastGlobalVariablesCallback(0)
+    with contextlib.suppress(Interruption):
+        model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, start])
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_a_run_goes_on_after_an_interruption():
+    """Bit by bit; the other ranks' seeds differ, so all they know comes from rank 0."""
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    with float64():
+        expected = train([], seed=1)
+        train([BackupAndRestore(own_folder), InterruptAfter(1)], seed=1)
+        restored = train([BackupAndRestore(own_folder)], seed=50 + runtime.rank())
+    for own, value in zip(restored, expected, strict=True):
+        np.testing.assert_array_equal(own, value)
+
+
+@sizes(2)
+def case_keras_own_backup_is_refused():
+    try:
+        train([keras.callbacks.BackupAndRestore(tempfile.mkdtemp())], seed=1)
+    except ConfigError as error:
+        assert "tfscale.callbacks.BackupAndRestore" in str(error)
+    else:
+        raise AssertionError("no error")

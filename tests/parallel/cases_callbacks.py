@@ -1,0 +1,152 @@
+"""Callbacks on real ranks; expected values are those of one process that sees all samples."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tests.parallel.callback_models import (
+    Deferred,
+    compiled,
+    data,
+    fit,
+    functional,
+    own,
+    require_equal_ranks,
+)
+from tfscale.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    model_state,
+)
+
+
+class WeightsBeforeFirstStep(keras.callbacks.Callback):
+    """Records the weights with which the first step begins. Comes before the broadcast."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = None
+
+    def on_train_begin(self, logs=None):
+        step = self.model.train_function
+
+        def first(iterator):
+            if self.seen is None:
+                state = self.model.weights + model_state.optimizer_variables(self.model)
+                self.seen = [v.numpy().copy() for v in state]
+            return step(iterator)
+
+        self.model.train_function = first
+
+
+def broadcast_from_last(model):
+    root = tfscale.size() - 1
+    before = WeightsBeforeFirstStep()
+    fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
+    every = tfscale.allgather_object(before.seen)
+    for theirs in every:
+        for mine, wanted in zip(theirs, every[root], strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+    require_equal_ranks(model.weights)
+    require_equal_ranks(model_state.optimizer_variables(model))
+    return every[root]
+
+
+def case_last_rank_is_root():
+    keras.utils.set_random_seed(tfscale.rank())
+    model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
+    kernel = model.get_layer("hidden").kernel.numpy()
+    first = broadcast_from_last(model)
+    root_kernel = tfscale.broadcast_object(kernel, root_rank=tfscale.size() - 1)
+    np.testing.assert_array_equal(first[0], root_kernel)
+
+
+def case_model_without_shapes_is_broadcast_before_its_first_update():
+    keras.utils.set_random_seed(tfscale.rank())
+    broadcast_from_last(compiled(Deferred()))
+
+
+@sizes(2, 3)
+def case_local_variables_stay_local():
+    keras.utils.set_random_seed(tfscale.rank())
+    model = functional(has_statistics=False)
+    layer = model.get_layer("hidden")
+    local = layer.trainable_variables
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = tfscale.PartialDistributedOptimizer(inner, local_layers=layer)
+    model.compile(optimizer, "binary_crossentropy")
+    root = tfscale.size() - 1
+    fit(model, own(), [BroadcastGlobalVariablesCallback(root, local_variables=local)])
+    require_equal_ranks(model.get_layer("out").trainable_variables)
+    kernels = tfscale.allgather_object(local[0].numpy())
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+@sizes(3, 4)
+def case_weights_are_compared_within_the_process_set():
+    members = tfscale.add_process_set([0, 2])
+    try:
+        keras.utils.set_random_seed(3)
+        model = functional(has_statistics=False)
+        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=members)
+        model.compile(optimizer, "binary_crossentropy")
+        fit(model, own(), [BroadcastGlobalVariablesCallback(1)])
+        kernels = tfscale.allgather_object(model.get_layer("hidden").kernel.numpy())
+        np.testing.assert_array_equal(kernels[0], kernels[2])
+        assert not np.array_equal(kernels[0], kernels[1])
+    finally:
+        tfscale.remove_process_set(members)
+
+
+def case_moving_statistics_are_averaged_before_validation():
+    keras.utils.set_random_seed(1)
+    model = compiled(functional(), keras.optimizers.SGD(0.0))
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            seen.append(self.model.get_layer("normalize").moving_mean.numpy().copy())
+
+    means = []
+    for rank in range(tfscale.size()):
+        plain = functional()
+        plain.set_weights(model.get_weights())
+        plain.compile(keras.optimizers.SGD(0.0), "binary_crossentropy")
+        fit(plain, data(8, 100 + rank), [], epochs=1)
+        means.append(plain.get_layer("normalize").moving_mean.numpy())
+    callbacks = [BroadcastGlobalVariablesCallback(0), Look()]
+    fit(model, own(), callbacks, epochs=1, validation_data=own())
+    np.testing.assert_allclose(seen[0], np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def metrics():
+    return ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+
+
+def case_metrics_equal_one_process():
+    samples = [2 * (3 + 5 * rank) for rank in range(tfscale.size())]
+    ends = np.cumsum(samples)
+    mine = slice(ends[tfscale.rank()] - samples[tfscale.rank()], ends[tfscale.rank()])
+    train, validation = data(ends[-1], 0), data(ends[-1], 1)
+    keras.utils.set_random_seed(4)
+    plain = functional(has_statistics=False)
+    plain.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", metrics=metrics())
+    expected = fit(plain, train, [], validation_data=validation)
+    expected_alone = plain.evaluate(*validation, verbose=0)
+
+    model = functional(has_statistics=False)
+    model.set_weights(plain.get_weights())
+    compiled(model, keras.optimizers.SGD(0.0), metrics())
+    average = MetricAverageCallback()
+    callbacks = [BroadcastGlobalVariablesCallback(0), average]
+    share = tuple(array[mine] for array in validation)
+    history = fit(model, tuple(array[mine] for array in train), callbacks, validation_data=share)
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=5e-6), key
+    assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
+    alone = model.evaluate(*share, verbose=0, callbacks=[average])
+    assert alone == pytest.approx(expected_alone, rel=5e-6)

@@ -1,0 +1,163 @@
+"""Errors of callbacks on all ranks, stopping, and checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tests.parallel.callback_models import (
+    compiled,
+    fit,
+    functional,
+    own,
+    remove_shared_folder,
+    require_equal_ranks,
+    require_error_everywhere,
+    shared_folder,
+)
+from tfscale.callbacks import (
+    BestModelCheckpoint,
+    BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    ModelCheckpoint,
+    RankZero,
+)
+
+
+@sizes(2, 3, 4)
+def case_a_metric_key_of_one_rank_is_an_error_on_all():
+    model = compiled(functional())
+    validation = own() if tfscale.rank() == 1 else None
+    require_error_everywhere(
+        lambda: fit(model, own(), [MetricAverageCallback()], validation_data=validation),
+        "'val_loss' on ranks [1] only",
+    )
+
+
+@sizes(2, 3, 4)
+def case_weights_that_drift_apart_are_named():
+    keras.utils.set_random_seed(2)
+    model = functional(has_statistics=False)
+    model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy")
+    others = list(range(1, tfscale.size()))
+    require_error_everywhere(
+        lambda: fit(model, own(), [ConsistencyCheck()]), f"'hidden/kernel' on ranks {others}"
+    )
+
+
+@sizes(2, 3)
+def case_callbacks_in_another_order_are_an_error_on_all():
+    callbacks = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    if tfscale.rank() == 1:
+        callbacks.reverse()
+    model = compiled(functional(has_statistics=False))
+    text = "Received: ['check of weights', 'metrics of an epoch'"
+    require_error_everywhere(lambda: fit(model, own(), callbacks), text)
+
+
+@sizes(2, 3, 4)
+def case_different_models_are_an_error_on_all():
+    keras.utils.set_random_seed(2)
+    units = 2 + (tfscale.rank() == 1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+    compiled(model)
+    require_error_everywhere(
+        lambda: fit(model, own(), [BroadcastGlobalVariablesCallback(0)]), "on rank 1"
+    )
+
+
+class StopsOnce(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def case_rank_zero_stops_all_ranks():
+    model = compiled(functional())
+    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    history = fit(model, own(), [*first, RankZero(StopsOnce())], epochs=6)
+    losses = tfscale.allgather_object(history["loss"])
+    assert len(losses[0]) == 2 and {len(item) for item in losses} <= {2, 3}, losses
+    for item in losses:
+        assert item[:2] == losses[0] and item[-1] == losses[0][-1]
+    require_equal_ranks(model.weights)
+    fit(model, own(), first)
+
+
+def case_a_rank_that_stops_within_an_epoch_stops_all():
+    class StopsAt(keras.callbacks.Callback):
+        def __init__(self, batch):
+            super().__init__()
+            self.batch = batch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if tfscale.rank() == tfscale.size() - 1 and batch == self.batch:
+                self.model.stop_training = True
+
+    for batch, steps in ((0, 1), (0, 2), (1, 3), (2, 3)):
+        model = compiled(functional())
+        first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+        for callbacks in ([*first, StopsAt(batch)], [StopsAt(batch), *first]):
+            fit(model, own(12), callbacks, epochs=4, batch_size=12 // steps)
+            require_equal_ranks(model.weights)
+
+
+def case_checkpoints_of_all_ranks():
+    folder = shared_folder()
+    try:
+        names = ["plain", "ours", "best"]
+        plain, ours, best = (os.path.join(folder, name, "model.keras") for name in names)
+        model = compiled(functional())
+        callbacks = [
+            BroadcastGlobalVariablesCallback(0),
+            MetricAverageCallback(),
+            keras.callbacks.ModelCheckpoint(plain),
+            ModelCheckpoint(ours),
+            BestModelCheckpoint("loss", filepath=best),
+        ]
+        fit(model, own(), callbacks, epochs=3)
+        tfscale.barrier()
+        for name, path in zip(names, (plain, ours, best), strict=True):
+            assert os.listdir(os.path.join(folder, name)) == ["model.keras"]
+            saved = keras.models.load_model(path)
+            if name != "best":
+                for mine, stored in zip(model.get_weights(), saved.get_weights(), strict=True):
+                    np.testing.assert_array_equal(mine, stored)
+    finally:
+        remove_shared_folder(folder)
+
+
+def case_checkpoint_on_rank_zero_only():
+    folder = shared_folder()
+    try:
+        path = os.path.join(folder, "new", "model.keras")
+        callbacks = [BroadcastGlobalVariablesCallback(0)]
+        if tfscale.rank() == 0:
+            callbacks += [keras.callbacks.ModelCheckpoint(path), ModelCheckpoint(path + ".keras")]
+        fit(compiled(functional()), own(), callbacks)
+        tfscale.barrier()
+        assert len(os.listdir(os.path.join(folder, "new"))) == 2
+    finally:
+        remove_shared_folder(folder)
+
+
+def case_warmup_with_momentum_keeps_ranks_equal():
+    keras.utils.set_random_seed(tfscale.rank())
+    model = compiled(functional())
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    size = tfscale.size()
+    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    fit(model, own(), [BroadcastGlobalVariablesCallback(0), warmup, Look()], epochs=3)
+    reached = np.minimum(np.arange(1, 7) / 2, 2.0)
+    np.testing.assert_allclose(rates, 0.4 / size * (reached * (size - 1) / 2 + 1), rtol=1e-6)
+    require_equal_ranks(model.weights)

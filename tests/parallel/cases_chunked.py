@@ -1,0 +1,131 @@
+"""Chunks and replicated dense layers train exactly as one process does."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import BATCH, OPTIMIZERS, check, conv_model, float64
+from tfscale import runtime
+from tfscale.errors import PlanError
+from tfscale.trace.recorder import Listener
+
+
+def mlp(use_bias: bool = True):
+    """Return a builder of four dense layers, the second of which sees inputs of rank 3."""
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(12, activation="tanh", use_bias=use_bias)(inputs)
+        hidden = layers.Dense(5, activation="relu")(layers.Reshape((4, 3))(hidden))
+        hidden = layers.Dense(8, use_bias=use_bias)(layers.Flatten()(hidden))
+        return keras.Model(inputs, layers.Dense(3)(hidden))
+
+    return build
+
+
+@sizes(2, 3, 4, timeout_s=240)
+def case_chunks_equal_one_process():
+    for first in (1, 2, 9):
+        check(mlp(), OPTIMIZERS["momentum"], exchange=tfscale.Chunked(first_chunk_layers=first))
+    for chunks in (1, 3, "per_layer"):
+        check(
+            mlp(),
+            OPTIMIZERS["adam"],
+            exchange=tfscale.Chunked(first_chunk_layers=2, chunks=chunks, overlap=False),
+        )
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_replicated_dense_equals_one_process():
+    for n_replicated in (1, 2, 3):
+        exchange = tfscale.Chunked(replicated_dense=n_replicated)
+        check(mlp(), OPTIMIZERS["momentum"], exchange=exchange)
+    check(mlp(use_bias=False), OPTIMIZERS["adam"], exchange=tfscale.Chunked(replicated_dense=4))
+    clipped = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1)  # noqa: E731
+    check(mlp(), clipped, exchange=tfscale.Chunked(replicated_dense=2))
+
+
+@sizes(2, 3, timeout_s=120)
+def case_the_first_chunk_is_measured():
+    """Ten steps by layer, then two chunks with the same boundary on all ranks."""
+    strategy = tfscale.Chunked(first_chunk_layers="auto")
+    with float64():
+        keras.utils.set_random_seed(1)
+        model = mlp()()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=strategy)
+        model.compile(optimizer=optimizer, loss="mse")
+        x, y = np.ones((14 * BATCH, 6)), np.ones((14 * BATCH, 3))
+        data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH)
+        listener = Listener()
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(data, verbose=0, callbacks=[start])
+        events = listener.take()
+    chosen = model.optimizer.strategy.first_chunk_layers
+    assert chosen in (1, 2, 3, 4)
+    assert set(tfscale.allgather_object(chosen)) == {chosen}
+    n_chunks = 2 if chosen < 4 else 1
+    assert sum((events["plan"] >= 0) & (events["slot"] >= 0)) == 10 * 4 + 4 * n_chunks
+
+
+@sizes(2, timeout_s=120)
+def case_layers_after_convolutions():
+    check(conv_model, OPTIMIZERS["momentum"], exchange=tfscale.Chunked(replicated_dense=1))
+
+
+@sizes(2, 3, timeout_s=120)
+def case_bytes_and_number_of_collectives():
+    """2 f gathers of activations and errors, one allreduce per chunk, nothing in evaluation."""
+    with float64():
+        keras.utils.set_random_seed(1)
+        model = mlp()()
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1),
+            exchange=tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),
+        )
+        model.compile(optimizer=optimizer, loss="mse")
+        tfscale.prepare(model)
+        n_local = BATCH // runtime.size()
+        x, y = np.ones((n_local, 6)), np.ones((n_local, 3))
+        model.train_on_batch(x, y)
+        runtime.backend().take_events()
+        model.evaluate(x, y, verbose=0)
+        model.predict(x, verbose=0)
+        assert not runtime.backend().take_events()
+        model.train_on_batch(x, y)
+        events = [e for e in runtime.backend().take_events() if e.slot >= 0]
+    assert len(events) == 2 * 2 + 2
+    rows = (6 + 12) * n_local + (3 + 5) * 4 * n_local
+    rest = 20 * 8 + 8 + 8 * 3 + 3
+    assert sum(e.bytes for e in events) == 8 * (rows + rest)
+
+
+@sizes(2, timeout_s=120)
+def case_a_layer_used_with_and_without_training_is_refused():
+    class Mixed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs, training=None):
+            return self.dense(inputs, training=training) + self.dense(inputs, training=False)
+
+    model = Mixed()
+    model(np.ones((2, 4)))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), exchange=tfscale.Chunked(replicated_dense=1)
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    for _ in range(2):
+        try:
+            model.train_on_batch(np.ones((2, 4)), np.ones((2, 1)))
+        except PlanError as error:
+            # Not prepared at first, then prepared and refused for its two uses.
+            assert "tfscale.prepare(model)" in str(error) or "training=True" in str(error), error
+            tfscale.prepare(model)
+        else:
+            raise AssertionError("no error")

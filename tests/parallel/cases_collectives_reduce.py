@@ -1,0 +1,230 @@
+"""Reductions over ranks, eager and traced; expected values in closed form of rank and size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import in_both_modes, require_error
+from tests.helpers.spawn import sizes
+from tfscale import Average, Max, Min, Product, Sum
+
+DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+LENGTHS = (0, 1, 7, 1000)
+
+
+def ramp(length):
+    return np.arange(length) % 50
+
+
+def plain(tensor):
+    return tf.cast(tensor, tf.float64).numpy()
+
+
+def rank_sum(size):
+    """0 + 1 + ... + (size - 1)."""
+    return size * (size - 1) // 2
+
+
+def case_sum_of_every_dtype_and_length():
+    rank, size = tfscale.rank(), tfscale.size()
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            own = tf.cast(ramp(length) + rank, dtype)
+            for result in in_both_modes(lambda x: tfscale.allreduce(x, op=Sum), own):
+                assert result.dtype == dtype
+                np.testing.assert_array_equal(
+                    plain(result), size * ramp(length) + rank_sum(size), f"{dtype} {length}"
+                )
+
+
+def case_average_of_every_dtype():
+    rank, size = tfscale.rank(), tfscale.size()
+    for dtype in DTYPES:
+        own = tf.cast(2 * ramp(100) + 2 * rank, dtype)  # the mean is a whole number
+        for result in in_both_modes(tfscale.allreduce, own):
+            np.testing.assert_array_equal(plain(result), 2 * ramp(100) + size - 1, str(dtype))
+
+
+def case_average_of_float64_keeps_all_digits():
+    own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (tfscale.rank() + 1)
+    for result in in_both_modes(tfscale.allreduce, own):
+        mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (tfscale.size() + 1) / 2
+        np.testing.assert_allclose(result.numpy(), mean, rtol=4 * np.finfo(np.float64).eps)
+
+
+def case_min_max_product_of_every_dtype():
+    rank, size = tfscale.rank(), tfscale.size()
+    for dtype in DTYPES:
+        own = tf.cast([rank - 2, 2 - rank, rank + 1], dtype)
+        expected = {
+            Min: [-2, 3 - size, 1],
+            Max: [size - 3, 2, size],
+            Product: [
+                math.prod(r - 2 for r in range(size)),
+                math.prod(2 - r for r in range(size)),
+                math.factorial(size),
+            ],
+        }
+        for op, values in expected.items():
+            for result in in_both_modes(lambda x, op=op: tfscale.allreduce(x, op=op), own):
+                np.testing.assert_array_equal(plain(result), values, f"{op} {dtype}")
+
+
+def case_nan_and_infinity_reach_all_ranks():
+    last = tfscale.size() - 1
+    own = tf.constant([np.nan if tfscale.rank() == last else 1.0, np.inf if last == 0 else 2.0])
+    for op in (Sum, Average, Min, Max, Product):
+        assert np.isnan(tfscale.allreduce(own, op=op).numpy()[0]), op
+    opposite = tf.constant([np.inf if tfscale.rank() % 2 else -np.inf])
+    total = tfscale.allreduce(opposite, op=Sum).numpy()[0]
+    assert np.isnan(total) if tfscale.size() > 1 else np.isinf(total)
+
+
+def case_factors_before_and_after():
+    rank, size = tfscale.rank(), tfscale.size()
+    own = tf.constant([1.0, -4.0], tf.float64) * (rank + 1)
+    total = np.array([1.0, -4.0]) * (rank_sum(size) + size)
+
+    def scaled(x, op):
+        return tfscale.allreduce(x, op=op, prescale_factor=0.5, postscale_factor=4.0)
+
+    for result in in_both_modes(lambda x: scaled(x, Sum), own):
+        np.testing.assert_array_equal(result.numpy(), 2 * total)
+    for result in in_both_modes(lambda x: scaled(x, Average), own):
+        np.testing.assert_allclose(result.numpy(), 2 * total / size, rtol=1e-15)
+    highest = tfscale.allreduce(own, op=Max, prescale_factor=-1.0, postscale_factor=3.0)
+    np.testing.assert_array_equal(highest.numpy(), [-3.0, 12.0 * size])
+
+
+def case_grouped_of_mixed_dtypes():
+    rank, size = tfscale.rank(), tfscale.size()
+    shapes = ((3,), (), (2, 2), (0,), (5, 1))
+    dtypes = (tf.float32, tf.int64, tf.float64, tf.float32, tf.int64)
+    own = [
+        tf.cast(tf.fill(s, i + rank), d)
+        for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    for op in (Sum, Max):
+        for results in in_both_modes(lambda *x, op=op: tfscale.grouped_allreduce(x, op=op), *own):
+            for i, (result, tensor) in enumerate(zip(results, own, strict=True)):
+                assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+                value = i * size + rank_sum(size) if op == Sum else i + size - 1
+                np.testing.assert_array_equal(result.numpy(), np.full(tensor.shape, value))
+
+
+@sizes(2, 3, 4)
+def case_long_vectors_are_equal_bit_by_bit():
+    size = tfscale.size()
+    rng = np.random.default_rng(0)
+    every = [rng.normal(size=300_001).astype("float32") for _ in range(size)]
+    result = tfscale.allreduce(tf.constant(every[tfscale.rank()]), op=Sum).numpy()
+    bound = size * np.finfo(np.float32).eps * np.sum(np.abs(every), axis=0)
+    assert (np.abs(result - np.sum(np.asarray(every, "float64"), axis=0)) <= bound).all()
+    digests = tfscale.allgather_object(hash(result.tobytes()) if size == 1 else result.tobytes())
+    assert len(set(digests)) == 1
+
+
+def case_gradient_of_a_reduction():
+    rank, size = tfscale.rank(), tfscale.size()
+    own = tf.constant([1.0, 2.0, -3.0], tf.float64) * (rank + 1)
+
+    def gradient(x, op):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfscale.allreduce(x * x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+            loss = tf.reduce_sum(y) * (rank + 1)
+        return tape.gradient(loss, x)
+
+    total = 2 * own.numpy() * 1.5 * (rank_sum(size) + size)
+    for result in in_both_modes(lambda x: gradient(x, Sum), own):
+        np.testing.assert_allclose(result.numpy(), total, rtol=1e-15)
+    for result in in_both_modes(lambda x: gradient(x, Average), own):
+        np.testing.assert_allclose(result.numpy(), total / size, rtol=1e-15)
+
+
+def case_gradient_of_a_group():
+    rank, size = tfscale.rank(), tfscale.size()
+
+    def gradients(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            a, b = tfscale.grouped_allreduce([x, 2.0 * y], op=Sum)
+            loss = (tf.reduce_sum(a) + tf.reduce_sum(b)) * (rank + 1.0)
+        return tape.gradient(loss, [x, y])
+
+    for x, y in in_both_modes(gradients, tf.ones([2]), tf.ones([3, 1])):
+        np.testing.assert_array_equal(x.numpy(), np.full(2, rank_sum(size) + size))
+        np.testing.assert_array_equal(y.numpy(), np.full((3, 1), 2.0 * (rank_sum(size) + size)))
+
+
+def case_extremes_have_no_gradient():
+    def gradient():
+        x = tf.ones([2])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfscale.allreduce(x, op=Max)
+        return tape.gradient(y, x)
+
+    require_error(gradient, "Only sums and averages have a gradient. Received: op=Max.")
+    require_error(tf.function(gradient), "Only sums and averages have a gradient.")
+
+
+@sizes(2, 3, 4)
+def case_different_shapes_name_both_ranks():
+    own = tf.zeros([2, 3 + (tfscale.rank() == 1)])
+    require_error(
+        lambda: tfscale.allreduce(own),
+        "ExchangeError: All ranks must call the same collectives",
+        "rank 0 calls allreduce(float32[2, 3])",
+        "rank 1 calls allreduce(float32[2, 4])",
+    )
+
+
+@sizes(2, 3, 4)
+def case_different_dtypes_ops_and_collectives_name_both_ranks():
+    is_last = tfscale.rank() == tfscale.size() - 1
+    own = tf.zeros([2], tf.float64 if is_last else tf.float32)
+    last = f"rank {tfscale.size() - 1} calls"
+    require_error(lambda: tfscale.allreduce(own), "allreduce(float32[2])", "(float64[2])", last)
+    require_error(
+        lambda: tfscale.allreduce(tf.zeros([2]), op=Max if is_last else Min), "'MIN'", "'MAX'", last
+    )
+    different = tfscale.allgather if is_last else tfscale.allreduce
+    require_error(lambda: different(tf.zeros([2])), f"{last} allgather(float32[])")
+    np.testing.assert_array_equal(tfscale.allreduce(tf.ones([2]), op=Sum), [tfscale.size()] * 2)
+
+
+def case_what_cannot_be_reduced():
+    for dtype in (tf.bool, tf.string, tf.uint8):
+        tensor = tf.zeros([2], dtype) if dtype != tf.string else tf.constant(["a"])
+        require_error(
+            lambda tensor=tensor: tfscale.allreduce(tensor),
+            "ConfigError: A reduction needs float32",
+            f"Received: dtype={tensor.dtype.name}. Cast the tensor first.",
+        )
+    require_error(
+        lambda: tfscale.allreduce(tf.zeros([2]), op="Mean"),
+        "ConfigError: op must be one of Average, Sum, Min, Max, Product. Received: op='Mean'.",
+    )
+
+
+def case_two_functions_alternate():
+    rank, size = tfscale.rank(), tfscale.size()
+
+    @tf.function
+    def one(x):
+        return tfscale.allreduce(x, op=Sum)
+
+    @tf.function
+    def other(x):
+        return tfscale.allreduce(tfscale.allreduce(x, op=Max) + float(rank), op=Sum)
+
+    for step in range(5):
+        x = tf.fill([3], float(rank + step))
+        assert (one(x).numpy() == rank_sum(size) + size * step).all()
+        expected = size * (size - 1 + step) + rank_sum(size)
+        assert (other(x).numpy() == expected).all()

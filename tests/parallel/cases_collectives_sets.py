@@ -1,0 +1,231 @@
+"""Objects, variables, process sets and join."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import in_both_modes, outcome, require_equal_ranks, require_error
+from tests.helpers.spawn import sizes
+from tfscale import Average, Max, Sum, eager
+
+
+def case_objects_of_any_size():
+    rank, size = tfscale.rank(), tfscale.size()
+    own = {"rank": rank, "data": list(range(1000 * rank)), None: (1.5, b"x")}
+    every = tfscale.allgather_object(own)
+    assert [o["rank"] for o in every] == list(range(size))
+    assert [len(o["data"]) for o in every] == [1000 * r for r in range(size)]
+    for root in range(size):
+        received = tfscale.broadcast_object(own if rank == root else None, root_rank=root)
+        assert received == every[root]
+    require_error(lambda: tfscale.broadcast_object(1, root_rank=size), "ConfigError: root_rank")
+
+
+def case_variables_take_the_values_of_the_root():
+    rank, size = tfscale.rank(), tfscale.size()
+    for root in {0, size - 1}:
+        variables = [
+            keras.Variable(np.full((2, 3), rank + 1.0), dtype="float64", name="kernel"),
+            tf.Variable(rank, dtype=tf.int64),
+            tf.Variable([rank % 2 == 0]),
+            keras.Variable(np.zeros((0, 2)), name="empty"),
+        ]
+        tfscale.broadcast_variables(variables, root_rank=root)
+        assert (variables[0].numpy() == root + 1).all()
+        assert variables[1].numpy() == root and variables[2].numpy()[0] == (root % 2 == 0)
+
+
+def case_all_variables_of_a_model_take_the_values_of_the_root():
+    keras.utils.set_random_seed(tfscale.rank())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.Adam(0.1 + tfscale.rank())), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(7 * tfscale.rank())
+    root = tfscale.size() - 1
+    kernel = tfscale.allgather_object(model.layers[0].kernel.numpy())[root]
+    tfscale.broadcast_global_variables(root, model)
+    require_equal_ranks([*model.variables, *model.optimizer.variables])
+    np.testing.assert_array_equal(model.layers[0].kernel.numpy(), kernel)
+    assert int(model.optimizer.iterations.numpy()) == 7 * root
+    require_error(
+        lambda: tfscale.broadcast_global_variables(0),
+        "ConfigError: TensorFlow 2 has no global variables. Received: model=None. Pass model=...",
+    )
+
+
+def sum_over(ranks):
+    return float(sum(r + 1 for r in ranks))
+
+
+def case_process_sets_work_side_by_side():
+    rank, size = tfscale.rank(), tfscale.size()
+    even = tfscale.add_process_set(list(range(0, size, 2)))
+    own_sets = [even]
+    if size > 1:
+        own_sets.append(tfscale.add_process_set(tfscale.ProcessSet(range(1, size, 2))))
+    own = own_sets[rank % 2]
+    assert own.included() and own.rank() == rank // 2 and own.size() == len(own.ranks)
+    assert all(s.included() == (rank in s.ranks) for s in own_sets)
+    value = tf.fill([3], rank + 1.0)
+    first, n_own = own.ranks[0], len(own.ranks)
+    for result in in_both_modes(lambda x: tfscale.allreduce(x, Sum, process_set=own), value):
+        assert (result.numpy() == sum_over(own.ranks)).all()
+    for result in in_both_modes(lambda x: tfscale.allgather(x, process_set=own), value):
+        np.testing.assert_array_equal(result.numpy(), np.repeat(np.add(own.ranks, 1), 3))
+    for result in in_both_modes(lambda x: tfscale.broadcast(x, first, process_set=own), value):
+        assert (result.numpy() == first + 1).all()
+    long = tf.fill([2 * n_own], float(rank))
+    for result in in_both_modes(lambda x: tfscale.alltoall(x, process_set=own), long):
+        np.testing.assert_array_equal(result.numpy(), np.repeat(own.ranks, 2))
+    for result in in_both_modes(lambda x: tfscale.reducescatter(x, Sum, process_set=own), long):
+        assert (result.numpy() == sum(own.ranks)).all()
+    assert tfscale.allgather_object(rank, process_set=own) == own.ranks
+    assert tfscale.broadcast_object(rank, own.ranks[-1], process_set=own) == own.ranks[-1]
+    tfscale.barrier(process_set=own)
+    total = tfscale.allreduce(value, Sum)
+    assert (total.numpy() == sum_over(range(size))).all()
+
+
+def case_world_and_set_in_one_function():
+    rank, size = tfscale.rank(), tfscale.size()
+    alone = [tfscale.add_process_set([r]) for r in range(size)]
+    front = tfscale.add_process_set(list(range(max(1, size - 1))))
+
+    @tf.function
+    def body(x):
+        total = tfscale.allreduce(x, Sum)
+        same = tfscale.allreduce(x, Sum, process_set=alone[rank])
+        if front.included():
+            total += tfscale.allreduce(x, Sum, process_set=front)
+        return total + same
+
+    for _ in range(3):
+        expected = sum_over(range(size)) + rank + 1
+        expected += sum_over(front.ranks) if front.included() else 0.0
+        assert body(tf.constant(rank + 1.0)).numpy() == expected
+
+
+@sizes(2, 3, 4)
+def case_outsiders_and_unknown_sets():
+    rank = tfscale.rank()
+    only = tfscale.add_process_set([0])
+    message = outcome(lambda: tfscale.allreduce(tf.ones([1]), process_set=only))
+    if rank == 0:
+        assert message == "no error"
+    else:
+        assert f"a call on rank {rank}, which is not in [0]" in message, message
+        assert "Guard it with process_set.included()" in message
+    assert only.rank() == (0 if rank == 0 else -1)
+    never = tfscale.ProcessSet([0, 1])
+    require_error(lambda: tfscale.allreduce(tf.ones([1]), process_set=never), "must be added")
+    require_error(lambda: tfscale.add_process_set(only), "can be added once")
+    require_error(
+        lambda: tfscale.add_process_set([0, tfscale.size()]),
+        f"ConfigError: Ranks of a process set must lie in [0, {tfscale.size()}).",
+    )
+    require_error(lambda: tfscale.ProcessSet([1, 1]), "distinct ranks")
+    assert tfscale.remove_process_set(only) and not tfscale.remove_process_set(only)
+    assert not tfscale.remove_process_set(tfscale.global_process_set)
+    require_error(lambda: only.included(), "must be added")
+
+
+def case_rank_in_and_out_of_a_set_broadcasts_by_job_rank():
+    last = tfscale.size() - 1
+    backwards = tfscale.add_process_set([last, 0] if last else [0])
+    assert backwards.ranks == sorted({0, last})
+    if backwards.included():
+        received = tfscale.broadcast(tf.constant(tfscale.rank()), last, process_set=backwards)
+        assert received.numpy() == last
+    message = outcome(lambda: tfscale.broadcast(tf.constant(1), last + 1, process_set=backwards))
+    assert ("root_rank must be" if backwards.included() else "Only members") in message, message
+
+
+def forget_steps() -> None:
+    """Let join be tested in a process that has trained before."""
+    eager._has_traced_gradients = False
+
+
+def case_join_with_different_numbers_of_steps():
+    """Rank r takes part in r + 1 reductions; the others count as zeros afterwards."""
+    forget_steps()
+    rank, size = tfscale.rank(), tfscale.size()
+    for step in range(rank + 1):
+        active = range(step, size)
+        total = tfscale.allreduce(tf.fill([2], rank + 1.0), Sum)
+        np.testing.assert_array_equal(total.numpy(), [sum_over(active)] * 2)
+        mean = tfscale.allreduce(tf.fill([2], rank + 1.0), Average)
+        np.testing.assert_allclose(mean.numpy(), [sum_over(active) / size] * 2, rtol=1e-6)
+        group = tfscale.grouped_allreduce([tf.ones([1]), tf.ones([2, 2], tf.int64)], Sum)
+        assert all((t.numpy() == size - step).all() for t in group)
+    assert tfscale.join() == size - 1
+    assert tfscale.allreduce(tf.constant(1), Sum).numpy() == size
+
+
+def case_join_tells_who_came_last():
+    forget_steps()
+    rank, size = tfscale.rank(), tfscale.size()
+    for _ in range(size - rank):  # rank 0 is the last
+        tfscale.allreduce(tf.ones([1]), Sum)
+    assert tfscale.join() == 0
+
+
+@sizes(2, 3, 4)
+def case_joined_ranks_take_part_in_sums_only():
+    forget_steps()
+    rank = tfscale.rank()
+    action = tfscale.join if rank == 0 else lambda: tfscale.allgather(tf.ones([1]))
+    require_error(action, "After a rank has called join(), the others", "allgather(float32[])")
+
+
+@sizes(2, 3, 4)
+def case_joined_ranks_cannot_take_an_extreme():
+    """Zeros would be a wrong answer."""
+    forget_steps()
+    rank = tfscale.rank()
+    action = tfscale.join if rank == 0 else lambda: tfscale.allreduce(tf.ones([1]), Max)
+    require_error(action, "with Sum or Average only", "Received: allreduce(float32[1])")
+
+
+@sizes(2, 3, 4)
+def case_join_is_refused_under_our_optimizer():
+    forget_steps()
+    variable = keras.Variable([1.0], name="weight")
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    step = lambda: optimizer.apply([tf.ones([1])], [variable])  # noqa: E731
+    require_error(tfscale.join if tfscale.rank() == 0 else step, "GlobalBatches")
+
+
+@sizes(2, 3)
+def case_join_is_refused_after_traced_steps():
+    """The others may be in a step that this rank cannot see."""
+    variable = keras.Variable([1.0], name="weight")
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    tf.function(lambda: optimizer.apply([tf.ones([1])], [variable]))()
+    require_error(tfscale.join, "traced steps of a distributed optimizer", "GlobalBatches")
+    forget_steps()
+
+
+@sizes(1, 2)
+def case_join_belongs_outside_of_functions():
+    require_error(
+        tf.function(lambda: tfscale.join()), "join() must be called eagerly", "GlobalBatches"
+    )
+
+
+@sizes(2)
+def case_eager_collectives_belong_on_the_main_thread():
+    messages = []
+
+    def body():
+        messages.append(outcome(lambda: tfscale.allreduce(tf.ones([1]))))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert "PlanError: Eager collectives must be called from the main thread" in messages[0]
+    assert tfscale.allreduce(tf.ones([1]), Sum).numpy() == tfscale.size()

@@ -1,0 +1,106 @@
+"""Sparse and compressed reductions."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import in_both_modes, require_error
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_collectives_reduce import plain, ramp, rank_sum
+from tfscale import Average, Compression, Min, Sum
+
+
+def slices_of_rank():
+    """Rows 0 (twice) and rank + 1 of size + 2."""
+    rank = tfscale.rank()
+    values = tf.constant([[1.0, rank], [2.0, 2.0], [3.0, 0.0]], tf.float64)
+    return tf.IndexedSlices(
+        values, tf.constant([0, rank + 1, 0], tf.int64), tf.constant([tfscale.size() + 2, 2])
+    )
+
+
+def sum_of_slices(size):
+    total = np.full((size + 2, 2), 2.0)
+    total[0] = [4.0 * size, rank_sum(size)]
+    total[-1] = 0.0
+    return total
+
+
+def case_sparse():
+    size = tfscale.size()
+
+    def reduced(op, **options):
+        result = tfscale.allreduce(slices_of_rank(), op=op, **options)
+        is_sparse = isinstance(result, tf.IndexedSlices)
+        assert is_sparse != bool(options)
+        return tf.convert_to_tensor(result)
+
+    for options in ({}, {"sparse_as_dense": True}):
+        for result in in_both_modes(lambda options=options: reduced(Sum, **options)):
+            np.testing.assert_array_equal(result.numpy(), sum_of_slices(size))
+        for result in in_both_modes(lambda options=options: reduced(Average, **options)):
+            np.testing.assert_allclose(result.numpy(), sum_of_slices(size) / size, rtol=1e-15)
+
+
+def case_sparse_rows_come_once():
+    result = tfscale.allreduce(slices_of_rank(), op=Sum)
+    indices = np.sort(result.indices.numpy())
+    np.testing.assert_array_equal(indices, np.arange(tfscale.size() + 1))
+
+
+def case_sparse_without_rows_on_one_rank():
+    rank, size = tfscale.rank(), tfscale.size()
+    n_rows = 0 if rank == 0 else 1
+    own = tf.IndexedSlices(tf.ones([n_rows, 2]), tf.fill([n_rows], rank), tf.constant([size, 2]))
+    result = tf.convert_to_tensor(tfscale.allreduce(own, op=Sum))
+    np.testing.assert_array_equal(result.numpy()[:, 0], [0.0] + [1.0] * (size - 1))
+
+
+def case_sparse_has_no_minimum():
+    require_error(
+        lambda: tfscale.allreduce(slices_of_rank(), op=Min),
+        "ConfigError: Sparse tensors can be summed or averaged. Received: op=Min",
+    )
+
+
+@sizes(2, 3, 4)
+def case_sparse_on_one_rank_only_is_refused():
+    own = slices_of_rank()
+    if tfscale.rank() == 1:
+        own = tf.convert_to_tensor(own)
+    require_error(
+        lambda: tfscale.allreduce(own),
+        "rank 0 calls sparse allreduce(float64[2])",
+        f"rank 1 calls allreduce(float64[{tfscale.size() + 2}, 2])",
+    )
+
+
+def case_compression():
+    rank, size = tfscale.rank(), tfscale.size()
+    for compression in (Compression.none, Compression.fp16, Compression.bf16):
+        for dtype in (tf.float32, tf.float64, tf.bfloat16, tf.int64):
+            own = tf.cast(ramp(100) + rank, dtype)
+            for result in in_both_modes(
+                lambda x, c=compression: tfscale.allreduce(x, op=Sum, compression=c), own
+            ):
+                assert result.dtype == dtype
+                np.testing.assert_array_equal(
+                    plain(result), size * ramp(100) + rank_sum(size), f"{compression} {dtype}"
+                )
+
+
+def case_compression_has_the_range_and_precision_of_the_wire():
+    value = tf.constant([1e30, 1.0 + 2.0**-10])
+    half = tfscale.allreduce(value, compression=Compression.fp16).numpy()
+    brain = tfscale.allreduce(value, compression=Compression.bf16).numpy()
+    assert np.isinf(half[0]) and half[1] == 1.0 + 2.0**-10
+    assert abs(brain[0] - 1e30) < 1e28 and brain[1] == 1.0
+
+
+def case_compressed_group_keeps_dtypes():
+    own = [tf.ones([3], tf.float64), tf.ones([2], tf.int32), tf.ones([1], tf.float32)]
+    results = tfscale.grouped_allreduce(own, op=Sum, compression=Compression.bf16)
+    assert [r.dtype for r in results] == [t.dtype for t in own]
+    assert all((plain(r) == tfscale.size()).all() for r in results)

@@ -1,0 +1,203 @@
+"""GlobalBatches on real ranks: together they see exactly what one process sees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tfscale.data import GlobalBatches
+from tfscale.data.slices import epoch_order
+from tfscale.errors import ConfigError
+
+SAMPLES = 96
+BATCH_SIZES = (12, 24, 48, 48)  # per epoch; multiples of 1, 2, 3 and 4 ranks
+
+
+class Recorder(keras.Model):
+    """Notes the samples of every batch it is trained or tested on."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.tested = [], []
+        self.compile(run_eagerly=True)
+
+    def train_step(self, data):
+        self.trained.append(data[0].numpy().astype(int).tolist())
+        return {"loss": 0.0}
+
+    def test_step(self, data):
+        self.tested.append(data[0].numpy().astype(int).tolist())
+        return {"loss": 0.0}
+
+
+class Grow(keras.callbacks.Callback):
+    """Sets the batch size of each epoch; disturbs the rank's random state on the way."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.data.batch_size = BATCH_SIZES[epoch]
+        keras.utils.set_random_seed(tfscale.rank() + 100 * epoch)
+        random.seed(tfscale.rank())
+
+
+def numbers(**options):
+    x = np.arange(SAMPLES, dtype="float32")
+    return GlobalBatches(x, x, **{"batch_size": 12, "seed": 7, **options})
+
+
+def expected(epochs=range(4)):
+    """Return the global batches of some epochs, cut by hand."""
+    return [
+        rows.tolist()
+        for epoch in epochs
+        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, BATCH_SIZES[epoch])
+    ]
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def plain(batches):
+    return [list(batch) for batch in batches]  # a model's attributes are Keras's own lists
+
+
+def joined(own):
+    """Put the slices of all ranks together, step by step; all must have as many steps."""
+    ranks = tfscale.allgather_object(plain(own))
+    assert {len(steps) for steps in ranks} == {len(own)}
+    return [flat(step) for step in zip(*ranks, strict=True)]
+
+
+def case_fit_serves_the_batches_of_one_process():
+    data, model = numbers(), Recorder()
+    model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)])
+    assert joined(model.trained) == expected()
+
+
+def case_an_evaluation_on_one_rank_disturbs_nothing():
+    data, model = numbers(), Recorder()
+
+    class EvaluateOnRankZero(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if tfscale.rank() == 0 and batch == 1:
+                self.model.evaluate(data, verbose=0)
+
+        def on_epoch_end(self, epoch, logs=None):
+            if tfscale.rank() == 0:
+                list(data)
+
+    model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data), EvaluateOnRankZero()])
+    assert joined(model.trained) == expected()
+
+
+def case_records_are_shuffled_globally_and_decoded_once():
+    keras.utils.set_random_seed(tfscale.rank())
+    data = GlobalBatches.from_dataset(
+        tf.data.Dataset.range(SAMPLES).filter(lambda i: i >= 0),  # a dataset of unknown size
+        batch_size=12, seed=7, decode=lambda i: (tf.cast(i, tf.float32), i),
+    )  # fmt: skip
+    model = Recorder()
+    model.fit(data, epochs=2, verbose=0)
+    batches = joined(model.trained)
+    epochs = [flat(batches[:8]), flat(batches[8:])]
+    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+
+
+def case_validation_counts_every_sample_once():
+    size = tfscale.size()
+    samples = 5 * size + 1  # the last batch has one sample: rank 0 takes one step more
+    x = np.arange(samples, dtype="float32")
+    data = GlobalBatches(x, x, batch_size=2 * size, shuffle=False, drop_remainder=False)
+    model = Recorder()
+    model.evaluate(data, verbose=0)
+    assert all(batch for batch in model.tested)
+    tested = tfscale.allgather_object(plain(model.tested))
+    assert sorted(flat(flat(tested))) == list(range(samples))
+    assert len(model.tested) == len(data)
+
+
+def case_state_is_the_same_on_all_ranks():
+    data, model = numbers(), Recorder()
+    model.fit(data, epochs=2, verbose=0)
+    states = tfscale.allgather_object(data.state())
+    assert states == [{"epoch": 2, "batch_size": 12, "seed": 7, "samples": SAMPLES}] * len(states)
+    resumed, rest = numbers(seed=1), Recorder()
+    resumed.restore(tfscale.broadcast_object(data.state(), 0))
+    rest.fit(resumed, epochs=1, verbose=0)
+    assert joined(rest.trained) == epoch_order(7, 2, SAMPLES).reshape(-1, 12).tolist()
+
+
+@sizes(2, 3, 4)
+def case_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(ConfigError, match=rf"Received: batch_size=13, size={tfscale.size()}"):
+        numbers(batch_size=13)
+    data = numbers()
+    with pytest.raises(ConfigError, match="Received: batch_size=25"):
+        data.batch_size = 25
+    with pytest.raises(ConfigError, match="Use drop_remainder=True"):
+        x = np.zeros(12 * tfscale.size() + 1)
+        GlobalBatches(x, x, batch_size=12, drop_remainder=False)
+
+
+# With real gradients: n ranks equal one process, in float64.
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(SAMPLES, 4)), rng.integers(0, 3, SAMPLES), rng.uniform(size=SAMPLES)
+
+
+def make_model(wrap):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,), dtype="float64")
+    hidden = keras.layers.Dense(5, activation="tanh", dtype="float64")(x)
+    model = keras.Model(x, keras.layers.Dense(3, dtype="float64")(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
+    model.compile(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), loss)
+    return model
+
+
+def check_equal_to_one_process(own_weights, fit_weights, by_hand):
+    """Fit with growing batches; the weights must be those of training by hand, alone."""
+    x, y, _ = arrays()
+    keras.config.set_floatx("float64")
+    try:
+        data = GlobalBatches(x, y, batch_size=12, seed=7, sample_weight=own_weights)
+        model = make_model(tfscale.DistributedOptimizer)
+        model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)], class_weight=fit_weights)
+        alone = make_model(lambda optimizer: optimizer)
+        for epoch, batch_size in enumerate(BATCH_SIZES):
+            for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, batch_size):
+                alone.train_on_batch(x[rows], y[rows], None if by_hand is None else by_hand[rows])
+    finally:
+        keras.config.set_floatx("float32")
+    for got, wanted in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+    weights = tfscale.allgather_object([w.tobytes() for w in model.get_weights()])
+    assert all(other == weights[0] for other in weights)
+
+
+def case_growing_batches_equal_one_process():
+    check_equal_to_one_process(None, None, None)
+
+
+def case_sample_weight_equals_one_process():
+    weight = arrays()[2]
+    check_equal_to_one_process(weight, None, weight)
+
+
+def case_class_weight_equals_one_process():
+    classes = {0: 0.5, 1: 1.0, 2: 3.0}
+    check_equal_to_one_process(None, classes, np.array([classes[label] for label in arrays()[1]]))

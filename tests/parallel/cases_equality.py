@@ -1,0 +1,202 @@
+"""n ranks train exactly as one process: float64, the same global batches, 10 steps, 1e-10."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+
+BATCH, STEPS, TOLERANCE = 24, 10, 1e-10
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
+}
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Make float64 Keras's default."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
+def dense_model() -> keras.Model:
+    """Functional, two branches."""
+    inputs = keras.Input((6,))
+    left = keras.layers.Dense(16, activation="tanh")(inputs)
+    right = keras.layers.Dense(16, activation="relu")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.add([left, right])))
+
+
+def conv_model() -> keras.Model:
+    """Sequential, convolution and pooling."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, activation="tanh"),
+            layers.MaxPooling2D(),
+            layers.SeparableConv2D(5, 2, activation="tanh"),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
+class EmbeddingModel(keras.Model):
+    """Subclassed, sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(11, 4)
+        self.lstm = keras.layers.LSTM(5)
+        self.head = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.head(self.lstm(self.embedding(inputs)))
+
+
+def inputs_of(build: Callable[[], keras.Model]) -> np.ndarray:
+    """Return BATCH * STEPS samples, equal on all ranks."""
+    random = np.random.default_rng(7)
+    if build is EmbeddingModel:
+        return random.integers(0, 11, size=(BATCH * STEPS, 6))
+    shape = (8, 8, 2) if build is conv_model else (6,)
+    return random.normal(size=(BATCH * STEPS, *shape))
+
+
+def densify(optimizer) -> None:
+    """Hand dense gradients on: Keras's nonlinear rules are wrong for repeated sparse indices."""
+    apply = optimizer.apply
+    optimizer.apply = lambda grads, variables=None: apply(
+        [tf.convert_to_tensor(g) for g in grads], variables
+    )
+
+
+def trained(build, optimizer, samples, batches, **options) -> list[np.ndarray]:
+    """Return all variables of the model, then of the optimizer, after one epoch.
+
+    `samples` are trained on in order by plain Keras where `batches` is None.
+    """
+    keras.utils.set_random_seed(3)
+    x, y = samples
+    if batches is None:
+        densify(optimizer)
+    model = build()
+    model(x[:2])
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    if batches is None:
+        for i in range(0, len(x), BATCH):
+            model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH])
+    else:
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(batches, verbose=0, callbacks=[start])
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def check(build, make_optimizer, exchange="allreduce", local_build=None, **options) -> None:
+    """Train with and without tfscale and compare; ranks must agree bit by bit."""
+    with float64():
+        x = inputs_of(build)
+        y = np.random.default_rng(8).normal(size=(len(x), 3))
+        batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+        wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=exchange)
+        ours = trained(local_build or build, wrapped, (x, y), batches, **options)
+        alone = trained(build, make_optimizer(), (x, y), None, **options)
+    for mine, single in zip(ours, alone, strict=True):
+        if np.issubdtype(mine.dtype, np.floating):
+            np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE)
+        else:
+            np.testing.assert_array_equal(mine, single)
+    for mine, others in zip(ours, zip(*tfscale.allgather_object(ours), strict=True), strict=True):
+        for other in others:
+            np.testing.assert_array_equal(mine, other)
+
+
+@sizes(2, 3, 4, timeout_s=180)
+def case_every_optimizer():
+    for make in OPTIMIZERS.values():
+        check(dense_model, make)
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_every_model():
+    for build in (conv_model, EmbeddingModel):
+        for make in OPTIMIZERS.values():
+            check(build, make)
+
+
+@sizes(3, timeout_s=120)
+def case_bucket_sizes_and_clipping():
+    for bucket_mb in (0, 1e-4, 64):
+        check(dense_model, OPTIMIZERS["sgd"], exchange=tfscale.Allreduce(bucket_mb=bucket_mb))
+    check(dense_model, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1))
+
+
+def norm_model(layer: Callable[[], keras.layers.Layer]) -> Callable[[], keras.Model]:
+    """Return a builder of a model with a normalisation layer."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,))
+        hidden = layer()(keras.layers.Dense(8)(inputs))
+        return keras.Model(inputs, keras.layers.Dense(3)(keras.activations.tanh(hidden)))
+
+    return build
+
+
+@sizes(2, 3, 4, timeout_s=120)
+def case_sync_batch_normalization():
+    """Moving statistics too: they are part of the compared variables."""
+    check(
+        norm_model(keras.layers.BatchNormalization),
+        OPTIMIZERS["momentum"],
+        local_build=norm_model(tfscale.SyncBatchNormalization),
+    )
+
+
+class GhostBatchNormalization(keras.layers.BatchNormalization):
+    """Normalises each of `n_parts` parts of a batch on its own, as ranks with a part each do."""
+
+    def __init__(self, n_parts: int):
+        super().__init__()
+        self.n_parts = n_parts
+
+    def call(self, inputs, training=None, mask=None):
+        if not training:
+            return super().call(inputs, training=training, mask=mask)
+        parts = keras.ops.split(inputs, self.n_parts)
+        before = [keras.ops.copy(v) for v in (self.moving_mean, self.moving_variance)]
+        outputs, means, variances = [], [], []
+        for part in parts:
+            outputs.append(super().call(part, training=True, mask=mask))
+            means.append(keras.ops.copy(self.moving_mean))
+            variances.append(keras.ops.copy(self.moving_variance))
+            self.moving_mean.assign(before[0])
+            self.moving_variance.assign(before[1])
+        self.moving_mean.assign(sum(means) / self.n_parts)
+        self.moving_variance.assign(sum(variances) / self.n_parts)
+        return keras.ops.concatenate(outputs)
+
+
+@sizes(2, 3, 4, timeout_s=120)
+def case_plain_batch_normalization_is_ghost_batches():
+    """Moving averages are linear in the batch statistics, so averaging them once is exact."""
+    n_parts = tfscale.size()
+    check(
+        norm_model(lambda: GhostBatchNormalization(n_parts)),
+        OPTIMIZERS["momentum"],
+        local_build=norm_model(keras.layers.BatchNormalization),
+    )

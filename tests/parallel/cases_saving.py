@@ -1,0 +1,151 @@
+"""What ranks save loads as plain Keras in a process that cannot import tfscale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import dtype_policy, shared_folder
+from tests.helpers.spawn import sizes
+from tfscale import DistributedOptimizer
+
+LSO, Adam = keras.optimizers.LossScaleOptimizer, keras.optimizers.Adam
+
+LOADER = """
+import json, sys
+sys.modules["tfscale"] = None  # every import of it raises
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf
+
+folder = Path(sys.argv[1])
+
+def described(model, optimizer):
+    variables = [*model.variables, *optimizer.variables]
+    return {
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "values": [np.asarray(v.numpy(), "float64").ravel().tolist() for v in variables],
+    }
+
+def built(model):
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+found = {}
+for name in ("model.keras", "model.h5", "scaled.keras"):
+    model = keras.models.load_model(folder / name)
+    found[name] = described(model, model.optimizer)
+    if name != "model.h5":  # Keras itself does not restore the optimizer of a Sequential from it
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+model = built(keras.models.load_model(folder / "fresh.keras"))
+model.load_weights(folder / "model.weights.h5")
+found["model.weights.h5"] = described(model, model.optimizer)
+model = built(keras.models.load_model(folder / "fresh.keras"))
+checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+checkpoint.read(str(folder / "checkpoint")).assert_existing_objects_matched()
+found["checkpoint"] = described(model, model.optimizer)
+(folder / "found.json").write_text(json.dumps(found))
+"""
+
+
+def new_model(optimizer, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(2, name="hidden"), keras.layers.Dense(1, name="out")]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(optimizer, keras.losses.MeanSquaredError(), **options)
+    return model
+
+
+def train(model):
+    rng = np.random.default_rng(tfscale.rank())
+    model.fit(rng.normal(size=(8, 3)), rng.normal(size=(8, 1)), batch_size=2, verbose=0)
+    return model
+
+
+def values(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [np.asarray(v.numpy(), "float64").ravel().tolist() for v in variables]
+
+
+def save_all(folder, model, scaled):
+    new_model(DistributedOptimizer(Adam(0.01))).save(folder / "fresh.keras")
+    model.save(folder / "model.keras")
+    model.save(folder / "model.h5")
+    model.save_weights(folder / "model.weights.h5")
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "checkpoint"))
+    scaled.save(folder / "scaled.keras")
+
+
+def load_without_tfscale(folder):
+    launchers = ("PMI", "PMIX", "MPI", "HYDRA", "OMPI")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    environ.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(folder)],
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@sizes(1, 2, timeout_s=150)
+def case_files_load_where_tfscale_is_not():
+    model = train(new_model(DistributedOptimizer(Adam(0.01))))
+    with dtype_policy("mixed_float16"):
+        scaled = new_model(DistributedOptimizer(LSO(Adam(0.01))), auto_scale_loss=False)
+        train(scaled)
+    with shared_folder() as folder:
+        if tfscale.rank() == 0:
+            save_all(folder, model, scaled)
+            found = load_without_tfscale(folder)
+            for name, content in found.items():
+                expected = scaled if name == "scaled.keras" else model
+                class_name = "LossScaleOptimizer" if name == "scaled.keras" else "Adam"
+                assert content["class"].startswith("keras.") and class_name in content["class"]
+                n_values = len(model.variables) if name == "model.h5" else None
+                pairs = zip(values(expected)[:n_values], content["values"][:n_values], strict=True)
+                for mine, loaded in pairs:
+                    np.testing.assert_array_equal(mine, loaded, name)
+
+
+@sizes(2)
+def case_repaired_loss_scaling_loads_as_keras_made_it():
+    with dtype_policy("mixed_float16"):
+        model = new_model(DistributedOptimizer(Adam(0.01)))
+        tfscale.prepare(model)
+        train(model)
+        with shared_folder() as folder:
+            if tfscale.rank() == 0:
+                model.save(folder / "model.keras")
+                loaded = keras.models.load_model(folder / "model.keras")
+                assert type(loaded.optimizer) is LSO
+                assert type(loaded.optimizer.inner_optimizer) is Adam
+                for mine, theirs in zip(
+                    model.optimizer.variables, loaded.optimizer.variables, strict=True
+                ):
+                    np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+@sizes(2, 3)
+def case_checkpoint_of_ranks_goes_on():
+    """Written by rank 0, restored by all into new objects: training goes on as before."""
+    model = train(new_model(DistributedOptimizer(Adam(0.01))))
+    with shared_folder() as folder:
+        if tfscale.rank() == 0:
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "c"))
+        tfscale.barrier()
+        other = new_model(DistributedOptimizer(Adam(0.5)))
+        other.optimizer.build(other.trainable_variables)
+        tf.train.Checkpoint(model=other, optimizer=other.optimizer).read(str(folder / "c"))
+    assert values(other) == values(model)
+    assert values(train(other)) == values(train(model))

@@ -1,0 +1,204 @@
+"""Times of collectives on real ranks: the report, the timeline, clocks."""
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tfscale import runtime
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
+from tfscale.trace import recorder
+from tfscale.trace.analysis import Key
+from tfscale.trace.dependencies import collectives_before
+from tfscale.trace.summary import of_kind, read_rows
+
+N_STEPS = 8
+
+
+def shared_folder():
+    folder = tempfile.mkdtemp(prefix="tfscale-trace-") if runtime.rank() == 0 else None
+    return Path(tfscale.broadcast_object(folder))
+
+
+def build(has_norm=False, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(64, use_bias=False) for _ in range(3)]
+    if has_norm:
+        layers.insert(1, tfscale.SyncBatchNormalization())
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    optimizer = tfscale.DistributedOptimizer(
+        keras.optimizers.SGD(1e-3), exchange=tfscale.Allreduce(bucket_mb=0)
+    )
+    model.compile(optimizer, loss="mse", **options)
+    return model
+
+
+def fit(model, callbacks, epochs=2, n_steps=N_STEPS):
+    x = np.random.default_rng(0).normal(size=(16 * n_steps, 64)).astype("float32")
+    callbacks = [BroadcastGlobalVariablesCallback(0), *callbacks]
+    model.fit(x, x, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def is_in(moment, intervals):
+    return any(begin <= moment < end for begin, end in intervals)
+
+
+def blocked_and_total(slots, busy):
+    """Seconds blocked and seconds of communication, moment by moment, from the raw times."""
+    posted = [(s["posted_s"], s["ended_s"]) for s in slots]
+    wires = [(s["started_s"], s["ended_s"]) for s in slots]
+    edges = sorted({edge for pair in [*posted, *wires, *busy] for edge in pair})
+    blocked = total = 0.0
+    for begin, end in itertools.pairwise(edges):
+        middle = (begin + end) / 2
+        is_blocked = is_in(middle, posted) and not is_in(middle, busy)
+        blocked += (end - begin) * is_blocked
+        total += (end - begin) * (is_blocked or is_in(middle, wires))
+    return blocked, total
+
+
+def check_step(step, own):
+    """Sums and R of a step against the raw times."""
+    last_posted = max(s["posted_s"] for s in own)
+    assert step["busy_s"][0][0] == step["begin_s"]
+    assert step["busy_s"][0][1] >= last_posted  # nothing is needed before
+    exposed, total = blocked_and_total(own, step["busy_s"])
+    assert exposed <= max(s["ended_s"] for s in own) - last_posted + 1e-7
+    for name, expected in (("exposed_s", exposed), ("t_c_s", total)):
+        np.testing.assert_allclose(step[name], expected, atol=1e-7)
+    np.testing.assert_allclose(sum(s["t_b_s"] for s in own), exposed, atol=1e-7)
+    np.testing.assert_allclose(step["compute_s"] + exposed, step["step_s"], atol=1e-7)
+    share = 100 * (total - exposed) / total
+    np.testing.assert_allclose(step["overlap_percent"], share, atol=1e-2)
+
+
+def check_slot(slot, same):
+    """What a slot says of the other ranks; `same` is that slot on all of them."""
+    started = [s["started_s"] for s in same]
+    assert len(started) == runtime.size()
+    np.testing.assert_allclose(slot["behind_s"], max(started) - slot["started_s"], atol=1e-7)
+    assert 0 <= slot["waiting_s"] <= slot["t_b_s"] + 1e-9
+    assert "kernel" in slot["name"]
+
+
+def by(rows, *names):
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+@sizes(2, 3, timeout_s=120)
+def case_report_agrees_with_the_raw_trace():
+    folder = shared_folder()
+    fit(build(), [CommunicationReport(folder, every_n_steps=2)])
+    tfscale.barrier()
+    rows = read_rows(folder)
+    steps, slots = of_kind(rows, "step"), of_kind(rows, "slot")
+    recorded = [(0, 1), (0, 3), (0, 5), (0, 7), (1, 1), (1, 3), (1, 5), (1, 7)]
+    assert sorted({(s["epoch"], s["step"]) for s in steps}) == recorded
+    assert len(steps) == len(recorded) * runtime.size()
+    of_step = by(slots, "epoch", "step", "rank")
+    on_all_ranks = by(slots, "epoch", "step", "slot")
+    for step in steps:
+        own = of_step[step["epoch"], step["step"], step["rank"]]
+        assert len(own) == 3 and sum(s["bytes"] for s in own) == 3 * 64 * 64 * 4
+        check_step(step, own)
+        for slot in own:
+            check_slot(slot, on_all_ranks[slot["epoch"], slot["step"], slot["slot"]])
+    if runtime.rank() == 0:
+        assert "Collectives of rank 0" in (folder / "communication.md").read_text()
+        assert (folder / "communication.png").stat().st_size > 1000
+    tfscale.barrier()
+
+
+class Late(keras.callbacks.Callback):
+    """The last rank sleeps within each recorded step, before its function runs."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if runtime.rank() == runtime.size() - 1:
+            time.sleep(0.03)
+
+
+@sizes(2, timeout_s=120)
+def case_others_wait_for_a_late_rank():
+    folder = shared_folder()
+    fit(build(), [CommunicationReport(folder, every_n_steps=1), Late()], epochs=1)
+    tfscale.barrier()
+    steps = of_kind(read_rows(folder), "step")
+    waiting = [[s["waiting_s"] for s in steps if s["rank"] == rank] for rank in (0, 1)]
+    assert np.median(waiting[0]) > 2 * np.median(waiting[1]), waiting
+    assert np.median(waiting[0]) > 0.01, waiting  # the other sleeps for 0.03 s
+    tfscale.barrier()
+
+
+@sizes(2, timeout_s=120)
+def case_a_forward_collective_blocks_at_once():
+    """The gradients need what SyncBatchNormalization gathers; it needs none of them."""
+    model = build(has_norm=True)
+    folder = shared_folder()
+    fit(model, [CommunicationReport(folder, every_n_steps=1)], epochs=1)
+    tfscale.barrier()
+    slots = of_kind(read_rows(folder), "slot")
+    calls = [s for s in slots if "kernel" not in s["name"] and s["plan"] >= 0]
+    forward = [s for s in calls if s["slot"] == 0]
+    assert len(forward) == 2 * (N_STEPS - 1)
+    for slot in forward:
+        np.testing.assert_allclose(slot["t_b_s"], slot["ended_s"] - slot["posted_s"], atol=1e-7)
+    tfscale.barrier()
+
+
+@sizes(2, timeout_s=120)
+def case_steps_executed_together():
+    folder = shared_folder()
+    fit(build(steps_per_execution=4), [CommunicationReport(folder, every_n_steps=1)], epochs=2)
+    tfscale.barrier()
+    rows = read_rows(folder)
+    steps, slots = of_kind(rows, "step"), of_kind(rows, "slot")
+    assert {s["n_steps"] for s in steps} == {4}
+    assert {s["repeat"] for s in slots} == {0, 1, 2, 3}
+    assert all(s["exposed_s"] < s["step_s"] for s in steps)
+    tfscale.barrier()
+
+
+@sizes(2)
+def case_dependencies_of_a_traced_function():
+    seen = []
+
+    @tf.function
+    def step(x):
+        first = tfscale.allreduce(x, name="first")
+        second = tfscale.allreduce(first * 2, name="second")
+        seen.append(tf.compat.v1.get_default_graph())
+        return second
+
+    step(tf.ones([3]))
+    before = collectives_before(seen[0])
+    plan = next(iter(before)).plan
+    assert before == {Key(plan, 0): frozenset(), Key(plan, 1): frozenset([Key(plan, 0)])}
+
+
+@sizes(2)
+def case_updates_need_their_own_gradients_only():
+    """Unless the optimizer clips by the norm of all gradients."""
+    for clipping in ({}, {"global_clipnorm": 1.0}):
+        model = build()
+        model.optimizer.global_clipnorm = clipping.get("global_clipnorm")
+        x = np.ones((4, 64), "float32")
+        model.train_on_batch(x, x)
+        listener = recorder.Listener()
+        model.train_on_batch(x, x)
+        events = listener.take()
+        stamps = events[events["slot"] < 0]
+        gradients = events[events["slot"] >= 0]
+        assert len(stamps) == len(gradients) == 3
+        before = collectives_before(runtime.backend().graph_of(int(stamps[0]["plan"])))
+        n_needed = [len(before[Key(int(e["plan"]), int(e["slot"]))]) for e in stamps]
+        # `iterations` and so all updates wait for the first gradient.
+        assert sorted(n_needed) == ([3, 3, 3] if clipping else [1, 2, 2])

@@ -1,0 +1,25 @@
+"""The tool that runs the other tests here: failures and hangs are told apart and survived."""
+
+import pytest
+
+from tests.helpers.launching import launch_script
+from tests.helpers.spawn import spawn
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_shows_who_hangs_and_the_rest_still_runs():
+    bad, good = "tests.helpers.bad_cases:fails_on_one_rank", "tests.helpers.bad_cases:works"
+    results = spawn(2, [bad, good], timeout_s=60)
+    assert [(r.case, r.rank) for r in results] == [(bad, 0), (bad, 1), (good, 0), (good, 1)]
+    assert [r.status for r in results] == ["hang", "failed", "ok", "ok"]
+    assert "in fails_on_one_rank" in results[0].text
+    assert "ValueError: this rank does not come" in results[1].text
+
+
+def test_scripts_end_as_they_end():
+    done = launch_script(2, "import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n", 60, {"A": "b"})
+    assert done.exit_code == 3
+    assert done.output.count("b\n") >= 2
+    late = launch_script(2, "import time\ntime.sleep(60)\n", timeout_s=1.0)
+    assert late.exit_code is None
+    assert late.seconds < 20

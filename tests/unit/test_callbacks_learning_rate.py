@@ -1,0 +1,155 @@
+"""Learning rate callbacks: schedules over epochs, warm-up, momentum correction."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale import runtime
+from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
+from tfscale.errors import ConfigError
+
+X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
+Y = 3.0 * X
+
+
+class Rates(keras.callbacks.Callback):
+    """Records the learning rate of every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+
+def model_with(optimizer):
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fit(model, callbacks, epochs, batch_size=4):
+    rates = Rates()
+    history = model.fit(
+        X,
+        Y,
+        batch_size=batch_size,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[*callbacks, rates],
+    )
+    return np.array(rates.rates), history.history
+
+
+def test_schedules_through_twenty_epochs():
+    callbacks = [
+        LearningRateScheduleCallback(0.1, lambda epoch: 1.0 + epoch, end_epoch=5, staircase=False),
+        LearningRateScheduleCallback(0.1, 1.0, start_epoch=5, end_epoch=10),
+        LearningRateScheduleCallback(0.1, 0.5, start_epoch=10, end_epoch=13),
+        LearningRateScheduleCallback(0.1, lambda epoch: 1e-2 * epoch, start_epoch=15),
+    ]
+    rates, history = fit(model_with(keras.optimizers.SGD(0.7)), callbacks, epochs=20)
+    expected = [0.1 * (1.0 + batch / 2) for batch in range(10)] + [0.1] * 10
+    for epoch_rate in (0.1, 0.05, 0.025, 0.025, 0.025):
+        expected += [epoch_rate] * 2
+    for epoch in range(15, 20):
+        expected += [0.1 * 1e-2 * epoch] * 2
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    np.testing.assert_allclose(history["lr"], expected[1::2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum_correction", [False, True])
+def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
+    x, y = X.astype("float64"), Y.astype("float64")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        model = model_with(keras.optimizers.SGD(0.2, momentum=0.875, nesterov=nesterov))
+        schedule = LearningRateScheduleCallback(
+            0.2, lambda epoch: 1.0 / (1.0 + epoch), staircase=False,
+            momentum_correction=momentum_correction,
+        )  # fmt: skip
+        model.fit(
+            x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[schedule]
+        )  # fmt: skip
+        result = float(model.get_weights()[0][0, 0])
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+    # Keras rounds the momentum to float32 on the way, so one that has no rounding is used.
+    weight, velocity, old = 1.0, 0.0, 0.2
+    for step in range(8):
+        rate = 0.2 / (1.0 + step / 2)
+        batch_x, batch_y = (a[4 * (step % 2) :][:4, 0] for a in (x, y))
+        gradient = np.mean(2.0 * batch_x * (weight * batch_x - batch_y))
+        corrected = velocity * (rate / old) if momentum_correction else velocity
+        velocity = 0.875 * corrected - rate * gradient
+        weight += 0.875 * velocity - rate * gradient if nesterov else velocity
+        old = rate
+    assert result == pytest.approx(weight, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.RMSprop(0.1, momentum=0.5),
+        keras.optimizers.Adam(0.1),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+    ],
+    ids=["rmsprop", "adam", "loss_scale"],
+)
+def test_other_optimizers(optimizer):
+    model = model_with(optimizer)
+    fit(model, [], epochs=1)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    slot = (getattr(inner, "momentums", None) or inner._momentums)[0]
+    before = slot.numpy().copy()
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(slot.numpy().copy())
+
+    fit(model, [LearningRateScheduleCallback(0.1, lambda epoch: 0.25), Look()], 1, batch_size=8)
+    factor = 1.0 if isinstance(inner, keras.optimizers.Adam) else 0.25
+    np.testing.assert_allclose(seen[0], before * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_warmup_formula(size, capsys):
+    with mock.patch.object(runtime, "size", lambda: size):
+        warmup = LearningRateWarmupCallback(0.4, warmup_epochs=3, verbose=1)
+        rates, _ = fit(model_with(keras.optimizers.SGD(0.4)), [warmup], epochs=5)
+    reached = np.minimum(np.arange(1, 11) / 2, 3.0)
+    np.testing.assert_allclose(rates, 0.4 / size * (reached * (size - 1) / 3 + 1), rtol=1e-6)
+    assert "Epoch 3: finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
+
+
+def test_a_learning_rate_schedule_object_is_refused():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    model = model_with(keras.optimizers.SGD(schedule))
+    with pytest.raises(ConfigError, match="Create the optimizer with a float"):
+        fit(model, [LearningRateScheduleCallback(0.1, 0.5)], epochs=1)
+
+
+def test_unknown_steps_per_epoch():
+    def batches():
+        while True:
+            yield X, Y
+
+    model = model_with(keras.optimizers.SGD(0.1))
+    with pytest.raises(ConfigError, match="Pass steps_per_epoch"):
+        model.fit(batches(), callbacks=[LearningRateWarmupCallback(0.1)], verbose=0)
+    callbacks = [LearningRateWarmupCallback(0.1, 1, steps_per_epoch=2)]
+    model.fit(batches(), steps_per_epoch=2, callbacks=callbacks, verbose=0)
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)

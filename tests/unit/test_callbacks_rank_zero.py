@@ -1,0 +1,158 @@
+"""Callbacks of which one rank acts: RankZero and the checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+
+from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
+from tfscale import runtime
+from tfscale.callbacks import (
+    BestModelCheckpoint,
+    MetricAverageCallback,
+    ModelCheckpoint,
+    RankZero,
+)
+from tfscale.callbacks.model_checkpoint import make_saves_safe
+from tfscale.errors import ConfigError
+
+X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
+
+
+def compiled():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+ALIASES = {"on_batch_begin", "on_batch_end"}
+
+
+def count(calls):
+    return Counter(name for name in calls if name not in ALIASES)
+
+
+class Spy(keras.callbacks.Callback):
+    """Records the names of all hooks that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name.startswith(("on_", "set_")):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_zero_forwards_every_hook(rank):
+    spy = Spy()
+    with mock.patch.object(runtime, "rank", lambda: rank):
+        model = compiled()
+        wrapped = RankZero(spy)
+        spy.calls.clear()
+        model.fit(X, X, epochs=2, validation_data=(X, X), verbose=0, callbacks=[wrapped])
+        model.predict(X, verbose=0, callbacks=[wrapped])
+        calls, spy.calls = spy.calls, []
+    if rank == 1:
+        assert calls == [] and spy.model is None
+        return
+    model.fit(X, X, epochs=2, validation_data=(X, X), verbose=0, callbacks=[spy])
+    model.predict(X, verbose=0, callbacks=[spy])
+    assert count(calls) == count(spy.calls)
+    hooks = {name for name in dir(keras.callbacks.Callback) if name.startswith("on_")}
+    assert set(count(calls)) - {"set_model", "set_params"} == hooks - ALIASES
+
+
+def test_rank_zero_stops_training():
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    history = compiled().fit(X, X, epochs=5, verbose=0, callbacks=[RankZero(Stop())])
+    assert len(history.history["loss"]) == 1
+
+
+def test_rank_zero_refuses_what_communicates():
+    for wrong in (MetricAverageCallback(), print):
+        with pytest.raises(ConfigError, match="does not communicate"):
+            RankZero(wrong)
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 2])
+def test_checkpoint_writes_on_rank_zero_only(tmp_path, save_freq):
+    models = [compiled() for _ in range(3)]
+
+    def body(rank):
+        path = str(tmp_path / f"rank{rank}-{{epoch}}.keras")
+        callback = ModelCheckpoint(path, save_freq=save_freq)
+        models[rank].fit(X, X, batch_size=4, epochs=2, verbose=0, callbacks=[callback])
+
+    assert FakeRanks(3).run(body) == [None] * 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0-1.keras", "rank0-2.keras"]
+    keras.models.load_model(tmp_path / "rank0-2.keras").evaluate(X, X, verbose=0)
+
+
+def test_best_model_checkpoint_keeps_the_best(tmp_path):
+    class Scores(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["score"] = [3.0, 1.0, 2.0][epoch]
+
+    path = tmp_path / "best.keras"
+    weights = []
+
+    class Weights(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            weights.append(self.model.get_weights()[0])
+
+    for rank in (0, 1):
+        best = BestModelCheckpoint("score", mode="min", filepath=str(path))
+        with mock.patch.object(runtime, "rank", lambda rank=rank: rank):
+            callbacks = [Scores(), best, Weights()]
+            compiled().fit(X, X + 1.0, epochs=3, verbose=0, callbacks=callbacks)
+        assert best.best == 1.0
+    saved = keras.models.load_model(path).get_weights()[0]
+    np.testing.assert_array_equal(saved, weights[1])
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
+    path = tmp_path / "new" / "folder" / f"model{suffix}"
+    models = [compiled() for _ in range(4)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+        make_saves_safe(model)
+        make_saves_safe(model)
+    together = threading.Barrier(4)
+
+    def body(rank):
+        plain = keras.callbacks.ModelCheckpoint(str(path), save_weights_only=suffix != ".keras")
+        plain.set_model(models[rank])
+        for epoch in range(3):
+            together.wait()
+            plain.on_epoch_end(epoch, {})
+
+    assert FakeRanks(4).run(body) == [None] * 4
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    other = compiled()
+    other.load_weights(path)
+    np.testing.assert_array_equal(other.get_weights()[0], models[0].get_weights()[0])
+
+
+def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
+    model = compiled()
+    make_saves_safe(model)
+    with pytest.raises(ValueError):
+        model.save(tmp_path / "model.unknown")
+    model.save_weights(str(tmp_path / "sharded.weights.json"), max_shard_size=1.0)
+    model.save(tmp_path / "model.keras", zipped=True)
+    model.fit(X, X, verbose=0)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".rank")]
+    with pytest.raises(OSError):
+        model.save(tmp_path / "missing" / "model.keras")

@@ -1,0 +1,152 @@
+"""Moving statistics over ranks; models that are hard to build; several optimizers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
+from tests.unit.callback_models import (
+    compiled,
+    data,
+    fit,
+    functional,
+)
+from tfscale.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
+    NonTrainableState,
+    model_state,
+)
+from tfscale.errors import ConfigError, ExchangeError
+
+
+def test_frozen_layers_seeds_and_counters_are_no_averaged_state():
+    inner = functional()
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dropout(0.1)])
+    inner.get_layer("hidden").trainable = False
+    names = [variable.path for variable in model_state.non_trainable_state(model)]
+    assert names == ["normalize/moving_mean", "normalize/moving_variance"]
+
+
+@pytest.mark.parametrize("mode", ["average", "root", "local"])
+def test_moving_statistics_are_united_before_validation(mode):
+    models = [compiled(functional(), rate=0.0) for _ in range(3)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+    own = []
+    for seed, model in enumerate(models):
+        fit(model, [], seed=seed)
+        own.append(model.get_layer("normalize").moving_mean.numpy().copy())
+    for model in models:
+        model.get_layer("normalize").moving_mean.assign([0.0, 0.0])
+    at_validation = [None] * 3
+
+    class Look(keras.callbacks.Callback):
+        def __init__(self, rank):
+            super().__init__()
+            self.rank = rank
+
+        def on_test_begin(self, logs=None):
+            mean = self.model.get_layer("normalize").moving_mean
+            at_validation[self.rank] = mean.numpy().copy()
+
+    def body(rank):
+        callbacks = [NonTrainableState(mode, root_rank=1), Look(rank)]
+        fit(models[rank], callbacks, seed=rank, validation_data=data(9))
+
+    assert FakeRanks(3).run(body) == [None] * 3
+    expected = {"average": [np.mean(own, axis=0)] * 3, "root": [own[1]] * 3, "local": own}[mode]
+    for mine, wanted in zip(at_validation, expected, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("steps", ["unknown", "stopped", "outside of a list"])
+def test_moving_statistics_are_united_when_the_last_batch_is_not_known(steps):
+    models = [compiled(functional(), rate=0.0) for _ in range(2)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    def body(rank):
+        x, y = data(rank)
+        callback = NonTrainableState()
+        if steps == "unknown":
+            batches = ((x[i : i + 4], y[i : i + 4]) for i in (0, 4))
+            models[rank].fit(batches, verbose=0, callbacks=[callback])
+        elif steps == "stopped":
+            fit(models[rank], [callback, Stop()], seed=rank)
+        else:
+            fit(models[rank], callback, seed=rank)
+        return models[rank].get_layer("normalize").moving_mean.numpy()
+
+    first, second = FakeRanks(2).run(body)
+    np.testing.assert_array_equal(first, second)
+    assert np.any(first != 0.0)
+
+
+def test_a_model_that_cannot_be_built_from_shapes():
+    class NeedsValues(keras.Model):
+        def build(self, shape):
+            raise RuntimeError("no shapes please")
+
+        def call(self, x):
+            return x
+
+    models = [compiled(NeedsValues()) for _ in range(2)]
+    for error in FakeRanks(2).run(
+        lambda rank: fit(models[rank], [BroadcastGlobalVariablesCallback(0)])
+    ):
+        assert isinstance(error, ConfigError)
+        assert "no shapes please" in str(error) and "Call the model on one batch" in str(error)
+
+
+class TwoOptimizers(keras.Model):
+    """A model whose train_step has an optimizer for each of two layers."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.second = keras.layers.Dense(1)
+        self.others = [keras.optimizers.SGD(rate, momentum=0.5)]
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - tf.cast(y, tf.float32)))
+        first, second = self.first.trainable_variables, self.second.trainable_variables
+        gradients = tape.gradient(loss, first + second)
+        self.optimizer.apply(gradients[:2], first)
+        self.others[0].apply(gradients[2:], second)
+        return {"loss": loss}
+
+
+def test_all_optimizers_of_a_train_step_are_broadcast_and_checked():
+    models = []
+    for rank in range(2):
+        keras.utils.set_random_seed(rank)
+        models.append(TwoOptimizers(0.1 * (rank + 1)))
+        models[-1](data(0)[0])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(models[-1].first.trainable_variables)
+        compiled(models[-1], optimizer=optimizer)
+
+    def body(rank):
+        fit(models[rank], [BroadcastGlobalVariablesCallback(1)], seed=0)
+        models[rank].others[0].momentums[0].assign_add(np.full((2, 1), float(rank)))
+        check = ConsistencyCheck()
+        check.set_model(models[rank])
+        check.check("at last")
+
+    for error in FakeRanks(2).run(body):
+        assert isinstance(error, ExchangeError) and "momentum' on ranks [1]" in str(error)
+    rates = [float(model.others[0].learning_rate.numpy()) for model in models]
+    assert rates == [pytest.approx(0.2)] * 2

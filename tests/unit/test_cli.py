@@ -1,0 +1,158 @@
+"""The command line, and running jobs to their end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfscale import cli, doctor
+from tfscale.job import JOB_VARIABLE, find_mpi, find_processes, run_job, thread_variables
+from tfscale.mpi_command import LaunchSpec
+
+FOUR = LaunchSpec(("x",), 4, n_cores=8)
+
+
+def test_threads_are_shared_among_the_ranks_of_a_host():
+    assert thread_variables(FOUR, {}) == {
+        "OMP_NUM_THREADS": "2",
+        "TF_NUM_INTRAOP_THREADS": "2",
+        "TF_NUM_INTEROP_THREADS": "2",
+    }
+    crowded = LaunchSpec(("x",), 4, n_cores=2)
+    assert thread_variables(crowded, {})["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert thread_variables(crowded, {})["TF_NUM_INTEROP_THREADS"] == "2"
+    spread = LaunchSpec(("x",), 4, n_cores=8, hosts=(("a", 2), ("b", 2)))
+    assert thread_variables(spread, {})["TF_NUM_INTRAOP_THREADS"] == "4"
+
+
+def test_threads_the_user_set_stay():
+    given = thread_variables(FOUR, {"OMP_NUM_THREADS": "7", "TF_NUM_INTEROP_THREADS": "9"})
+    assert given == {"TF_NUM_INTRAOP_THREADS": "2"}
+
+
+def test_threads_are_left_alone_where_hosts_are_unknown_or_not_shared():
+    assert thread_variables(LaunchSpec(("x",), 1, n_cores=8), {}) == {}
+    assert thread_variables(LaunchSpec(("x",), 4, is_slurm=True), {}) == {}
+    assert thread_variables(LaunchSpec(("x",), 2, hosts=(("a", 1), ("b", 1))), {}) == {}
+
+
+def test_dry_run_prints_the_command(capsys):
+    words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
+    assert cli.main(words) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.startswith("env K=V srun ")
+    assert "--ntasks=3" in line
+    assert line.endswith(" python t.py --np")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "python"], "Received: no -np"),
+        (["run", "-np", "2"], "needs a program"),
+        (["run", "-np", "2", "--env", "K", "python"], "Received: --env K"),
+        (["run", "-np", "3", "-H", "a:2", "python"], "1 too few"),
+    ],
+)
+def test_impossible_runs_are_refused(words, message, capsys):
+    assert cli.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_exit_code_is_passed_on():
+    assert run_job([sys.executable, "-S", "-c", "raise SystemExit(7)"], os.environ) == 7
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run_job([sys.executable, "-S", "-c", code], os.environ) == 128 + signal.SIGKILL
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+subprocess.Popen(command, start_new_session=True)
+"""
+
+
+def test_no_process_is_left_behind(tmp_path):
+    before = time.monotonic()
+    mark = tmp_path / "job"
+    code = f"import os; open({str(mark)!r}, 'w').write(os.environ[{JOB_VARIABLE!r}])"
+    assert run_job([sys.executable, "-S", "-c", code + LEAVES_A_CHILD], os.environ) == 0
+    assert find_processes(mark.read_text()) == []
+    assert time.monotonic() - before < 20
+
+
+def test_the_first_error_is_printed_last(capfd):
+    code = "import os; open(os.environ['TFSCALE_ERROR_FILE'], 'w').write('rank 1: it broke\\n')"
+    code += "; print('BAD TERMINATION', flush=True); raise SystemExit(3)"
+    assert run_job([sys.executable, "-S", "-c", code], os.environ) == 3
+    assert capfd.readouterr().err.endswith("rank 1: it broke\n")
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+RUNS_STUBBORN = """
+import os, sys
+from tfscale.job import run_job
+sys.exit(run_job([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], os.environ, grace_s=1.0))
+"""
+
+
+def test_a_rank_that_ignores_signals_is_killed(tmp_path):
+    ready = tmp_path / "ready"
+    command = [sys.executable, "-c", RUNS_STUBBORN, STUBBORN, str(ready)]
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+
+
+def test_unknown_mpiexec_is_no_mpi(tmp_path):
+    fake = tmp_path / "mpiexec"
+    fake.write_text("#!/bin/sh\necho something else\n")
+    fake.chmod(0o755)
+    assert find_mpi(str(fake)) is None
+    assert find_mpi(str(tmp_path / "none")) is None
+
+
+def test_doctor_names_remedies(monkeypatch, capsys):
+    checks = [doctor.Check("mpi", "missing", "none", "install it"), doctor.Check("x", "ok", "y")]
+    monkeypatch.setattr(cli, "examine", lambda *_: checks)
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "-> install it" in out
+    assert "Not ready" in out
+    assert cli.main(["doctor", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert answer["checks"][0]["remedy"] == "install it"
+
+
+def test_doctor_without_mpi_or_library(monkeypatch):
+    monkeypatch.setattr(doctor, "find_mpi", lambda: None)
+    monkeypatch.setattr(doctor, "find_tool", lambda name: None)
+    monkeypatch.setattr(doctor, "library_path", lambda: _raise(doctor.ExchangeError("no library")))
+    monkeypatch.setattr(doctor, "check_gpus", lambda timeout_s: doctor.Check("gpus", "info", "0"))
+    checks = {check.name: check for check in doctor.examine({})}
+    assert checks["mpi"].status == "missing"
+    assert checks["library"].remedy == "install mpicxx and g++, then: tfscale build"
+    assert "self test" not in checks
+    assert doctor.check_keras({"KERAS_BACKEND": "jax"}).status == "missing"
+    assert doctor.check_threads({"TF_NUM_INTEROP_THREADS": "1"}).status == "warning"
+
+
+def _raise(error):
+    raise error

@@ -1,0 +1,190 @@
+"""The emulated cluster without root: names, commands, counters, state."""
+
+import ipaddress
+import json
+import os
+import subprocess
+
+import pytest
+
+from tfscale.cluster import commands, control, running
+from tfscale.cluster.layout import NETWORK, expected_bytes, make_layout, parse_rate
+from tfscale.cluster.state import State, delete_state, read_state, state_path, write_state
+from tfscale.errors import ConfigError, ExchangeError
+
+LAYOUT = make_layout("main", 3)
+
+
+def test_each_node_has_an_address_of_its_own_in_the_network_for_measuring():
+    addresses = [node.address for node in LAYOUT.nodes]
+    assert len(set(addresses)) == 3
+    assert all(ipaddress.ip_address(a) in NETWORK for a in addresses)
+    assert NETWORK.subnet_of(ipaddress.ip_network("198.18.0.0/15"))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "A", "1a", "a" * 17, "a;b"])
+def test_names_are_plain(name):
+    with pytest.raises(ConfigError, match="1 to 16 lower-case letters"):
+        make_layout(name, 2)
+
+
+@pytest.mark.parametrize("n_nodes", [0, 65])
+def test_numbers_of_nodes(n_nodes):
+    with pytest.raises(ConfigError, match=f"1 to 64 nodes. Received: {n_nodes}"):
+        make_layout("main", n_nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1gbit", 1e9), ("250mbit", 2.5e8), ("2.5Gbit", 2.5e9), ("1000kbit", 1e6)]
+)
+def test_rates(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "fast", "0gbit", "1kbit", "200gbit", "1 gbit; true"])
+def test_rates_that_are_refused(text):
+    with pytest.raises(ConfigError, match="A rate is a number with a unit"):
+        parse_rate(text)
+
+
+def test_every_command_stays_in_namespaces_of_the_cluster():
+    """Nothing touches a device or an address of the machine itself."""
+    shape = commands.Shape(1e9, delay_ms=1.0)
+    lines = [*commands.up_commands(LAYOUT), *commands.shape_commands(LAYOUT, shape)]
+    lines += [*commands.unshape_commands(LAYOUT), *commands.down_commands(LAYOUT)]
+    for line in lines:
+        is_netns = line[:2] == ["ip", "netns"] and line[2] in ("add", "del")
+        named = line[3] if is_netns else line[line.index("-n") + 1]
+        assert named in LAYOUT.namespaces, line
+
+
+def test_both_directions_of_each_link_get_the_rate():
+    lines = commands.shape_commands(LAYOUT, commands.Shape(1e9))
+    assert len(lines) == 2 * 3
+    for line in lines:
+        assert line[line.index("rate") + 1] == "1000000000bit"
+        assert "netem" not in line
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9, 1e10])
+def test_the_burst_holds_the_largest_packet(rate):
+    for line in commands.shape_commands(LAYOUT, commands.Shape(rate)):
+        assert int(line[line.index("burst") + 1]) >= 128 * 1024
+
+
+def test_delay_and_loss_are_inside_the_rate():
+    lines = commands.shape_commands(LAYOUT, commands.Shape(1e9, delay_ms=0.5, loss_percent=0.1))
+    netem = [line for line in lines if "netem" in line]
+    assert len(netem) == 6
+    assert all(line[line.index("parent") + 1] == "1:1" for line in netem)
+    assert all(line[line.index("delay") + 1] == "0.5ms" for line in netem)
+
+
+@pytest.mark.parametrize("wrong", [{"delay_ms": -1.0}, {"loss_percent": 100.0}])
+def test_shapes_that_are_refused(wrong):
+    with pytest.raises(ConfigError, match="A delay is 0 or more"):
+        commands.Shape(1e9, **wrong)
+
+
+def test_counters_are_the_nodes_point_of_view():
+    links = [{"ifname": "lo"}, {"ifname": "bridge0"}]
+    links += [{"ifname": f"port{i}"} for i in range(3)]
+    for i, link in enumerate(links):
+        link["stats64"] = {"rx": {"bytes": 10 * i}, "tx": {"bytes": i}}
+    counters = commands.parse_counters(LAYOUT, json.dumps(links))
+    assert counters == {f"node{i}": {"sent": 10 * (i + 2), "received": i + 2} for i in range(3)}
+    after = {node: {way: n + 5 for way, n in ways.items()} for node, ways in counters.items()}
+    assert commands.difference(counters, after)["node1"] == {"sent": 5, "received": 5}
+
+
+def _run_script(tmp_path, *arguments):
+    """Run the launcher with an `ip` that only says how it was called."""
+    (tmp_path / "ip").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    (tmp_path / "launcher").write_text(commands.launcher_script(LAYOUT))
+    for name in ("ip", "launcher"):
+        (tmp_path / name).chmod(0o700)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = [str(tmp_path / "launcher"), *arguments]
+    return subprocess.run(words, env={"PATH": path}, capture_output=True, text=True)
+
+
+def test_the_launcher_enters_the_node_under_its_name(tmp_path):
+    done = _run_script(tmp_path, "-x", "-q", LAYOUT.nodes[1].address, '"proxy"', "--port", "7")
+    assert done.returncode == 0
+    inner = 'hostname node1 && exec "proxy" --port 7'
+    words = ["netns", "exec", "tfscale-main-node1", "unshare", "--uts", "sh", "-c", inner]
+    assert done.stdout == "".join(f"{word}|" for word in words)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "example.org", "198.18.0.99", "node1"])
+def test_the_launcher_refuses_other_hosts(tmp_path, host):
+    done = _run_script(tmp_path, host, "true")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"{host} is no node of the emulated cluster main" in done.stderr
+    with pytest.raises(ConfigError, match="must be one of its own nodes"):
+        LAYOUT.node_at(host)
+
+
+def test_tcp_is_forced_and_cores_are_given_away_when_scarce():
+    variables = commands.run_variables("launcher", n_ranks=4, n_cores=2)
+    assert variables["MPIR_CVAR_CH4_NETMOD"] == "ofi"
+    assert variables["FI_PROVIDER"] == "tcp"
+    assert variables["FI_TCP_IFACE"] == "eth0"
+    assert variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
+    roomy = commands.run_variables("launcher", n_ranks=2, n_cores=2)
+    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in roomy
+
+
+def test_links_that_moved_nothing_are_an_error():
+    busy, idle = {"sent": 10**6, "received": 10**6}, {"sent": 10**6, "received": 100}
+    running.check_moved({"node0": busy, "node1": busy})
+    with pytest.raises(ExchangeError, match="Received: next to none at node1"):
+        running.check_moved({"node0": busy, "node1": idle})
+
+
+def test_state_survives_and_goes(tmp_path):
+    assert read_state("main", tmp_path) is None
+    write_state(State(LAYOUT, {"abc": 17}), tmp_path)
+    state = read_state("main", tmp_path)
+    assert state == State(LAYOUT, {"abc": 17})
+    delete_state("main", tmp_path)
+    delete_state("main", tmp_path)
+    assert read_state("main", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"namespaces": ["default", "x", "y", "z"]},
+        {"name": "other"},
+        {"n_nodes": 4},
+        {"jobs": []},
+        {"n_nodes": "many"},
+    ],
+)
+def test_a_state_file_of_someone_else_is_refused(tmp_path, change):
+    write_state(State(LAYOUT, {}), tmp_path)
+    path = state_path("main", tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match="must be one that tfscale wrote"):
+        read_state("main", tmp_path)
+
+
+def test_without_root_it_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert control.find_obstacle() == "network namespaces need root"
+    for call in (
+        lambda: control.up("main", 2),
+        lambda: control.down("main"),
+        lambda: control.read_bytes("main"),
+        lambda: running.run("main", 2, ["true"]),
+    ):
+        with pytest.raises(ConfigError, match="needs root.*Received: user id 1000"):
+            call()
+
+
+def test_expected_bytes():
+    assert expected_bytes(1, 100) == 0
+    assert expected_bytes(2, 100) == 100
+    assert expected_bytes(4, 100) == 150

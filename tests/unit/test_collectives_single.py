@@ -1,0 +1,183 @@
+"""Collectives in one process: inputs come back, with the same types, scaling and errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.launching import launch_script
+from tfscale import Average, Compression, Max, Min, Product, Sum, runtime
+from tfscale.errors import ConfigError, ExchangeError
+
+MODES = pytest.mark.parametrize("run", [lambda f: f, tf.function], ids=["eager", "traced"])
+DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+
+
+@MODES
+@pytest.mark.parametrize("op", [Average, Sum, Min, Max, Product])
+def test_every_reduction_returns_the_tensor(run, op):
+    for dtype in DTYPES:
+        own = tf.cast([[1, 2], [3, 4]], dtype)
+        result = run(lambda x: tfscale.allreduce(x, op=op))(own)
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, own)
+
+
+@MODES
+def test_factors_scale(run):
+    body = run(lambda x: tfscale.allreduce(x, prescale_factor=0.5, postscale_factor=6.0))
+    np.testing.assert_array_equal(body(tf.constant([1.0, 2.0])), [3.0, 6.0])
+    part = run(lambda x: tfscale.reducescatter(x, Sum, prescale_factor=0.5))
+    np.testing.assert_array_equal(part(tf.constant([1.0, 2.0])), [0.5, 1.0])
+
+
+@MODES
+def test_rows_stay(run):
+    own = tf.constant([[1, 2], [3, 4], [5, 6]])
+    for collective in (
+        tfscale.allgather,
+        tfscale.alltoall,
+        lambda x: tfscale.reducescatter(x, Sum),
+        lambda x: tfscale.broadcast(x, 0),
+        lambda x: tfscale.alltoall(x, [3])[0],
+        lambda x: tfscale.grouped_allgather([x])[0],
+        lambda x: tfscale.grouped_reducescatter([x], Sum)[0],
+        lambda x: tfscale.grouped_allreduce([x], Sum)[0],
+    ):
+        np.testing.assert_array_equal(run(collective)(own), own)
+    assert tfscale.alltoall(own, [3])[1].numpy().tolist() == [3]
+
+
+def test_nothing_scalars_flags_and_words():
+    assert tfscale.allgather(tf.zeros([0, 2])).shape == (0, 2)
+    assert tfscale.allgather(tf.constant(3)).numpy().tolist() == [3]
+    assert tfscale.allgather(tf.constant(True)).numpy().tolist() == [True]
+    assert tfscale.broadcast(tf.constant(True), 0).numpy()
+
+
+def test_sparse():
+    own = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([0, 2, 0]), tf.constant([4, 2]))
+    expected = [[2, 2], [0, 0], [1, 1], [0, 0]]
+    for options in ({}, {"sparse_as_dense": True}, {"op": Sum}):
+        result = tf.convert_to_tensor(tfscale.allreduce(own, **options))
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_compression_rounds_as_on_several_ranks():
+    own = tf.constant([1.0 + 2.0**-10])
+    assert tfscale.allreduce(own, compression=Compression.bf16).numpy() == 1.0
+    assert tfscale.allreduce(own, compression=Compression.fp16).numpy() == own.numpy()
+
+
+@MODES
+def test_gradients(run):
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfscale.allreduce(x * x, postscale_factor=2.0)
+            z = tfscale.allgather(x) + tfscale.broadcast(x, 0) + tfscale.alltoall(x)
+            loss = tf.reduce_sum(y) + tf.reduce_sum(z) + tf.reduce_sum(tfscale.reducescatter(x))
+        return tape.gradient(loss, x)
+
+    np.testing.assert_array_equal(run(gradient)(tf.constant([1.0, 3.0])), [8.0, 16.0])
+
+
+def test_objects_variables_barrier_and_join():
+    thing = {"a": [1, 2]}
+    assert tfscale.broadcast_object(thing) is thing
+    assert tfscale.allgather_object(thing) == [thing]
+    variable = tf.Variable([1.0])
+    tfscale.broadcast_variables([variable])
+    assert variable.numpy() == 1.0
+    tfscale.barrier()
+    assert tfscale.join() == 0
+
+
+ALONE = """
+import keras, numpy as np, tfscale, tfscale.keras as hvd
+hvd.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+data = tfscale.data.GlobalBatches(np.ones((8, 2)), np.ones((8, 1)), batch_size=4)
+start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(data, verbose=0, callbacks=[start, hvd.callbacks.MetricAverageCallback()])
+loaded = open("/proc/self/maps").read()
+print([name for name in ("libtfscale", "libmpi") if name in loaded])
+"""
+
+
+@pytest.mark.timeout(150)
+def test_one_process_loads_neither_mpi_nor_the_engine():
+    result = launch_script(0, ALONE, timeout_s=120)
+    assert result.exit_code == 0 and result.output.rstrip().endswith("[]"), result.output
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: tfscale.allreduce(tf.constant([True])), "Received: dtype=bool. Cast the tensor"),
+        (lambda: tfscale.allreduce(tf.ones(1), op="mean"), "op must be one of Average, Sum"),
+        (lambda: tfscale.broadcast(tf.ones(1), 1), "root_rank must be one of [0]. Received: root"),
+        (lambda: tfscale.broadcast_object(1, 1), "root_rank must be one of [0]."),
+        (lambda: tfscale.broadcast_variables([], -1), "root_rank must be one of [0]."),
+        (lambda: tfscale.reducescatter(tf.constant(1.0)), "needs a tensor of rank 1 or more."),
+        (lambda: tfscale.alltoall(tf.ones(2), [1]), "add up to the 2 rows"),
+        (lambda: tfscale.alltoall(tf.ones(2), [1, 1]), "for each of the 1 ranks"),
+        (lambda: tfscale.alltoall(tf.ones(2), [2.0]), "splits must be a vector of integers"),
+        (lambda: tfscale.alltoall(tf.ones(2), 2), "splits must be a vector of integers"),
+        (lambda: tfscale.ProcessSet([]), "needs one or more distinct ranks"),
+        (lambda: tfscale.ProcessSet([-1]), "0 or greater. Received: ranks=[-1]."),
+        (lambda: tfscale.add_process_set([0, 1]), "must lie in [0, 1)"),
+        (lambda: tfscale.broadcast_global_variables(0), "Pass model=..."),
+    ],
+)
+def test_errors(call, text):
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert text in str(error.value)
+
+
+def test_process_set_of_the_only_rank():
+    process_set = tfscale.add_process_set([0])
+    assert process_set.included() and process_set.size() == 1 and process_set.rank() == 0
+    np.testing.assert_array_equal(
+        tfscale.allreduce(tf.ones(2), Sum, process_set=process_set), [1.0, 1.0]
+    )
+    assert tfscale.remove_process_set(process_set)
+    with pytest.raises(ExchangeError, match="A process set must be added before it is used"):
+        process_set.size()
+
+
+def test_nothing_works_before_init():
+    runtime.shutdown()
+    assert not tfscale.is_initialized()
+    for call in (tfscale.rank, tfscale.size, tfscale.local_rank, tfscale.cross_size):
+        with pytest.raises(ExchangeError) as error:
+            call()
+        assert "tfscale must be initialised first." in str(error.value)
+        assert "Call tfscale.init()" in str(error.value)
+    with pytest.raises(ExchangeError, match="tfscale must be initialised first"):
+        tfscale.allreduce(tf.ones(1))
+
+
+def test_init_of_one_process():
+    tfscale.init()  # again: does nothing
+    assert (tfscale.rank(), tfscale.size(), tfscale.local_rank(), tfscale.local_size()) == (
+        0,
+        1,
+        0,
+        1,
+    )
+    assert (tfscale.cross_rank(), tfscale.cross_size()) == (0, 1)
+    assert runtime.is_single() and runtime.backend().name == "single"
+    runtime.shutdown()
+    runtime.shutdown()
+    process_set = tfscale.ProcessSet([0])
+    tfscale.init(process_sets=[process_set, [0]])
+    assert process_set.included()
+    runtime.shutdown()
+    with pytest.raises(ConfigError, match="backend must be one of"):
+        tfscale.init(backend="mpi")

@@ -1,0 +1,99 @@
+"""Settings: defaults, what the environment sets, and errors that name the variable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfscale import config
+from tfscale.config import Settings, parse_settings, variable_name
+from tfscale.errors import ConfigError
+
+# A frozen list: what users set in their job scripts keeps its name and default.
+DEFAULTS = {
+    "TFSCALE_BACKEND": "auto",
+    "TFSCALE_STALL_WARNING_S": 60.0,
+    "TFSCALE_STALL_SHUTDOWN_S": 600.0,
+    "TFSCALE_MAX_MESSAGE_BYTES": 1 << 30,
+    "TFSCALE_CHUNK_BYTES": 1 << 20,
+    "TFSCALE_WINDOW_BYTES": 32 << 20,
+    "TFSCALE_REDUCE_THREADS": 0,
+    "TFSCALE_SPIN": False,
+    "TFSCALE_PIN_CORE": -1,
+    "TFSCALE_SET_THREADS": True,
+    "TFSCALE_TIMELINE": "",
+}
+
+
+def test_variables_and_defaults():
+    fields = dataclasses.fields(Settings)
+    assert {variable_name(f.name): f.default for f in fields} == DEFAULTS
+    assert parse_settings({}) == Settings()
+    assert parse_settings(dict.fromkeys(DEFAULTS, "")) == Settings()
+
+
+def test_every_variable_is_read():
+    environ = {
+        "TFSCALE_BACKEND": "engine",
+        "TFSCALE_STALL_WARNING_S": "1.5",
+        "TFSCALE_STALL_SHUTDOWN_S": "3",
+        "TFSCALE_MAX_MESSAGE_BYTES": "1000",
+        "TFSCALE_CHUNK_BYTES": "128",
+        "TFSCALE_WINDOW_BYTES": "4096",
+        "TFSCALE_REDUCE_THREADS": "2",
+        "TFSCALE_SPIN": "1",
+        "TFSCALE_PIN_CORE": "3",
+        "TFSCALE_SET_THREADS": "off",
+        "OTHER": "ignored",
+    }
+    expected = Settings("engine", 1.5, 3.0, 1000, 128, 4096, 2, True, 3, False)
+    assert parse_settings(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("YES", True), ("0", False), ("No", False)]
+)
+def test_words_for_yes_and_no(text, value):
+    assert parse_settings({"TFSCALE_SPIN": text}).spin is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("TFSCALE_BACKEND", "mpi", "TFSCALE_BACKEND must be one of auto, engine, horovod, single."),
+        ("TFSCALE_SPIN", "maybe", "TFSCALE_SPIN must be 1 or 0. Received: 'maybe'."),
+        ("TFSCALE_PIN_CORE", "a", "TFSCALE_PIN_CORE must be a int. Received: 'a'."),
+        ("TFSCALE_CHUNK_BYTES", "1e6", "TFSCALE_CHUNK_BYTES must be a int. Received: '1e6'."),
+        ("TFSCALE_CHUNK_BYTES", "1", "TFSCALE_CHUNK_BYTES must lie in [64, "),
+        ("TFSCALE_MAX_MESSAGE_BYTES", str(2**31), "Received: 2147483648. The default is"),
+        ("TFSCALE_STALL_WARNING_S", "0", "TFSCALE_STALL_WARNING_S must lie in [0.01, inf]."),
+        ("TFSCALE_STALL_SHUTDOWN_S", "nan", "TFSCALE_STALL_SHUTDOWN_S must lie in"),
+        ("TFSCALE_WINDOW_BYTES", "0", "TFSCALE_WINDOW_BYTES must lie in [1, "),
+        ("TFSCALE_REDUCE_THREADS", "-1", "TFSCALE_REDUCE_THREADS must lie in [0, 1024]."),
+        ("TFSCALE_PIN_CORE", "-2", "TFSCALE_PIN_CORE must lie in [-1, 4095]."),
+    ],
+)
+def test_errors_name_the_variable(name, text, message):
+    with pytest.raises(ConfigError) as error:
+        parse_settings({name: text})
+    assert message in str(error.value)
+
+
+def test_the_environment_is_read_once(monkeypatch):
+    config.reset_settings()
+    monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "640")
+    assert config.settings().chunk_bytes == 640
+    monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "1280")
+    assert config.settings().chunk_bytes == 640
+    config.reset_settings()
+    assert config.settings().chunk_bytes == 1280
+    monkeypatch.undo()
+    config.reset_settings()
+
+
+def test_the_environment_is_a_copy(monkeypatch):
+    monkeypatch.setenv("TFSCALE_TEST", "1")
+    before = config.environment()
+    monkeypatch.delenv("TFSCALE_TEST")
+    assert before["TFSCALE_TEST"] == "1" and "TFSCALE_TEST" not in config.environment()

@@ -1,0 +1,203 @@
+"""GlobalBatches under Keras's own loops: what is trained on, epoch by epoch."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.unit.test_global_batches import as_rank, make, served
+from tfscale.data import GlobalBatches
+from tfscale.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
+
+
+class Recorder(keras.Model):
+    """Notes the samples of every batch it is trained or tested on."""
+
+    def __init__(self, **compile_options):
+        super().__init__()
+        self.trained, self.tested = [], []
+        self.compile(run_eagerly=True, **compile_options)
+
+    def train_step(self, data):
+        self.trained.append(tuple(data[0].numpy().astype(int)))
+        return {"loss": 0.0}
+
+    def test_step(self, data):
+        self.tested.append(tuple(data[0].numpy().astype(int)))
+        return {"loss": 0.0}
+
+
+class At(keras.callbacks.Callback):
+    """Runs functions at moments of a fit: At(on_epoch_begin=lambda callback, epoch: ...)."""
+
+    def __init__(self, **actions):
+        super().__init__()
+        for hook, action in actions.items():
+            setattr(self, hook, lambda number, logs=None, action=action: action(self, number))
+
+
+def expected(samples, batch_sizes, **options):
+    """Return the batches of epochs 0, 1, ... with the given batch sizes."""
+    data = make(samples, batch_size=batch_sizes[0], **options)
+    batches = []
+    for epoch, batch_size in enumerate(batch_sizes):
+        data.epoch, data.batch_size = epoch, batch_size
+        batches += served(data)
+    return batches
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2, 4])
+@pytest.mark.parametrize("fit_options", [{}, {"shuffle": False}])
+def test_order_is_ours_whatever_fit_shuffles(steps_per_execution, fit_options):
+    model = Recorder(steps_per_execution=steps_per_execution)
+    model.fit(make(40, batch_size=10), epochs=3, verbose=0, **fit_options)
+    assert model.trained == expected(40, [10] * 3)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15),
+    reason="older Keras warns at the end of such epochs, whatever the data",
+)
+def test_steps_that_do_not_fill_the_last_execution():
+    model = Recorder(steps_per_execution=3)
+    model.fit(make(40, batch_size=10), epochs=3, verbose=0)
+    assert model.trained == expected(40, [10] * 3)
+
+
+def test_keras_cannot_be_told_to_use_workers():
+    data = make(40, batch_size=10)
+    with pytest.raises(AttributeError, match="workers"):
+        data.workers = 4
+    assert data.workers == 1
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
+def test_batch_size_changes_inside_one_fit(hook, capsys):
+    sizes = [10, 4, 4, 20, 20]
+    data, model, seen = make(40, batch_size=10), Recorder(), []
+
+    def change(callback, epoch):
+        coming = epoch + (hook == "on_epoch_end")
+        data.batch_size = sizes[min(coming, 4)]
+
+    def note(callback, epoch):
+        seen.append(int(callback.params["steps"]))
+
+    keras.utils.set_random_seed(1)
+    model.fit(data, epochs=5, verbose=2, callbacks=[At(on_epoch_end=note), At(**{hook: change})])
+    assert model.trained == expected(40, sizes)
+    assert seen == [40 // size for size in sizes]
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines() if "loss" in line] == [
+        "4/4", "10/10", "10/10", "2/2", "2/2",
+    ]  # fmt: skip
+
+
+def test_bar_is_exact_with_the_default_verbosity(capsys):
+    data = make(40, batch_size=10)
+    grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (10, 2)[epoch]))
+    keras.config.enable_interactive_logging()
+    Recorder().fit(data, epochs=2, verbose=1, callbacks=[grow])
+    first, second = capsys.readouterr().out.split("Epoch 2/2")
+    assert "4/4" in first and "20/20" in second and "/4" not in second
+
+
+def test_a_change_amid_an_epoch_waits_for_the_next():
+    data, model = make(40, batch_size=10), Recorder()
+    change = At(on_train_batch_end=lambda _, step: setattr(data, "batch_size", 20))
+    model.fit(data, epochs=2, verbose=0, callbacks=[change])
+    assert model.trained == expected(40, [10, 20])
+
+
+def test_evaluation_on_the_same_data_changes_nothing():
+    data, model = make(40, batch_size=10), Recorder()
+
+    def evaluate(callback, step):
+        if step == 1:
+            callback.model.evaluate(data, verbose=0)
+
+    callbacks = [At(on_train_batch_end=evaluate), At(on_epoch_end=evaluate)]
+    model.fit(data, epochs=3, verbose=0, validation_data=data, callbacks=callbacks)
+    assert model.trained == expected(40, [10] * 3)
+    assert data.epoch == 3
+    model.evaluate(data, verbose=0)
+    assert data.epoch == 3 and len(model.tested) == 4 * (3 + 3 + 1 + 1)
+
+
+def test_epochs_count_on_over_fits_and_respect_initial_epoch():
+    data, model = make(40, batch_size=10), Recorder()
+    model.fit(data, epochs=2, verbose=0)
+    model.fit(data, epochs=1, verbose=0)
+    model.fit(data, initial_epoch=5, epochs=6, verbose=0)
+    epochs = [expected(40, [10] * 6)[4 * e : 4 * e + 4] for e in (0, 1, 2, 5)]
+    assert model.trained == [batch for epoch in epochs for batch in epoch]
+    fresh = Recorder()
+    fresh.fit(make(40, batch_size=10), initial_epoch=5, epochs=6, verbose=0)
+    assert fresh.trained == epochs[-1]
+
+
+def test_an_epoch_broken_off_is_served_again():
+    data, model = make(40, batch_size=10), Recorder()
+
+    def stop(callback, step):
+        callback.model.stop_training = step == 1
+
+    model.fit(data, epochs=2, verbose=0, callbacks=[At(on_train_batch_end=stop)])
+    model.evaluate(data, verbose=0)
+    assert data.epoch == 0 and len(model.trained) == 2
+    model.fit(data, epochs=2, verbose=0)
+    assert model.trained[2:] == expected(40, [10, 10])
+
+
+def test_an_error_amid_an_epoch_leaves_the_order_intact():
+    data, model = make(40, batch_size=10), Recorder()
+
+    def fail(callback, step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:  # keeps the old iterators alive
+        model.fit(data, epochs=2, verbose=0, callbacks=[At(on_train_batch_end=fail)])
+    model.fit(data, epochs=2, verbose=0)
+    assert kept and model.trained[1:] == expected(40, [10, 10])
+
+
+def test_resume_from_a_state_continues_the_run():
+    data = make(40, batch_size=10)
+    whole, part, rest = Recorder(), Recorder(), Recorder()
+    whole.fit(make(40, batch_size=10), epochs=4, verbose=0)
+    part.fit(data, epochs=2, verbose=0)
+    resumed = make(40, batch_size=20)
+    resumed.restore(data.state())
+    rest.fit(resumed, epochs=2, verbose=0)
+    assert part.trained + rest.trained == whole.trained
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps_per_epoch": 2}, {"steps_per_epoch": 9}, {"batch_size": 5}]
+)
+def test_arguments_that_contradict_the_data_are_refused(options):
+    with pytest.raises(ConfigError, match=f"Received: {next(iter(options))}. Leave it out"):
+        Recorder().fit(make(40, batch_size=10), epochs=2, verbose=0, **options)
+
+
+def test_validation_counts_each_sample_once_over_the_ranks():
+    model = Recorder()
+    for rank in range(3):
+        data = make(37, rank, 3, batch_size=9, shuffle=False, drop_remainder=False)
+        model.evaluate(data, verbose=0)
+        assert data.num_batches == (5, 4, 4)[rank]
+    assert sorted(sum(model.tested, start=())) == list(range(37))
+
+
+def test_predict_serves_this_ranks_slices():
+    class Identity(keras.Model):
+        def call(self, x):
+            return x
+
+    x = np.arange(10, dtype="float32")[:, None]
+    data = as_rank(GlobalBatches(x, x, batch_size=4, shuffle=False, drop_remainder=False), 1, 2)
+    assert Identity().predict(data, verbose=0).ravel().tolist() == [2, 3, 6, 7, 9]
+
+
+# Numbers: a real model in float64 against batches cut by hand.

@@ -1,0 +1,237 @@
+"""GlobalBatches.from_dataset: files of records, shuffled undecoded, decoded on one rank each."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_global_batches import as_rank
+from tfscale.data import GlobalBatches
+from tfscale.errors import ConfigError
+
+FEATURES = {"x": tf.io.FixedLenFeature([2], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+
+
+def decode(record):
+    example = tf.io.parse_single_example(record, FEATURES)
+    return example["x"], example["y"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Three TFRecord files that hold the samples 0..49: x = (i, -i), y = i."""
+    folder = tmp_path_factory.mktemp("records")
+    paths = []
+    for number, samples in enumerate(np.split(np.arange(50), [10, 37])):
+        paths.append(str(folder / f"{number}.tfrecord"))
+        with tf.io.TFRecordWriter(paths[-1]) as writer:
+            for i in samples:
+                x = tf.train.Feature(float_list=tf.train.FloatList(value=[i, -i]))
+                y = tf.train.Feature(int64_list=tf.train.Int64List(value=[i]))
+                features = tf.train.Features(feature={"x": x, "y": y})
+                writer.write(tf.train.Example(features=features).SerializeToString())
+    return paths
+
+
+def from_files(files, served_by=(0, 1), **options):
+    data = GlobalBatches.from_dataset(tf.data.TFRecordDataset(files), decode=decode, **options)
+    return as_rank(data, *served_by)
+
+
+def labels(data):
+    return [tuple(batch[1].numpy().tolist()) for batch in data]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"shuffle_buffer": 0}])
+@pytest.mark.parametrize("drop", [True, False])
+def test_union_over_ranks_is_one_process(files, size, options, drop):
+    samples = 48 if options.get("shuffle_buffer") != 0 else 50
+    options = {"batch_size": 12, "seed": 3, "size": samples, "drop_remainder": drop, **options}
+    ranks = [from_files(files, (rank, size), **options) for rank in range(size)]
+    alone = from_files(files, **options)
+    for data in (*ranks, alone):
+        data.epoch = 2
+    pieces = [labels(data) for data in ranks]
+    for step, batch in enumerate(labels(alone)):
+        assert sum((own[step] for own in pieces if step < len(own)), start=()) == batch
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    size=st.integers(1, 4), local=st.integers(1, 3), samples=st.integers(4, 40),
+    buffer=st.sampled_from([None, 0, 5]),
+)  # fmt: skip
+def test_each_record_is_served_at_most_once(size, local, samples, buffer):
+    batch_size = min(size * local, samples // size * size)
+    served = []
+    for rank in range(size):
+        data = GlobalBatches.from_dataset(
+            tf.data.Dataset.range(samples), batch_size=batch_size, shuffle_buffer=buffer
+        )
+        served += np.concatenate([b[0] for b in as_rank(data, rank, size)]).tolist()
+    assert len(set(served)) == len(served) == samples // batch_size * batch_size
+
+
+def test_the_global_seed_of_a_rank_does_not_matter(files):
+    orders = []
+    for rank_seed in (1, 2):
+        keras.utils.set_random_seed(rank_seed)
+        orders.append(labels(from_files(files, batch_size=10, seed=3)))
+    assert orders[0] == orders[1]
+    assert orders[0] != labels(from_files(files, batch_size=10, seed=4))
+    tf.random.set_seed(5)
+    first = tf.random.uniform([]).numpy()
+    tf.random.set_seed(5)
+    labels(from_files(files, batch_size=10))
+    assert tf.random.uniform([]).numpy() == first, "the global seed is left alone"
+
+
+def test_epochs_differ_and_a_whole_buffer_shuffles_over_files(files):
+    data = from_files(files, batch_size=50)
+    epochs = []
+    for data.epoch in range(3):
+        epochs += labels(data)
+    assert len(set(epochs)) == 3 and all(sorted(e) == list(range(50)) for e in epochs)
+    assert all(np.corrcoef(np.arange(50), e)[0, 1] < 0.5 for e in epochs)
+
+
+def test_unknown_size_is_counted_once(files, caplog):
+    caplog.set_level(logging.INFO, "tfscale")
+    data = from_files(files, batch_size=8)
+    assert (data.samples, len(data), data.samples) == (50, 6, 50)
+    counted = [r.getMessage() for r in caplog.records if "Counted 50 records" in r.getMessage()]
+    assert len(counted) == 1 and "size=50" in counted[0]
+    caplog.clear()
+    assert len(from_files(files, batch_size=8, size=50)) == 6 and not caplog.records
+
+
+def test_only_this_ranks_records_are_decoded(files):
+    decoded = []
+
+    def noting(record):
+        x, y = decode(record)
+        y = tf.numpy_function(lambda value: decoded.append(int(value)) or value, [y], tf.int64)
+        return x, y
+
+    data = GlobalBatches.from_dataset(
+        tf.data.TFRecordDataset(files), batch_size=10, size=50, shuffle_buffer=0, decode=noting
+    )
+    as_rank(data, 1, 2)
+    list(data)
+    assert sorted(decoded) == [i for i in range(50) if i % 10 >= 5]
+
+
+@pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
+def test_fit_trains_on_each_epochs_batches(files):
+    seen = []
+
+    class Recorder(keras.Model):
+        def train_step(self, data):
+            seen.append(tuple(data[1].numpy()))
+            return {"loss": 0.0}
+
+    class Grow(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            data.batch_size = (10, 25, 5)[epoch]
+
+    model = Recorder()
+    model.compile(run_eagerly=True)
+    data = from_files(files, batch_size=10, seed=1)
+    model.fit(data, epochs=3, verbose=0, callbacks=[Grow()])
+    again = from_files(files, batch_size=10, seed=1)
+    expected = []
+    for again.epoch, again.batch_size in enumerate((10, 25, 5)):
+        expected += labels(again)
+    assert seen == expected
+
+
+def test_a_real_fit_with_class_weight_and_validation(files):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(50)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    validation = from_files(files, batch_size=16, shuffle_buffer=0, drop_remainder=False)
+    history = model.fit(
+        from_files(files, batch_size=10), epochs=2, verbose=0, validation_data=validation,
+        class_weight={label: 1.0 for label in range(50)},
+    )  # fmt: skip
+    assert len(history.history["val_loss"]) == 2 and len(validation) == 4
+
+
+def test_tensors_tuples_and_single_inputs():
+    x, y = np.arange(8.0), np.arange(8)
+    pairs = tf.data.Dataset.from_tensor_slices((x, y))
+    data = GlobalBatches.from_dataset(
+        pairs, batch_size=4, shuffle_buffer=0, decode=lambda x, y: ({"in": x}, y, x)
+    )
+    inputs, target, weight = as_rank(data, 1, 2)[1]
+    np.testing.assert_array_equal(inputs["in"], [6, 7])
+    np.testing.assert_array_equal(target, weight)
+    (only,) = as_rank(GlobalBatches.from_dataset(pairs.map(lambda x, _: x), batch_size=4))[0]
+    assert only.shape == (4,)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_records_of_varying_length_and_nested_records(drop):
+    def records():
+        for i in range(11):
+            yield {"text": np.full(i % 4, i), "id": (i, [float(i)])}
+
+    signature = {
+        "text": tf.TensorSpec([None], tf.int64),
+        "id": (tf.TensorSpec([], tf.int64), tf.TensorSpec([1], tf.float32)),
+    }
+    dataset = tf.data.Dataset.from_generator(records, output_signature=signature)
+    served = []
+    for rank in range(2):
+        data = GlobalBatches.from_dataset(
+            dataset, batch_size=4, shuffle_buffer=0, drop_remainder=drop,
+            decode=lambda record: (tf.reduce_sum(record["text"]), record["id"][0]),
+        )  # fmt: skip
+        served.append(labels(as_rank(data, rank, 2)))
+    tails = [[(8, 9)], [(10,)]]
+    for rank, full in enumerate([[(0, 1), (4, 5)], [(2, 3), (6, 7)]]):
+        assert served[rank] == full + (tails[rank] if not drop else [])
+
+
+def test_steps_may_be_read_in_any_order(files):
+    data = from_files(files, batch_size=10)
+    in_order = labels(data)
+    for step in (3, 0, 4, 4, 1, 2, 3):
+        assert tuple(data[step][1].numpy()) == in_order[step]
+    with pytest.raises(IndexError, match="Received: step=5"):
+        data[5]
+
+
+def test_a_dataset_shorter_than_its_size_is_reported(files):
+    data = from_files(files, batch_size=10, size=60)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(Exception, match="ended at step 6 of 6, with size=60. Correct size"):
+        model.fit(data, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (tf.data.Dataset.range(4).repeat(), {}, "Received: an infinite dataset. Remove repeat"),
+        (tf.data.Dataset.range(4), {"size": 5}, "Received: size=5, records=4. Leave size out"),
+        (np.zeros(4), {}, "Received: ndarray. Pass arrays to GlobalBatches"),
+        (tf.data.Dataset.range(4), {"size": 0}, "size must be a whole number of at least 1"),
+        (tf.data.Dataset.range(4), {"shuffle_buffer": -1}, "shuffle_buffer must be"),
+    ],
+)
+def test_bad_datasets(dataset, options, message):
+    with pytest.raises(ConfigError, match=message):
+        GlobalBatches.from_dataset(dataset, batch_size=2, **options)
+
+
+def test_a_record_of_four_parts_is_refused():
+    data = GlobalBatches.from_dataset(
+        tf.data.Dataset.range(4), batch_size=2, decode=lambda i: (i, i, i, i)
+    )
+    with pytest.raises(ConfigError, match="Received: a tuple of 4. Change decode"):
+        as_rank(data)[0]

@@ -1,0 +1,120 @@
+"""The arithmetic of global batches: every sample once, slices in rank order, clear refusals."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfscale.data.slices import BatchSlices, check_integer, check_slices, epoch_order
+from tfscale.errors import ConfigError
+
+SIZES = st.integers(1, 9)
+
+
+def all_ranks(samples, batch_size, size, drop_remainder):
+    return [BatchSlices(samples, batch_size, r, size, drop_remainder) for r in range(size)]
+
+
+@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200), drop=st.booleans())
+def test_ranks_together_serve_what_one_process_serves(size, local, samples, drop):
+    batch_size = size * local
+    alone = BatchSlices(samples, batch_size, drop_remainder=drop)
+    together = all_ranks(samples, batch_size, size, drop)
+    for step in range(alone.steps):
+        pieces = [s.bounds(step) for s in together if step < s.steps]
+        assert all(start < stop for start, stop in pieces)
+        assert [stop for _, stop in pieces[:-1]] == [start for start, _ in pieces[1:]]
+        assert (pieces[0][0], pieces[-1][1]) == alone.bounds(step)
+    assert max(s.steps for s in together) == alone.steps
+
+
+@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
+def test_without_drop_remainder_each_sample_is_served_once(size, local, samples):
+    ranks = all_ranks(samples, size * local, size, drop_remainder=False)
+    served = [range(*s.bounds(step)) for s in ranks for step in range(s.steps)]
+    assert sorted(position for piece in served for position in piece) == list(range(samples))
+    assert max(s.steps for s in ranks) - min(s.steps for s in ranks) <= 1
+
+
+@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
+def test_full_batches_are_shared_equally(size, local, samples):
+    ranks = all_ranks(samples, size * local, size, drop_remainder=True)
+    assert {s.steps for s in ranks} == {samples // (size * local)}
+    for s in ranks:
+        assert all(stop - start == local for start, stop in map(s.bounds, range(s.steps)))
+
+
+@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
+def test_training_remainder_that_passes_the_check_is_equal_on_all_ranks(size, local, samples):
+    ranks = all_ranks(samples, size * local, size, drop_remainder=False)
+    try:
+        check_slices(ranks[0], is_training=True)
+    except ConfigError:
+        assert samples < size or ranks[0].remainder % size
+        return
+    for step in range(ranks[0].steps):
+        assert len({stop - start for start, stop in (s.bounds(step) for s in ranks)}) == 1
+
+
+def test_an_empty_last_slice_is_one_step_less():
+    steps = [s.steps for s in all_ranks(10, 8, 4, drop_remainder=False)]
+    assert steps == [2, 2, 1, 1]
+    with pytest.raises(IndexError, match=r"below 1. Received: step=1"):
+        BatchSlices(10, 8, 3, 4, False).bounds(1)
+
+
+@given(st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 300))
+def test_order_is_a_permutation_of_seed_and_epoch(seed, epoch, samples):
+    order = epoch_order(seed, epoch, samples)
+    assert sorted(order) == list(range(samples))
+    np.random.seed(epoch)  # another global state changes nothing
+    np.testing.assert_array_equal(order, epoch_order(seed, epoch, samples))
+
+
+def test_order_differs_between_epochs_and_seeds():
+    orders = {tuple(epoch_order(seed, epoch, 50)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+@pytest.mark.parametrize(
+    ("slices", "is_training", "message"),
+    [
+        (
+            BatchSlices(100, 10, 0, 4),
+            True,
+            r"multiple of the number of ranks. Received: batch_size=10, size=4. "
+            r"Use batch_size=8 or 12",
+        ),
+        (BatchSlices(100, 2, 0, 4), True, r"Received: batch_size=2, size=4. Use batch_size=4,"),
+        (
+            BatchSlices(100, 128, 0, 4),
+            True,
+            r"not be larger than the number of samples.*Received: batch_size=128, samples=100.*"
+            r"smaller batch_size",
+        ),
+        (BatchSlices(3, 4, 0, 4, False), False, r"Received: samples=3, size=4. Use fewer ranks"),
+        (
+            BatchSlices(101, 20, 0, 4, False),
+            True,
+            r"Received: samples=101, batch_size=20, last batch=1, size=4. "
+            r"Use drop_remainder=True, or 100 samples; for validation use shuffle=False",
+        ),
+    ],
+)
+def test_refusals_name_the_remedy(slices, is_training, message):
+    with pytest.raises(ConfigError, match=message):
+        check_slices(slices, is_training)
+
+
+def test_validation_accepts_any_remainder():
+    assert check_slices(BatchSlices(101, 20, 3, 4, False), is_training=False).steps == 5
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8", None, True])
+def test_integers_only(value):
+    with pytest.raises(ConfigError, match="batch_size must be a whole number of at least 1"):
+        check_integer("batch_size", value, 1)
+
+
+def test_numpy_integers_pass():
+    assert check_integer("batch_size", np.int64(8), 1) == 8

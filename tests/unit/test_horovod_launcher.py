@@ -1,0 +1,65 @@
+"""The mpirun that `tools/build_horovod.py` puts in front of the real one."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "build_horovod.py"
+MPICH = "HYDRA build details:\\n    Version: 5.0.2"
+OPENMPI = "mpirun (Open MPI) 5.0.11"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    if not TOOL.exists():
+        pytest.skip("no sources of tools here")
+    spec = importlib.util.spec_from_file_location("build_horovod", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tool, tmp_path):
+    """Run the wrapper around an mpirun that prints a version, or its arguments."""
+
+    def run(version, *arguments):
+        real = tmp_path / "real"
+        script = f'[ "$1" = --version ] && echo "{version}" || printf "%s\\n" "$@"'
+        tool.write_program(real, f"#!/bin/sh\n{script}\n")
+        tool.write_program(tmp_path / "mpirun", tool.MPIRUN.format(mpirun=real))
+        command = [str(tmp_path / "mpirun"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_versions_that_horovod_recognises(run):
+    assert "MPICH" in run(MPICH, "--version")
+    assert run(OPENMPI, "--version").strip() == OPENMPI
+
+
+def test_mpich_takes_the_words_as_they_are(run):
+    words = ["-l", "-np", "2", "-bind-to", "none", "python", "a b", "-mca"]
+    assert run(MPICH, *words).splitlines() == words
+
+
+def test_open_mpi_takes_long_options_with_two_dashes(run):
+    words = ["--tag-output", "-np", "2", "-H", "localhost:2", "-bind-to", "none", "-map-by", "slot"]
+    words += ["-mca", "pml", "ob1", "-mca", "btl", "^openib", "-x", "PATH"]
+    words += ["python", "train.py", "-mca", "-bind-to", "a b"]
+    expected = ["--tag-output", "-np", "2", "-H", "localhost:2", "--bind-to", "none"]
+    expected += ["--map-by", "slot", "--mca", "pml", "ob1", "--mca", "btl", "^openib", "-x", "PATH"]
+    expected += ["python", "train.py", "-mca", "-bind-to", "a b"]  # the program's own
+    assert run(OPENMPI, *words).splitlines() == expected
+
+
+def test_forwarding_header(tool, tmp_path):
+    tool.write_forwarding_header(tmp_path)
+    former, current = tool.MOVED_HEADER
+    assert f'#include "{current}"' in (tmp_path / former).read_text()
+    environment = tool.build_environment(tmp_path, 3)
+    assert environment["MAKEFLAGS"] == "-j3"
+    assert environment["CPLUS_INCLUDE_PATH"].startswith(str(tmp_path))

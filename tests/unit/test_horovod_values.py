@@ -1,0 +1,128 @@
+"""What the Horovod backend does to numbers and names before Horovod sees them. No Horovod here."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfscale.backends.base import Call, Group, ReduceOp
+from tfscale.backends.horovod_ops import NamedOps
+from tfscale.backends.horovod_values import (
+    from_wire,
+    nan_flag,
+    restore_nan,
+    scale,
+    to_wire,
+    widen,
+)
+from tfscale.errors import ExchangeError
+from tfscale.lookahead import Lookahead
+from tfscale.native_errors import is_exchange_error
+
+PAIR = Group(0, (0, 1), 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint32", "complex64", "float64", "bool", "uint8"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_every_type_travels(dtype, shape):
+    tensor = tf.cast(tf.ones(shape), dtype)
+    moved = from_wire(to_wire(tensor), tensor, tensor.shape[:1])
+    assert moved.dtype == tensor.dtype and moved.shape == tensor.shape
+    assert bool(tf.reduce_all(moved == tensor))
+
+
+def test_factors_keep_the_digits_of_float64():
+    third = scale(tf.constant([1.0], tf.float64), 1 / 3).numpy()[0]
+    assert third == 1 / 3
+    assert scale(tf.constant([-7]), 0.5).numpy()[0] == -3
+    assert scale(tf.constant([49]), 1 / 49).numpy()[0] == 1  # 49 * (1 / 49) is less than 1
+    assert scale(tf.constant([7]), 1.5).numpy()[0] == 10
+    assert widen(tf.constant([1.0], tf.bfloat16)).dtype == tf.float32
+
+
+@pytest.mark.parametrize(("op", "reduce"), [(ReduceOp.MAX, np.fmax), (ReduceOp.MIN, np.fmin)])
+def test_nan_survives_an_extreme_that_drops_it(op, reduce):
+    ranks = [tf.constant([np.nan, 1.0, -2.0]), tf.constant([5.0, -3.0, np.nan])]
+    values = reduce(*[t.numpy() for t in ranks])
+    flags = reduce(*[nan_flag(t, op).numpy() for t in ranks])
+    result = restore_nan(tf.constant(values), tf.constant(flags)).numpy()
+    np.testing.assert_array_equal(result, [np.nan, reduce(1.0, -3.0), np.nan])
+
+
+def start(inputs, name):
+    """Stand for an op of Horovod's: stateless, foldable, named."""
+    return [tf.raw_ops.Neg(x=inputs[0], name=name)]
+
+
+def names_of(function, *arguments):
+    graph = function.get_concrete_function(*arguments).graph
+    return [op.name.rpartition("/")[2] for op in graph.get_operations() if op.type == "Neg"]
+
+
+def test_names_are_unique_within_and_between_functions():
+    named = NamedOps()
+
+    def body(x):
+        with tf.name_scope("dense_7"):
+            first = named.run(Call(PAIR, "dense_7/kernel"), [x], start)[0]
+        gradient = named.run(Call(PAIR, "bias"), [first], start)[0]
+        return gradient + named.run(Call(Group(2, (0,), 0), "bias"), [first], start)[0]
+
+    expected = ["tfscale.g0.p0.s0.dense.kernel", "tfscale.g0.p0.s1.bias", "tfscale.g2.p0.s0.bias"]
+    assert names_of(tf.function(body), tf.ones([2])) == expected
+    again = names_of(tf.function(body), tf.ones([2]))
+    assert again == [name.replace(".p0.", ".p1.") for name in expected]
+
+
+def test_an_op_whose_result_nobody_uses_is_kept():
+    named = NamedOps()
+    counter = tf.Variable(0)
+
+    def count(inputs, name):
+        with tf.control_dependencies([counter.assign_add(1)]):
+            return [tf.raw_ops.Neg(x=inputs[0], name=name)]
+
+    @tf.function
+    def inner():
+        named.run(Call(PAIR, "unused"), [tf.constant([1.0])], count)
+
+    @tf.function
+    def outer():
+        inner()
+        inner()
+        return tf.constant(1)
+
+    outer()
+    assert int(counter) == 2
+
+
+def test_errors_of_collectives_are_told_from_others():
+    horovod = tf.errors.UnknownError(None, None, "Horovod has been shut down.")
+    shapes = tf.errors.InvalidArgumentError(
+        None, None, "Mismatched shapes [[{{node tfscale.g0.p1.s0.loss}}]]"
+    )
+    other = tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]")
+    assert is_exchange_error(horovod) and is_exchange_error(shapes)
+    assert not is_exchange_error(other)
+
+
+def test_look_ahead_hands_every_batch_on():
+    data = tf.data.Dataset.range(5).map(lambda i: (tf.fill([2], i), {"w": i})).prefetch(2)
+    source = iter(data)
+    ahead = Lookahead(source)
+    assert ahead.iterator.element_spec == source.element_spec
+    seen = []
+    while ahead.has_next():
+        seen.append(int(next(ahead.iterator)[1]["w"]))
+    assert seen == list(range(5))
+    assert not ahead.has_next()
+
+
+def test_missing_horovod_is_named(monkeypatch):
+    import tfscale.backends.horovod as backend
+
+    def fail(name):
+        raise ModuleNotFoundError("No module named 'horovod'")
+
+    monkeypatch.setattr(backend.importlib, "import_module", fail)
+    with pytest.raises(ExchangeError, match="tools/build_horovod.py"):
+        backend.load_horovod()

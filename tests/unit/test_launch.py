@@ -1,0 +1,151 @@
+"""Rank discovery and the command lines of each MPI."""
+
+import pytest
+
+from tfscale.errors import ConfigError
+from tfscale.launch import Launch, discover, expand_counts
+from tfscale.mpi_command import LaunchSpec, Mpi, build_command, parse_hosts, parse_version
+
+MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
+INTEL = Mpi("intel", "2021.14", "/mpi/mpiexec")
+OPENMPI = Mpi("openmpi", "5.0.11", "/mpi/mpiexec")
+TRAIN = ("python", "train.py", "--epochs", "3")
+
+
+def line(mpi, size=4, command=TRAIN, **fields):
+    return " ".join(build_command(LaunchSpec(command, size, **fields), mpi))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "1"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch(0, 1, None, None, "mpich")),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            Launch(3, 4, 1, 2, "mpich"),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "I_MPI_HYDRA_TOPOLIB": "hwloc"},
+            Launch(3, 4, None, None, "intel"),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "3",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+                "PMIX_RANK": "2",
+            },
+            Launch(2, 3, 0, 1, "openmpi"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "7",
+                "SLURM_LOCALID": "1",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+            },
+            Launch(5, 7, 1, 2, "srun"),
+        ),
+        # The batch script itself runs outside any step.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, None),
+        # Inside an allocation, mpiexec's word is the one that counts.
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            Launch(1, 2, None, None, "mpich"),
+        ),
+    ],
+)
+def test_discover(environ, expected):
+    assert discover(environ) == expected
+
+
+def test_expand_counts():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("") == []
+
+
+def test_mpich_line():
+    assert line(MPICH) == "/mpi/mpiexec -n 4 python train.py --epochs 3"
+    assert (
+        line(MPICH, hosts=(("a", 2), ("b", 2)), is_prefixed=True, environment={"K": "V"})
+        == "/mpi/mpiexec -prepend-rank -genv K V -hosts a:2,b:2 -n 4 python train.py --epochs 3"
+    )
+    assert "-f hosts.txt -bind-to core" in line(MPICH, hostfile="hosts.txt", bind_to="core")
+
+
+def test_openmpi_line():
+    assert line(OPENMPI, n_cores=4) == (
+        "/mpi/mpiexec --bind-to none -np 4 python train.py --epochs 3"
+    )
+    assert line(OPENMPI, n_cores=2, is_root=True, is_prefixed=True, environment={"K": "V"}) == (
+        "/mpi/mpiexec --allow-run-as-root --oversubscribe --tag-output --bind-to none "
+        "-x K=V -np 4 python train.py --epochs 3"
+    )
+    text = line(OPENMPI, hosts=(("a", 1), ("b", 3)), bind_to="socket")
+    assert "--bind-to socket -H a:1,b:3 -np 4" in text
+    assert "--oversubscribe" not in text
+
+
+def test_intel_line():
+    assert line(INTEL, is_prefixed=True) == (
+        "/mpi/mpiexec -prepend-rank -n 4 python train.py --epochs 3"
+    )
+    assert line(INTEL, hosts=(("a", 3), ("b", 1)), environment={"K": "V"}, command=("x",)) == (
+        "/mpi/mpiexec -genv K V -host a -n 3 x : -host b -n 1 x"
+    )
+    assert "-genv I_MPI_PIN 0" in line(INTEL, bind_to="none")
+    assert "-genv I_MPI_PIN_DOMAIN core" in line(INTEL, bind_to="core")
+
+
+def test_srun_line():
+    assert line(None, is_slurm=True) == (
+        "srun --kill-on-bad-exit=1 --ntasks=4 python train.py --epochs 3"
+    )
+    text = line(MPICH, is_slurm=True, is_prefixed=True, bind_to="cores", environment={"K": "a,b"})
+    assert text.startswith("env K=a,b srun --kill-on-bad-exit=1 --mpi=pmi2 --ntasks=4 --label")
+    assert "--cpu-bind=cores" in text
+    assert "--mpi=pmix" in line(OPENMPI, is_slurm=True)
+    assert "--nodelist=a,b" in line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)))
+
+
+def test_impossible_launches_are_refused():
+    with pytest.raises(ConfigError, match=r"Received: no mpiexec.*pip install"):
+        line(None)
+    with pytest.raises(ConfigError, match="Received: -np 0"):
+        line(MPICH, size=0)
+    with pytest.raises(ConfigError, match="at least one rank"):
+        line(MPICH, command=())
+    with pytest.raises(ConfigError, match="Hosts come from one place"):
+        line(MPICH, hosts=(("a", 4),), hostfile="f")
+
+
+def test_parse_hosts():
+    assert parse_hosts("a:2,b:2", 4) == (("a", 2), ("b", 2))
+    assert parse_hosts("a:2,b:2", 3) == (("a", 2), ("b", 1))
+    assert parse_hosts("a:2,b:2", 2) == (("a", 2),)
+    assert parse_hosts("a,b", 2) == (("a", 1), ("b", 1))
+    with pytest.raises(ConfigError, match="1 too few"):
+        parse_hosts("a:2,b", 4)
+    with pytest.raises(ConfigError, match="Received: a:x"):
+        parse_hosts("a:x", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HYDRA build details:\n    Version:                5.0.2\n", ("mpich", "5.0.2")),
+        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs", ("openmpi", "4.1.4")),
+        ("mpiexec (Open MPI) 5.0.11\n", ("openmpi", "5.0.11")),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.14 Build 20241121\nCopyright",
+            ("intel", "2021.14"),
+        ),
+        ("mpirun by hand", None),
+    ],
+)
+def test_parse_version(text, expected):
+    assert parse_version(text) == expected

@@ -1,0 +1,68 @@
+"""The shared library's stamp, and the build's messages."""
+
+import json
+
+import pytest
+
+from tfscale import native
+from tfscale.errors import ExchangeError
+from tfscale.native import build, toolchain
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / build.LIBRARY_NAME).write_bytes(b"")
+    stamp = {"tensorflow": native.present_tensorflow(), "mpi": "MPICH", "mpicxx": "mpicxx"}
+    (tmp_path / build.STAMP_NAME).write_text(json.dumps(stamp))
+    return tmp_path
+
+
+def test_a_library_that_fits(folder):
+    assert native.library_path(folder) == str(folder / build.LIBRARY_NAME)
+
+
+def test_a_library_for_another_tensorflow_is_refused(folder):
+    (folder / build.STAMP_NAME).write_text(json.dumps({"tensorflow": "2.17.1"}))
+    with pytest.raises(ExchangeError, match=r"built with 2\.17\.1.*tfscale build"):
+        native.library_path(folder)
+
+
+def test_no_library_names_the_command(tmp_path):
+    with pytest.raises(ExchangeError, match="Received: none in .* tfscale build"):
+        native.library_path(tmp_path)
+    assert native.read_stamp(tmp_path) is None
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
+    with pytest.raises(toolchain.BuildError, match="no mpicxx.*pip install mpich"):
+        toolchain.find_toolchain()
+    monkeypatch.setattr(toolchain, "installed_tensorflow", lambda: None)
+    with pytest.raises(toolchain.BuildError, match="needs the TensorFlow"):
+        toolchain.find_tensorflow(tmp_path)
+
+
+def test_a_failing_compiler_shows_its_message(tmp_path):
+    (tmp_path / "room").mkdir()
+    source = tmp_path / "room" / "wrong.cc"
+    source.write_text("int main() { return undeclared; }")
+    with pytest.raises(toolchain.BuildError, match="undeclared"):
+        build.compile_objects([source], tmp_path / "objects", "g++", [])
+
+
+def test_only_what_changed_is_compiled(tmp_path):
+    (tmp_path / "room").mkdir()
+    header = tmp_path / "room" / "a.h"
+    header.write_text("#define A 1\n")
+    source = tmp_path / "room" / "a.cc"
+    source.write_text('#include "a.h"\nint a = A;\n')
+
+    def compile_it(*flags):
+        return build.compile_objects([source], tmp_path / "o", "g++", flags)[0].stat().st_mtime_ns
+
+    first = compile_it()
+    assert compile_it() == first
+    second = compile_it("-O1")
+    assert second > first
+    header.write_text("#define A 2\n")
+    assert compile_it("-O1") > second

@@ -1,0 +1,187 @@
+"""DistributedOptimizer in one process: a transparent proxy, exact cycles, clear errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale import Compression, DistributedGradientTape, DistributedOptimizer
+from tfscale.optimizer import is_distributed
+from tfscale.partial import PartialDistributedOptimizer
+
+SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
+
+
+def weight(values=(1.0, 2.0), name="weight"):
+    return keras.Variable(np.array(values), dtype="float64", name=name)
+
+
+def gradient(*values):
+    return tf.constant(values, tf.float64)
+
+
+def test_the_proxy_looks_like_the_optimizer():
+    inner = Adam(0.1)
+    optimizer = DistributedOptimizer(inner)
+    assert isinstance(optimizer, Adam) and isinstance(optimizer, DistributedOptimizer)
+    assert optimizer.__class__ is Adam and optimizer.__wrapped__ is inner
+    assert keras.optimizers.get(optimizer) is optimizer
+    assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(inner)
+    assert is_distributed(optimizer) and is_distributed(LSO(optimizer))
+    assert not is_distributed(inner) and not is_distributed(LSO(inner))
+
+
+def test_learning_rate_and_other_attributes_pass_through():
+    optimizer = DistributedOptimizer(SGD(0.5))
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.__wrapped__.learning_rate) == 0.25
+    optimizer.learning_rate.assign(0.125)
+    assert float(optimizer.learning_rate) == 0.125
+    optimizer.momentum = 0.9
+    assert optimizer.__wrapped__.momentum == 0.9
+    scheduled = DistributedOptimizer(SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)))
+    assert float(scheduled.learning_rate) == pytest.approx(0.1)
+    scaled = DistributedOptimizer(LSO(SGD(0.5)))
+    scaled.learning_rate = 0.25
+    assert float(scaled.inner_optimizer.learning_rate) == 0.25
+
+
+def test_updates_are_those_of_the_optimizer():
+    plain, ours = Adam(0.1), DistributedOptimizer(Adam(0.1), op=tfscale.Sum, num_groups=2)
+    one, other = weight(), weight()
+    for step in range(3):
+        plain.apply([gradient(step, 1.0)], [one])
+        ours.apply([gradient(step, 1.0)], [other])
+    np.testing.assert_array_equal(one.numpy(), other.numpy())
+    assert [v.name for v in plain.variables] == [v.name for v in ours.variables]
+
+
+def test_apply_without_variables_takes_those_of_build():
+    optimizer, variable = DistributedOptimizer(SGD(1.0)), weight()
+    optimizer.build([variable])
+    optimizer.apply([gradient(1.0, 1.0)])
+    np.testing.assert_array_equal(variable.numpy(), [0.0, 1.0])
+
+
+def test_compiled_and_saved_as_the_optimizer(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(DistributedOptimizer(Adam(0.1)), "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert type(plain.optimizer) is Adam
+    for mine, loaded in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), loaded.numpy())
+    again = hvd.load_model(tmp_path / "model.keras", compression=Compression.fp16)
+    assert type(again.optimizer) is DistributedOptimizer
+    assert int(again.optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("make", [Adam, lambda: LSO(SGD(0.1)), lambda: SGD(0.1, momentum=0.5)])
+def test_config_round_trip_of_instance_and_class(make):
+    optimizer = DistributedOptimizer(make())
+    config = optimizer.get_config()
+    copied = optimizer.from_config(copy.deepcopy(config))
+    assert copied.get_config() == config
+    assert type(copied) is DistributedOptimizer and copied.__wrapped__ is not optimizer.__wrapped__
+    plain = optimizer.__class__.from_config(copy.deepcopy(config))
+    assert plain.get_config() == config and type(plain) is type(optimizer.__wrapped__)
+
+
+@pytest.mark.parametrize("do_copy", [copy.copy, copy.deepcopy])
+def test_copies_stay_distributed(do_copy):
+    optimizer = DistributedOptimizer(Adam(0.25), backward_passes_per_step=2)
+    variable = weight()
+    optimizer.register_local_var(variable)
+    optimizer.apply([gradient(1.0, 1.0)], [variable])
+    copied = do_copy(optimizer)
+    assert type(copied) is DistributedOptimizer
+    assert copied.__wrapped__ is not optimizer.__wrapped__
+    assert float(copied.learning_rate) == 0.25
+    assert copied.is_local_var(variable)
+    other = weight()
+    for number in (1.0, 2.0):  # the original's cycle had begun, the copy's begins anew
+        np.testing.assert_array_equal(other.numpy(), [1.0, 2.0])
+        copied.apply([gradient(number, number)], [other])
+    assert (other.numpy() != [1.0, 2.0]).all()
+
+
+def test_pickled_as_the_optimizer():
+    loaded = pickle.loads(pickle.dumps(DistributedOptimizer(Adam(0.25))))
+    assert type(loaded) is Adam and float(loaded.learning_rate) == 0.25
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize(("is_mean", "expected"), [(False, -3.0), (True, -1.5)])
+def test_cycles_of_batches(is_traced, is_mean, expected):
+    optimizer = DistributedOptimizer(
+        SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=is_mean
+    )
+    variable, rows = weight((0.0, 0.0)), weight(((0.0,), (0.0,), (0.0,)), "rows")
+
+    def step(number):
+        sparse = tf.IndexedSlices(number[tf.newaxis, tf.newaxis], [1], tf.constant([3, 1]))
+        optimizer.apply([tf.fill([2], number), sparse], [variable, rows])
+
+    step = tf.function(step) if is_traced else step
+    for number, wanted in ((1.0, 0.0), (2.0, expected), (7.0, expected)):
+        step(tf.constant(number, tf.float64))
+        np.testing.assert_array_equal(variable.numpy(), [wanted] * 2)
+        np.testing.assert_array_equal(rows.numpy(), [[0.0], [wanted], [0.0]])
+    assert int(optimizer.iterations) == 3
+
+
+def test_partial_optimizer_marks_the_layers_variables():
+    layers = [keras.layers.Dense(2), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    optimizer = PartialDistributedOptimizer(SGD(1.0), local_layers=layers[1])
+    model.compile(optimizer, "mse")
+    model.train_on_batch(np.ones((2, 1)), np.ones((2, 3)))
+    assert [optimizer.is_local_var(v) for v in model.trainable_variables] == [False] * 2 + [
+        True
+    ] * 2
+
+
+def test_tape_in_one_process_is_the_tape():
+    variable = tf.Variable([1.0, 2.0])
+    with DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(variable * variable)
+    np.testing.assert_array_equal(tape.gradient(loss, variable).numpy(), [2.0, 4.0])
+
+
+def test_loss_scaling_around_ours_works_in_one_process():
+    optimizer, variable = LSO(DistributedOptimizer(SGD(1.0)), initial_scale=2.0), weight()
+    optimizer.apply([gradient(2.0, 4.0)], [variable])
+    np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
+
+
+def test_custom_optimizers_and_objects_load(tmp_path):
+    class Slow(SGD):
+        """An optimizer that Keras does not know."""
+
+    def gap(wanted, given):
+        return tf.reduce_mean(tf.abs(wanted - given))
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(DistributedOptimizer(Slow(0.1, momentum=0.9)), gap)
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    by_class = hvd.load_model(
+        tmp_path / "model.keras", custom_optimizers=[Slow], custom_objects={"gap": gap}
+    )
+    by_name = hvd.load_model(
+        tmp_path / "model.keras", custom_objects={"gap": gap, "Slow": Slow}, num_groups=2
+    )
+    for loaded in (by_class, by_name):
+        assert type(loaded.optimizer) is DistributedOptimizer
+        assert type(loaded.optimizer.__wrapped__) is Slow
+        for mine, theirs in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), theirs.numpy())

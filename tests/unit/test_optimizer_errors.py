@@ -1,0 +1,92 @@
+"""What a distributed optimizer or tape refuses, and with which words."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale import DistributedGradientTape, DistributedOptimizer
+from tfscale.errors import ConfigError
+from tfscale.partial import PartialDistributedOptimizer
+
+SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"op": "Min"}, "op must be Average or Sum for gradients. Received: op='Min'."),
+        (
+            {"op": tfscale.Sum, "gradient_predivide_factor": 2.0},
+            "gradient_predivide_factor needs op=Average. "
+            "Received: gradient_predivide_factor=2.0, op=Sum.",
+        ),
+        (
+            {"gradient_predivide_factor": 0.0},
+            "gradient_predivide_factor must be greater than 0. "
+            "Received: gradient_predivide_factor=0.0.",
+        ),
+        ({"compression": "fp16"}, "compression must be Compression.none, Compression.fp16 or"),
+        ({"num_groups": -1}, "groups must be a number of 0 or more"),
+        ({"groups": -1}, "Received: num_groups=-1, groups=None."),
+        ({"groups": "dense"}, "or lists of variables that travel together."),
+        ({"groups": ["dense"]}, "or lists of variables that travel together."),
+        ({"process_set": [0]}, "process_set must be a ProcessSet. Received: [0]."),
+        ({"exchange": "fast"}, "exchange must be one of 'allreduce'"),
+        ({"exchange": tfscale.Allreduce}, "or a strategy such as tfscale.Allreduce(bucket_mb=4)."),
+    ],
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda **options: DistributedOptimizer(SGD(), **options),
+        lambda **options: DistributedGradientTape(tf.GradientTape(), **options),
+        lambda **options: PartialDistributedOptimizer(SGD(), **options),
+    ],
+)
+def test_options_that_do_not_fit(wrap, options, text):
+    with pytest.raises(ConfigError) as error:
+        wrap(**options)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("sgd",), "optimizer must be a Keras optimizer. Received: str."),
+        ((SGD,), "for example keras.optimizers.SGD(0.1)."),
+    ],
+)
+def test_what_cannot_be_wrapped(arguments, text):
+    with pytest.raises(ConfigError) as error:
+        DistributedOptimizer(*arguments)
+    assert text in str(error.value)
+
+
+def test_wrapped_once_only():
+    optimizer = DistributedOptimizer(SGD())
+    for twice in (optimizer, LSO(DistributedOptimizer(SGD()))):
+        with pytest.raises(ConfigError, match="An optimizer must be wrapped once"):
+            DistributedOptimizer(twice)
+
+
+@pytest.mark.parametrize("passes", [0, -1, 1.5])
+def test_cycle_without_batches(passes):
+    with pytest.raises(ConfigError, match="backward_passes_per_step must be 1 or more"):
+        DistributedOptimizer(SGD(), backward_passes_per_step=passes)
+
+
+def test_local_layers_are_layers():
+    with pytest.raises(ConfigError) as error:
+        PartialDistributedOptimizer(SGD(), local_layers=["dense"])
+    assert "local_layers must be Keras layers. Received: str." in str(error.value)
+    assert "optimizer.register_local_var(variable)" in str(error.value)
+
+
+def test_bucket_size():
+    for wrong in (-1, "all", None):
+        with pytest.raises(ConfigError, match="bucket_mb must be 'auto' or a number of MiB"):
+            tfscale.Allreduce(bucket_mb=wrong)

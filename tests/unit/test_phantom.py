@@ -1,0 +1,123 @@
+"""The Phantom data set: right ellipses, equal for equal seeds, safe to make in many processes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tfscale.data import phantom
+
+
+def _pixel_by_pixel(ellipses, size):
+    """Sum of grey values in tenths, from the definition of an ellipse."""
+    centres = (2 * np.arange(size) + 1) / size - 1
+    x, y = np.meshgrid(centres, -centres)
+    total = np.zeros((size, size))
+    for grey, x0, y0, a, b, degrees in ellipses:
+        angle = np.deg2rad(degrees)
+        along = (x - x0) * np.cos(angle) + (y - y0) * np.sin(angle)
+        across = -(x - x0) * np.sin(angle) + (y - y0) * np.cos(angle)
+        total += grey * ((along / a) ** 2 + (across / b) ** 2 <= 1)
+    return np.round(np.clip(total, 0, 10) * 25.5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 256])
+def test_pictures_are_those_of_the_definition(size):
+    ellipses = phantom.random_ellipses(3, seed=5)
+    expected = np.stack([_pixel_by_pixel(e, size) for e in ellipses])
+    np.testing.assert_array_equal(phantom.draw_ellipses(ellipses, size), expected)
+
+
+def test_the_classical_phantom_has_its_known_values():
+    picture = phantom.draw_ellipses(phantom.SHEPP_LOGAN[None], 256)[0]
+    assert picture[0, 0] == 0  # outside
+    assert picture[10:14, 128].max() == 255  # skull, top
+    assert picture[180, 128] == 51  # brain, 0.2
+    assert picture[128, 156] == 0  # right ventricle
+    assert picture[83, 128] in (76, 77)  # the large lesion, 0.3
+
+
+def test_an_ellipse_turned_by_a_right_angle_is_the_transposed_picture():
+    one = np.array([[[10, 0.0, 0.0, 0.3, 0.8, 0.0]]])
+    turned = np.array([[[10, 0.0, 0.0, 0.3, 0.8, 90.0]]])
+    lying, standing = phantom.draw_ellipses(turned, 64)[0], phantom.draw_ellipses(one, 64)[0]
+    np.testing.assert_array_equal(lying, standing.T)
+
+
+def test_shape_type_range_and_grey_levels():
+    pictures = phantom.phantoms(20, size=128, seed=3)
+    assert pictures.shape == (20, 128, 128) and pictures.dtype == np.uint8
+    assert pictures.min() == 0 and pictures.max() == 255
+    assert set(np.unique(pictures)) <= set(np.round(np.arange(11) * 25.5).astype(int))
+
+
+def test_empty_set():
+    assert phantom.phantoms(0, size=16).shape == (0, 16, 16)
+
+
+def test_equal_seeds_give_equal_pictures_and_a_longer_set_starts_with_the_shorter():
+    few, many = phantom.phantoms(3, size=64, seed=9), phantom.phantoms(70, size=64, seed=9)
+    np.testing.assert_array_equal(few, many[:3])
+    assert (phantom.phantoms(3, size=64, seed=10) != few).any()
+
+
+def test_all_ten_ellipses_vary_in_orientation_shape_and_size():
+    ellipses = phantom.random_ellipses(50, seed=1)
+    a, b, degrees = ellipses[..., 3], ellipses[..., 4], ellipses[..., 5]
+    for quantity in (a * b, a / b, degrees):
+        assert (quantity.std(axis=0) > 0).all()
+
+
+def test_brain_stays_inside_the_skull():
+    ellipses = phantom.random_ellipses(200, seed=2)
+    skull = phantom.draw_ellipses(ellipses[:, :1]) > 0
+    brain = ellipses[:, 1:2] * [-1, 1, 1, 1, 1, 1]
+    assert not ((phantom.draw_ellipses(brain) > 0) & ~skull).any()
+    assert not skull[:, [0, -1], :].any() and not skull[:, :, [0, -1]].any()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": -1}, {"count": 1, "size": 0}, {"count": 1, "seed": -1}]
+)
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(ValueError, match=r"must be at least .* Received: \w+=-?\d+"):
+        phantom.phantoms(**wrong)
+
+
+def test_cache_is_used_and_a_damaged_file_is_made_again(tmp_path):
+    first = phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path)
+    (file,) = tmp_path.glob("*.npz")
+    np.savez_compressed(file, pictures=first + 1)
+    np.testing.assert_array_equal(
+        phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path), first + 1
+    )
+    for damage in (file.read_bytes()[:100], b""):
+        file.write_bytes(damage)
+        np.testing.assert_array_equal(
+            phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path), first
+        )
+    assert [path.name for path in tmp_path.glob("*.npz")] == [file.name]
+
+
+def test_cache_is_ignored_by_git(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    phantom.load_phantoms(1, size=8, cache_dir=tmp_path / "cache")
+    status = subprocess.run(
+        ["git", "-C", tmp_path, "status", "--porcelain"], check=True, capture_output=True, text=True
+    )
+    assert status.stdout == ""
+
+
+def test_several_processes_may_start_at_once(tmp_path):
+    # The file alone, by its path: it needs numpy only, so the processes start fast and together.
+    code = (
+        "import runpy, sys; made = runpy.run_path(sys.argv[1])['load_phantoms'];"
+        "print(made(300, size=128, seed=4, cache_dir=sys.argv[2]).sum())"
+    )
+    command = [sys.executable, "-c", code, phantom.__file__, tmp_path]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert set(outputs) == {f"{phantom.phantoms(300, size=128, seed=4).sum()}\n"}
+    assert len(list(tmp_path.glob("*.npz"))) == 1

@@ -1,0 +1,152 @@
+"""Data sets of the recipes: where they are found, what is in them, what is said if missing."""
+
+import gzip
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from datasets import fashion_mnist, phantom
+from datasets.idx import read_idx
+
+from tfscale.data.phantom import phantoms
+
+
+def _idx(array):
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return header + array.astype(np.uint8).tobytes()
+
+
+def _write_set(folder, seed, pack):
+    """Write four IDX files: 6 training and 3 test pictures. Return them as arrays."""
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    arrays = {}
+    for part, count in (("train", 6), ("t10k", 3)):
+        arrays[f"{part}-images-idx3-ubyte"] = random.integers(0, 256, (count, 28, 28))
+        arrays[f"{part}-labels-idx1-ubyte"] = random.integers(0, 10, count)
+    for name, array in arrays.items():
+        content = _idx(array)
+        path = folder / (f"{name}.gz" if pack else name)
+        path.write_bytes(gzip.compress(content) if pack else content)
+    return arrays
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """No data set on this machine, and no network."""
+    monkeypatch.setattr(fashion_mnist, "KERAS_CACHE_DIR", tmp_path / "keras")
+    monkeypatch.setattr(fashion_mnist, "DEBIAN_DIR", tmp_path / "debian")
+
+    def no_network():
+        raise Exception("URL fetch failure: no network in this test")
+
+    monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", no_network)
+    return tmp_path
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("place", ["data", "data/fashion-mnist", "keras", "debian"])
+def test_fashion_mnist_is_found(nowhere, place, pack):
+    arrays = _write_set(nowhere / place, 0, pack)
+    train, test = fashion_mnist.load(str(nowhere / "data"))
+    assert train.pictures.shape == (6, 28, 28, 1) and train.pictures.dtype == np.uint8
+    np.testing.assert_array_equal(train.pictures[..., 0], arrays["train-images-idx3-ubyte"])
+    np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
+    np.testing.assert_array_equal(test.pictures[..., 0], arrays["t10k-images-idx3-ubyte"])
+    np.testing.assert_array_equal(test.labels, arrays["t10k-labels-idx1-ubyte"])
+
+
+def test_the_data_dir_comes_first(nowhere):
+    arrays = _write_set(nowhere / "data", 1, True)
+    _write_set(nowhere / "debian", 2, True)
+    train, _ = fashion_mnist.load(str(nowhere / "data"))
+    np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
+
+
+def test_fashion_mnist_is_downloaded_where_it_is_nowhere(nowhere, monkeypatch):
+    x, y = np.zeros((4, 28, 28), np.uint8), np.zeros(4, np.uint8)
+    monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", lambda: ((x, y), (x[:2], y[:2])))
+    train, test = fashion_mnist.load(str(nowhere / "data"))
+    assert train.pictures.shape == (4, 28, 28, 1) and test.labels.shape == (2,)
+
+
+def test_missing_data_set_says_what_to_do(nowhere):
+    with pytest.raises(FileNotFoundError) as caught:
+        fashion_mnist.load(str(nowhere / "data"))
+    text = str(caught.value)
+    for part in (str(nowhere / "data"), "no network in this test", "--data-dir", "dataset-fashion"):
+        assert part in text
+
+
+@pytest.mark.skipif(not fashion_mnist.DEBIAN_DIR.is_dir(), reason="Debian's package is missing")
+def test_debians_fashion_mnist_is_whole(tmp_path):
+    train, test = fashion_mnist.load(str(tmp_path))
+    assert train.pictures.shape == (60000, 28, 28, 1) and test.pictures.shape == (10000, 28, 28, 1)
+    for labels, each in ((train.labels, 6000), (test.labels, 1000)):
+        np.testing.assert_array_equal(np.bincount(labels), [each] * 10)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x00", _idx(np.arange(9))[:-1]],
+    ids=["empty", "short header", "floats", "a byte short"],
+)
+def test_damaged_idx_files_are_refused(content, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"must state unsigned bytes.*Received: .*Delete the file"):
+        read_idx(path)
+
+
+def test_truncated_gzip_files_are_refused(tmp_path):
+    path = tmp_path / "file.gz"
+    path.write_bytes(gzip.compress(_idx(np.arange(200)))[:-20])
+    with pytest.raises(ValueError, match="Delete the file and get it again"):
+        read_idx(path)
+
+
+def test_patches_are_parts_of_their_pictures():
+    pictures = np.arange(3 * 12 * 10).reshape(3, 12, 10)
+    patches = phantom.cut_patches(pictures, 5, seed=0, size=4)
+    assert patches.shape == (15, 4, 4)
+    for i, patch in enumerate(patches):
+        picture, top, left = np.unravel_index(patch[0, 0], pictures.shape)
+        assert picture == i // 5
+        expected = pictures[picture, top : top + 4, left : left + 4]
+        np.testing.assert_array_equal(patch, expected)
+
+
+def test_patches_reach_every_edge():
+    pictures = np.arange(64).reshape(1, 8, 8)
+    patches = phantom.cut_patches(pictures, 500, seed=1, size=6)
+    assert {int(p[0, 0]) for p in patches} == {8 * r + c for r in range(3) for c in range(3)}
+
+
+def test_noise_is_white_gaussian_of_the_stated_level_and_not_clipped():
+    corrupted, truth = phantom.corrupt(phantoms(4, seed=0), seed=3)
+    assert corrupted.dtype == truth.dtype == np.float32
+    assert corrupted.shape == truth.shape == (4, 256, 256, 1)
+    noise = (corrupted - truth).astype(np.float64)
+    # 262144 samples: the deviation's standard error is 0.14 %, the mean's 0.2 % of it.
+    assert abs(noise.std() / (25 / 255) - 1) < 0.01 and abs(noise.mean()) < 0.01 * 25 / 255
+    neighbours = np.mean(noise[:, :, 1:] * noise[:, :, :-1]) / noise.var()
+    assert abs(neighbours) < 0.02
+    assert corrupted.min() < 0 and corrupted.max() > 1
+    assert abs(-10 * np.log10(np.mean(noise**2)) - 20.17) < 0.1
+
+
+def test_pairs_depend_on_the_seed_only_and_validation_is_not_training(tmp_path):
+    train, valid = phantom.load(3, 2, 2, seed=1, cache_dir=str(tmp_path / "a"))
+    again, valid_again = phantom.load(3, 2, 2, seed=1, cache_dir=str(tmp_path / "b"))
+    assert train.truth.shape == (6, 32, 32, 1) and valid.truth.shape == (2, 256, 256, 1)
+    for one, other in zip((*train, *valid), (*again, *valid_again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    other_seed, _ = phantom.load(3, 2, 2, seed=2, cache_dir=str(tmp_path / "a"))
+    assert (other_seed.corrupted != train.corrupted).any()
+    training_pictures = phantoms(3, seed=1) / np.float32(255)
+    assert not any((valid.truth[0, ..., 0] == picture).all() for picture in training_pictures)

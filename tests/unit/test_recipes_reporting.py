@@ -1,0 +1,140 @@
+"""PSNR, pictures, run folder and flags of the recipes."""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import plots
+from command_line import flags_parser
+from metrics import psnr
+from run_folder import RunFolder
+
+RANDOM = np.random.default_rng(0)
+
+
+def _numpy_psnr(truth, restored):
+    squared = (np.clip(restored, 0, 1).astype(np.float64) - truth) ** 2
+    return 10 * np.log10(1 / squared.mean(axis=(1, 2, 3)))
+
+
+def _pictures(count, noise=0.1):
+    truth = RANDOM.random((count, 9, 7, 2)).astype(np.float32)
+    return truth, truth + noise * RANDOM.standard_normal(truth.shape).astype(np.float32)
+
+
+def test_psnr_equals_numpy():
+    truth, restored = _pictures(5)
+    np.testing.assert_allclose(psnr(truth, restored), _numpy_psnr(truth, restored), rtol=1e-5)
+
+
+def test_psnr_of_a_known_error_and_of_none():
+    truth = np.full((1, 4, 4, 1), 0.5, np.float32)
+    assert float(psnr(truth, truth + np.float32(0.1))[0]) == pytest.approx(20.0, abs=1e-4)
+    assert float(psnr(truth, truth)[0]) == pytest.approx(100.0, abs=1e-4)
+
+
+def test_psnr_in_a_model_is_the_mean_over_pictures_whatever_the_batches():
+    truth, restored = _pictures(7)
+    model = keras.Sequential([keras.Input((9, 7, 2)), keras.layers.Identity()])
+    model.compile(loss="mse", metrics=[psnr])
+    expected = _numpy_psnr(truth, restored).mean()
+    for batch_size in (1, 3, 7):
+        logs = model.evaluate(restored, truth, batch_size=batch_size, verbose=0, return_dict=True)
+        assert logs["psnr"] == pytest.approx(expected, rel=1e-5)
+
+
+def _size_of_png(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+
+
+def test_learning_curve_has_one_panel_per_metric(tmp_path):
+    line = {"epoch": 1, "seconds": 2.0, "learning_rate": 0.1, "loss": 0.5, "val_loss": 0.6}
+    plots.learning_curve([line], tmp_path / "one.png")
+    lines = [{**line, "epoch": e, "psnr": 20.0 + e, "val_psnr": 19.0 + e} for e in (1, 2, 3)]
+    plots.learning_curve(lines, tmp_path / "two.png", {"psnr": 20.17})
+    (one, height), (two, same_height) = (
+        _size_of_png(tmp_path / name) for name in ("one.png", "two.png")
+    )
+    assert two == 2 * one and height == same_height
+
+
+def test_restorations_have_one_row_per_picture(tmp_path):
+    row = plots.Restoration(*(RANDOM.random((8, 8, 1)).astype(np.float32) for _ in range(3)))
+    for count in (1, 3):
+        plots.restorations([row] * count, tmp_path / f"{count}.png")
+    assert _size_of_png(tmp_path / "3.png")[1] == 3 * _size_of_png(tmp_path / "1.png")[1]
+
+
+def _fit(folder, epochs):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    model.compile(optimizer=keras.optimizers.SGD(schedule), loss="mse")
+    x, y = RANDOM.random((16, 2)), RANDOM.random((16, 1))
+    callback = RunFolder(folder, {"recipe": "test", "ranks": 1}, {"loss": 1.0})
+    history = model.fit(
+        x, y, validation_data=(x, y), epochs=epochs, verbose=0, callbacks=[callback]
+    )
+    return history.history
+
+
+def test_run_folder_holds_settings_one_line_per_epoch_and_a_picture(tmp_path):
+    folder = tmp_path / "runs" / "name"
+    _fit(folder, epochs=5)
+    history = _fit(folder, epochs=3)  # replaces the first run
+    settings = json.loads((folder / "run.json").read_text())
+    assert settings == {"recipe": "test", "ranks": 1, "baselines": {"loss": 1.0}}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert [line["val_loss"] for line in lines] == pytest.approx(history["val_loss"])
+    rates = [line["learning_rate"] for line in lines]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
+    assert _size_of_png(folder / "learning_curve.png")[0] > 0
+
+
+@pytest.fixture
+def values():
+    values = flags.FlagValues()
+    flags.DEFINE_integer("batch_size", 16, "", flag_values=values)
+    flags.DEFINE_string("run_name", "name", "", flag_values=values)
+    flags.DEFINE_bool("smoke", False, "", flag_values=values)
+    return values
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch-size=4", "--run-name=a-b"],
+        ["--batch_size", "4", "--run_name", "a-b"],
+        ["-batch-size", "4", "-run-name", "a-b"],
+    ],
+)
+def test_flags_may_have_dashes_and_their_values_keep_theirs(values, argv):
+    assert flags_parser({}, values)(["recipe", *argv]) == ["recipe"]
+    assert (values.batch_size, values.run_name) == (4, "a-b")
+
+
+def test_smoke_shrinks_what_the_command_line_does_not_set(values):
+    flags_parser({"batch_size": 2, "run_name": "small"}, values)(
+        ["recipe", "--smoke", "--run-name", "mine"]
+    )
+    assert (values.batch_size, values.run_name) == (2, "mine")
+
+
+def test_without_smoke_nothing_shrinks(values):
+    flags_parser({"batch_size": 2}, values)(["recipe"])
+    assert values.batch_size == 16
+
+
+def test_a_wrong_flag_exits_and_says_so(values):
+    with pytest.raises(SystemExit, match=r"(?s)bach_size.*--helpshort"):
+        flags_parser({}, values)(["recipe", "--bach-size", "4"])

@@ -1,0 +1,184 @@
+"""The rules of the house: who may import whom, and what may stand where.
+
+Reads sources only; nothing of tfscale is imported.
+"""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sources import CPP, LIBRARY, ROOT, functions, imported_names, parse, relative
+
+# What a module of a room must not import, directly. Rooms not named here may import anything.
+FRAMEWORKS = ("tensorflow", "keras")
+UPPER = (
+    "tfscale.callbacks",
+    "tfscale.optimizer",
+    "tfscale.preparation",
+    "tfscale.progress",
+    "tfscale.keras",
+)
+FORBIDDEN = {
+    "config": (*FRAMEWORKS, "tfscale.exchange", "tfscale.backends", "tfscale.runtime", *UPPER),
+    "errors": (*FRAMEWORKS, "tfscale."),
+    "plan": (
+        *FRAMEWORKS,
+        "mpi4py",
+        "tfscale.exchange",
+        "tfscale.backends",
+        "tfscale.runtime",
+        *UPPER,
+    ),
+    "launch": (*FRAMEWORKS, "mpi4py"),
+    "mpi_command": (*FRAMEWORKS, "mpi4py"),
+    "job": (*FRAMEWORKS, "mpi4py"),
+    "doctor": (*FRAMEWORKS, "mpi4py"),
+    "cluster": (*FRAMEWORKS, "mpi4py"),
+    "native": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
+    "backends": ("tfscale.exchange", "tfscale.data", *UPPER),
+    "exchange": ("tfscale.data", *UPPER),
+    "data": ("tfscale.exchange", "tfscale.backends", *UPPER),
+    "optimizer": ("tfscale.callbacks", "tfscale.data"),
+}
+
+# The fields of tfscale.config.Settings; each is read from TFSCALE_ and its name in capitals.
+SETTINGS = (
+    "backend",
+    "stall_warning_s",
+    "stall_shutdown_s",
+    "max_message_bytes",
+    "chunk_bytes",
+    "window_bytes",
+    "reduce_threads",
+    "spin",
+    "pin_core",
+    "set_threads",
+    "timeline",
+)
+
+
+def test_imports_point_downwards():
+    wrong = []
+    for path in LIBRARY:
+        room = path.relative_to(ROOT / "tfscale").parts[0].removesuffix(".py")
+        for name in imported_names(path):
+            for forbidden in FORBIDDEN.get(room, ()):
+                if name == forbidden or name.startswith(f"{forbidden.rstrip('.')}."):
+                    wrong.append(f"{relative(path)} imports {name}")
+    assert not wrong
+
+
+def test_native_code_layers():
+    """`comm` knows no TensorFlow, `tf` names no <mpi.h>."""
+    wrong = []
+    for path in CPP:
+        pattern = r"(mpi\.h)" if path.parent.name == "tf" else r"(tensorflow/|tsl/|tf/)"
+        found = re.findall(rf'#include\s+[<"]{pattern}', path.read_text())
+        wrong += [f"{relative(path)} includes {name}" for name in found]
+    assert not wrong
+
+
+def test_one_place_reads_the_environment():
+    wrong = []
+    for path in LIBRARY:
+        text = path.read_text()
+        if path.name != "config.py" and re.search(r"os\.(environ|getenv|putenv)\b", text):
+            wrong.append(relative(path))
+    assert not wrong, "only tfscale/config.py reads environment variables"
+
+
+def test_the_library_does_not_print():
+    wrong = []
+    for path in LIBRARY:
+        if path.name == "cli.py":
+            continue
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
+                wrong.append(f"{relative(path)}:{node.lineno}")
+    assert not wrong, "use logging (absl.logging)"
+
+
+def test_public_functions_have_docstrings():
+    wrong = []
+    for path in LIBRARY:
+        for name, node in functions(path):
+            parts = name.split(".")
+            if path.name.startswith("_") and path.name != "__init__.py":
+                continue
+            if any(part.startswith("_") for part in parts) or ast.get_docstring(node):
+                continue
+            if any(getattr(mark, "attr", "") == "setter" for mark in node.decorator_list):
+                continue
+            # A function inside a function is not public.
+            if not any(name.startswith(f"{other}.") for other, _ in functions(path)):
+                wrong.append(f"{relative(path)}:{name}")
+    assert not wrong
+
+
+def test_no_stubs():
+    pattern = re.compile(r"raise NotImplementedError|\bTODO(?!\(#\d+\))")
+    wrong = [relative(p) for p in LIBRARY if pattern.search(p.read_text())]
+    assert not wrong, "a TODO names an issue; nothing is left unwritten"
+
+
+def test_no_path_of_a_machine():
+    """Tracked files name no folder of whoever wrote them."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("no git checkout")
+    pattern = re.compile(r"(?<![\w.$}])/(work|root|home|Users|mnt|tmp/[a-z])/[\w.-]+")
+    wrong = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if not path.is_file() or path == Path(__file__).resolve():
+            continue
+        try:
+            found = pattern.search(path.read_text())
+        except UnicodeDecodeError:
+            continue
+        if found:
+            wrong.append(f"{name}: {found.group()}")
+    assert not wrong
+
+
+def test_settings_are_a_frozen_list():
+    """A new setting is a decision: it is listed here, documented in Settings and in docs/."""
+    tree = parse(ROOT / "tfscale" / "config.py")
+    settings = next(n for n in tree.body if getattr(n, "name", "") == "Settings")
+    fields = tuple(n.target.id for n in settings.body if isinstance(n, ast.AnnAssign))
+    assert fields == SETTINGS
+    documented = ast.get_docstring(settings) or ""
+    assert [f for f in fields if f"TFSCALE_{f.upper()}" not in documented] == []
+    table = (ROOT / "docs" / "settings.md").read_text()
+    assert [f for f in fields if f"| `TFSCALE_{f.upper()}` |" not in table] == []
+
+
+def test_the_forbidden_rooms_exist():
+    """A rule about a module that was renamed would never fail."""
+    for name in (*UPPER, *FORBIDDEN, "tfscale.exchange", "tfscale.backends", "tfscale.runtime"):
+        path = ROOT / "tfscale" / name.removeprefix("tfscale.")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), name
+
+
+def test_links_between_documents_lead_somewhere():
+    wrong = []
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            if not (path.parent / target).exists():
+                wrong.append(f"{relative(path)}: {target}")
+    assert not wrong
+
+
+def test_versions_agree():
+    """The supported TensorFlow is written once per place that needs it."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '"tensorflow>=2.18,<2.22"' in project
+    assert (
+        'SUPPORTED_TENSORFLOW = "2.18 to 2.21"'
+        in (ROOT / "tfscale" / "native" / "toolchain.py").read_text()
+    )

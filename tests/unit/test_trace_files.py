@@ -1,0 +1,148 @@
+"""Clocks, trace files, tables and pictures, without ranks."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from tfscale import cli
+from tfscale.errors import ConfigError
+from tfscale.trace import chrome, records
+from tfscale.trace.analysis import Key
+from tfscale.trace.clocks import measure_offset
+from tfscale.trace.summary import FILE_NAME, read_rows, table
+
+EVENT = np.dtype(
+    [(f"{name}_ns", np.int64) for name in ("posted", "started", "ended")]
+    + [("bytes", np.int64), ("execution", np.int64), ("plan", np.int32), ("slot", np.int32)]
+)
+MS = 1_000_000
+
+
+@pytest.mark.parametrize("shift_ns", [-7_000_000_000, 0, 123_456_789_000])
+def test_offsets_are_within_the_stated_error(shift_ns):
+    """Ranks played by threads; rank 1's clock is shifted."""
+    import time
+
+    barrier, board, found = threading.Barrier(2), [None, None], [None, None]
+
+    def play(rank):
+        def gather(values):
+            board[rank] = list(values)
+            barrier.wait(10)
+            every = np.array(board)
+            barrier.wait(10)
+            return every
+
+        def clock():
+            return time.monotonic_ns() + rank * shift_ns
+
+        found[rank] = measure_offset(gather, rank, clock)
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0][1:] == (0, 0)
+    assert abs(found[1].offset_ns + shift_ns) <= found[1].error_ns < 1_000 * MS
+
+
+def record(rank, n_steps=3):
+    """Two gradients per step: posted at 4 and 6 ms, ended at 8 and 9 ms; rank 1 is 3 ms late.
+
+    The ranks have made different numbers of plans before this one.
+    """
+    windows, events, late = [], [], 3 * rank * MS
+    for step in range(n_steps):
+        at = step * 20 * MS
+        windows.append(records.Window(step, 1, at, at + 12 * MS))
+        for slot, posted, ended in ((0, 4, 8), (1, 6, 9)):
+            posted = at + posted * MS + late
+            events.append((posted, posted, at + ended * MS + late, 4000, step, rank, slot))
+    names = {Key(rank, 0): "model/dense/kernel", Key(rank, 1): "model/conv/kernel"}
+    return records.RankRecord(windows, np.array(events, EVENT), names)
+
+
+def lines(ranks):
+    slowest = records.merge_starts([records.starts_of(r) for r in ranks])
+    yield {"kind": "run", "size": 2, "backend": "engine", "clock_error_s": [0.0, 2e-6]}
+    for rank, own in enumerate(ranks):
+        yield from records.rows({"epoch": 0, "rank": rank}, own, slowest, 0)
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    rows = lines([record(0), record(1)])
+    (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def test_lines_of_a_run(run_folder):
+    rows = read_rows(run_folder)
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [s["rank"] for s in steps] == [0] * 3 + [1] * 3
+    for step in steps:
+        assert step["exposed_s"] == pytest.approx(0.003)
+        assert step["t_c_s"] == pytest.approx(0.005)
+        assert step["compute_s"] == pytest.approx(0.009)
+        assert step["overlap_percent"] == pytest.approx(40)
+        assert step["waiting_s"] == pytest.approx(0.002 if step["rank"] == 0 else 0)
+        assert step["bytes"] == 8000
+    behind = {(s["rank"], s["behind_s"]) for s in rows if s["kind"] == "slot"}
+    assert behind == {(0, 0.003), (1, 0.0)}
+
+
+def test_table_and_picture_are_drawn_again(run_folder, capsys):
+    assert cli.main(["report", str(run_folder)]) == 0
+    text = capsys.readouterr().out
+    assert text == table(read_rows(run_folder)) == (run_folder / "communication.md").read_text()
+    assert "2 ranks, backend engine, 3 recorded steps" in text
+    assert "model/dense/kernel" in text and "agree to 2 microseconds" in text
+    assert (run_folder / "communication.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_step_times_only(tmp_path):
+    own = records.RankRecord([records.Window(5, 1, 0, 4 * MS)])
+    rows = [{"kind": "run", "size": 1, "backend": "single", "clock_error_s": [0.0]}]
+    rows += records.rows({"epoch": 0, "rank": 0}, own, {}, 0)
+    (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "only step times" in (tmp_path / "communication.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "A folder with"), ('{"kind": "run"}', "Choose a smaller")]
+)
+def test_no_run(tmp_path, content, message):
+    if content:
+        (tmp_path / FILE_NAME).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 2
+
+
+def test_what_ends_later_belongs_to_the_step_that_posted_it():
+    own = record(0)
+    own.events["ended_ns"][1] += 15 * MS
+    slots = records.slots_by_step(own)
+    assert [len(slots[step]) for step in range(3)] == [2, 2, 2]
+    between = own.events.copy()
+    between["posted_ns"] += 9 * MS
+    assert len(records.events_within(between, own.windows)) == 0
+
+
+def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
+    def one(posted, ended):
+        return chrome.Collective("sum", posted, posted + 1, ended, {"bytes": 4})
+
+    trace = chrome.RankTrace(1, 5, [one(0, 10), one(4, 8), one(10, 12)], [chrome.Span("s", 0, 20)])
+    path = chrome.part_path(tmp_path, 1)
+    chrome.write_trace(path, chrome.rank_events(trace), [5], origin_us=0.0)
+    assert chrome.merge_parts(tmp_path) and not path.exists()
+    content = json.loads((tmp_path / chrome.FILE_NAME).read_text())
+    bars = [e for e in content["traceEvents"] if e.get("name") == "sum"]
+    assert [bar["tid"] for bar in bars] == [1, 2, 1]
+    assert content["otherData"] == {"clock_error_us": [0.005]}
+    assert not chrome.merge_parts(tmp_path)

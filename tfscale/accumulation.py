@@ -1,0 +1,86 @@
+"""Several backward passes per exchange and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Accumulator:
+    """Adds up gradients of `passes` batches and hands the sum on after the last one.
+
+    The sums are reset by assignment, so that an infinite gradient of one cycle is gone in the
+    next. Sparse gradients are added as dense ones.
+    """
+
+    def __init__(self, passes: int, is_mean: bool) -> None:
+        """Keep the length of a cycle.
+
+        Args:
+            passes: Batches per cycle.
+            is_mean: Divide the sum by `passes`.
+        """
+        self._passes = passes
+        self._is_mean = is_mean
+        self._sums: list[tf.Variable] | None = None
+        self._count: tf.Variable | None = None
+
+    def copy_empty(self) -> Accumulator:
+        """Return one of the same length at the beginning of a cycle."""
+        return Accumulator(self._passes, self._is_mean)
+
+    def _build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._sums = [
+                tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
+                for g, v in zip(gradients, variables, strict=True)
+                if g is not None
+            ]
+
+    def add(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        on_full: Callable[[list[Any]], None],
+        on_other: Callable[[], None],
+    ) -> None:
+        """Add the gradients of one batch.
+
+        Args:
+            gradients: One per variable; None stays None.
+            variables: What they belong to.
+            on_full: Called in the graph with the sums (or means) after the last batch of a cycle.
+            on_other: Called in the graph after the other batches.
+        """
+        if self._sums is None:
+            self._build(gradients, variables)
+        sums, count = self._sums, self._count
+        assert sums is not None and count is not None
+        dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
+        places = iter(sums)
+        targets = [None if g is None else next(places) for g in gradients]
+
+        def full() -> None:
+            factor = 1.0 / self._passes if self._is_mean else 1.0
+            on_full([None if t is None else t.read_value() * factor for t in targets])
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+
+        with tf.control_dependencies([a.op for a in added if not tf.executing_eagerly()]):
+            number = count.assign_add(1)
+        if tf.executing_eagerly():
+            full() if int(number) % self._passes == 0 else on_other()
+            return
+        tf.cond(tf.equal(number % self._passes, 0), _as_branch(full), _as_branch(on_other))
+
+
+def _as_branch(body: Callable[[], None]) -> Callable[[], tf.Tensor]:
+    def branch() -> tf.Tensor:
+        body()
+        return tf.constant(0)
+
+    return branch

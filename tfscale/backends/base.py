@@ -1,0 +1,146 @@
+"""What every backend can do."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+
+class ReduceOp(enum.IntEnum):
+    """How values of several ranks become one. The numbers are those of the C++ engine."""
+
+    SUM = 0
+    MIN = 1
+    MAX = 2
+    PRODUCT = 3
+
+
+class MarkKind(enum.IntEnum):
+    """Why a rank takes part in no further step for now. The numbers are those of the engine."""
+
+    EPOCH_END = 0
+    STOP = 1
+    LEFT = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """A set of ranks that communicate among themselves.
+
+    Attributes:
+        id: Equal on all ranks; 0 is the group of all.
+        ranks: Members in ascending order.
+        rank: This process's place among the members, or -1 if it is none.
+    """
+
+    id: int
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a collective.
+
+    Attributes:
+        group: Who takes part.
+        label: What logs and errors call it.
+        after: Resource handles of the variables whose gradients are exchanged. The collective
+            then starts as soon as its inputs exist; without handles, collectives of a traced
+            function run in the order in which they were traced.
+        stream: Collectives of one function and stream start in the order of tracing; those of
+            different streams do not wait for each other. "" separates gradients from calls.
+    """
+
+    group: Group
+    label: str
+    after: tuple[Any, ...] = field(default=(), compare=False)
+    stream: str = ""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors around a reduction: postscale * reduce(prescale * x)."""
+
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Backend(Protocol):
+    """Moves tensors between ranks. Collective: all members call the same, in the same order.
+
+    Attributes:
+        name: "engine", "horovod" or "single".
+        has_marks: Whether a waiting rank learns of another's mark. Without it, ranks ask each
+            other before each step of `fit`.
+        rank: Number of this process.
+        size: Number of processes.
+        local_rank: Number among those of this host.
+        local_size: Processes of this host.
+    """
+
+    name: str
+    has_marks: bool
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Reduce each tensor over the group; together they are one message."""
+        ...
+
+    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+        """Put the members' tensors one after another; also return rows per member (int64)."""
+        ...
+
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+        ...
+
+    def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
+        """Return the tensor of the member number `root`."""
+        ...
+
+    def reducescatter(
+        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
+    ) -> tf.Tensor:
+        """Reduce and keep this member's part of the rows."""
+        ...
+
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Make a group known; called by all ranks. Returns its id."""
+        ...
+
+    def mark(self, kind: MarkKind) -> None:
+        """Tell the others that this rank takes part in no further step for now."""
+        ...
+
+    def num_given_up(self) -> int:
+        """Return how many collectives ended because another rank stopped."""
+        ...
+
+    def start_incarnation(self, number: int) -> None:
+        """Separate what comes from what is left of a step that was given up."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job. Does not return."""
+        ...
+
+    def close(self) -> None:
+        """Leave the job; waits for all ranks unless communication has failed."""
+        ...

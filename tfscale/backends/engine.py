@@ -1,0 +1,177 @@
+"""Our C++ engine: one communication thread per process over MPI."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
+from tfscale.backends.library import EngineOptions, Event, load
+from tfscale.backends.slots import Slots
+from tfscale.config import Settings
+
+_WORLD = -1  # instead of the Fortran handle of a communicator
+_EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
+
+
+class EngineBackend:
+    """Starts the engine on construction; see custom_ops/comm/engine.h."""
+
+    name = "engine"
+    has_marks = True
+
+    def __init__(self, settings: Settings, fortran_comm: int = _WORLD, n_cores: int = 1) -> None:
+        """Start the engine. Collective: every rank of the communicator, on the main thread.
+
+        Args:
+            settings: Options.
+            fortran_comm: Fortran handle of the communicator to work in; -1 for all processes.
+            n_cores: Cores of this host, shared among its ranks for local sums.
+
+        Raises:
+            ExchangeError: The library does not fit or MPI cannot be used.
+        """
+        self._library = load()
+        self._slots = Slots(self._library)
+        self._events = (Event * _EVENTS_KEPT)()
+        local_rank, local_size = ctypes.c_int(), ctypes.c_int()
+        self._library.call("local", fortran_comm, local_rank, local_size)
+        self.local_rank, self.local_size = local_rank.value, local_size.value
+        threads = settings.reduce_threads or max(1, min(4, n_cores // self.local_size))
+        options = EngineOptions(
+            stall_warning_s=settings.stall_warning_s,
+            stall_shutdown_s=settings.stall_shutdown_s,
+            max_message_bytes=settings.max_message_bytes,
+            chunk_bytes=settings.chunk_bytes,
+            window_bytes=settings.window_bytes,
+            reduce_threads=threads,
+            spin=settings.spin,
+            pin_core=settings.pin_core,
+        )
+        self._library.call("start", fortran_comm, options)
+        self.rank: int = self._library.call("rank")
+        self.size: int = self._library.call("size")
+
+    def _attributes(self, call: Call, kind: str, tensors: list[tf.Tensor]) -> dict[str, Any]:
+        position = self._slots.place(call, kind, tensors)
+        return {
+            "after": list(call.after),
+            "plan": position.plan,
+            "slot": position.slot,
+            "group": call.group.id,
+            "group_size": call.group.size,
+            "label": call.label,
+        }
+
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Reduce each tensor over the group; together they are one message."""
+        inputs = list(tensors)
+        return self._library.ops.tfscale_allreduce(
+            tensors=inputs,
+            reduce_op=int(op),
+            prescale=repr(float(scaling.prescale)),
+            postscale=repr(float(scaling.postscale)),
+            **self._attributes(call, f"allreduce {op.name}", inputs),
+        )
+
+    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+        """Put the members' tensors one after another; also return rows per member (int64)."""
+        # The number of rows may differ between ranks, so it is no part of the fingerprint.
+        attributes = self._attributes(call, f"allgather {tensor.dtype.name}", [])
+        gathered, rows = self._library.ops.tfscale_allgather(tensor=tensor, **attributes)
+        return gathered, rows
+
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+        attributes = self._attributes(call, f"alltoall {tensor.dtype.name}", [])
+        received, rows = self._library.ops.tfscale_alltoall(
+            tensor=tensor, splits=splits, **attributes
+        )
+        return received, rows
+
+    def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
+        """Return the tensor of the member number `root`."""
+        attributes = self._attributes(call, f"broadcast from {root}", [tensor])
+        return self._library.ops.tfscale_broadcast(tensor=tensor, root=root, **attributes)
+
+    def reducescatter(
+        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
+    ) -> tf.Tensor:
+        """Reduce and keep this member's part of the rows."""
+        return self._library.ops.tfscale_reducescatter(
+            tensor=tensor,
+            reduce_op=int(op),
+            prescale=repr(float(scaling.prescale)),
+            postscale=repr(float(scaling.postscale)),
+            group_rank=call.group.rank,
+            **self._attributes(call, f"reducescatter {op.name}", [tensor]),
+        )
+
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Make a group known; called by all ranks. Returns its id."""
+        return self._library.call("add_group", (ctypes.c_int * len(ranks))(*ranks), len(ranks))
+
+    def mark(self, kind: MarkKind) -> None:
+        """Tell the others that this rank takes part in no further step for now."""
+        self._library.call("mark", int(kind))
+
+    def num_given_up(self) -> int:
+        """Return how many collectives ended because another rank stopped."""
+        return self._library.call("num_given_up")
+
+    def start_incarnation(self, number: int) -> None:
+        """Separate what comes from what is left of a step that was given up."""
+        self._library.call("start_incarnation", number)
+
+    def take_events(self) -> list[Event]:
+        """Return the collectives finished since the last call, oldest first."""
+        events = self.event_array()
+        return [Event.from_buffer_copy(event) for event in events[events["slot"] >= 0]]
+
+    def event_array(self) -> np.ndarray:
+        """Return what `take_events` does, and stamps, with the fields of an `Event`."""
+        taken = self._library.call("take_events", self._events, len(self._events))
+        return np.frombuffer(self._events, np.dtype(Event), taken).copy()
+
+    def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
+        """Record, each time the function runs, when it has updated some variables.
+
+        Args:
+            handles: Resource handles of the variables.
+            plan: A plan of the function.
+            slot: Negative.
+        """
+        self._library.ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)
+
+    def slot_name(self, plan: int, slot: int) -> str:
+        """Return the label of the collective that an event is about."""
+        return self._slots.name(plan, slot)
+
+    def graph_of(self, plan: int) -> tf.Graph | None:
+        """Return the function graph a plan belongs to, if it is still in use."""
+        return self._slots.graph_of(plan)
+
+    @property
+    def thread_level(self) -> int:
+        """MPI's thread level: 2 is SERIALIZED, 3 is MULTIPLE."""
+        return self._library.call("thread_level")
+
+    def clock_ns(self) -> int:
+        """Return the time, in nanoseconds, of the clock that events are measured with."""
+        return self._library.call("clock_ns")
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job. Does not return."""
+        self._library.call("abort", code)
+
+    def close(self) -> None:
+        """Leave the job; waits for all ranks unless communication has failed."""
+        self._library.call("stop")

@@ -1,0 +1,95 @@
+"""Horovod's ops made safe for traced functions: unique names, and nothing folded or pruned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale.backends.base import Call
+from tfscale.backends.slots import EAGER, Slots
+
+# Starts an op on guarded inputs under a name; returns its outputs.
+Start = Callable[[list[tf.Tensor], str | None], Sequence[tf.Tensor]]
+
+
+class _PlanNumbers:
+    """Counts plans and slots where `Slots` would ask the engine's library."""
+
+    def __init__(self) -> None:
+        self._n_plans: dict[int, int] = {}
+        self._n_slots: list[int] = []
+        self.titles: list[str] = []
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Answer "plan_create" (group, title) and "plan_add_slot" (plan, description)."""
+        if name == "plan_create":
+            group = arguments[0]
+            number = self._n_plans.get(group, 0)
+            self._n_plans[group] = number + 1
+            self.titles.append(f"g{group}.p{number}")
+            self._n_slots.append(0)
+            return len(self.titles) - 1
+        plan = arguments[0]
+        self._n_slots[plan] += 1
+        return self._n_slots[plan] - 1
+
+
+class NamedOps:
+    """Runs Horovod's ops, which find their counterparts on other ranks by name.
+
+    Horovod's ops are stateless, and TensorFlow may compute a stateless op once when its input is
+    constant, merge two of them, or drop one whose result only some ranks use; the other ranks
+    would then wait for ever. So inputs look variable, each op carries an attribute of its own, and
+    a stateful op behind it keeps it alive. Names number the traced functions of a group and the
+    collectives in them, in the order of tracing, which is equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        """Start without any name."""
+        self._numbers = _PlanNumbers()
+        self._slots = Slots(self._numbers)  # type: ignore[arg-type]
+
+    def run(self, call: Call, inputs: Sequence[tf.Tensor], start: Start) -> list[tf.Tensor]:
+        """Run an op, or place it in the function that is being traced.
+
+        Args:
+            call: Group and label. Without `after` it waits for the calls traced before it.
+            inputs: Tensors; integers that only say how much is sent (splits) included.
+            start: Makes the op.
+
+        Returns:
+            The op's outputs.
+
+        Raises:
+            PlanError: An eager collective is called outside of the main thread.
+            ExchangeError: XLA compiles the function.
+        """
+        position = self._slots.place(call, "", [])
+        if position.plan == EAGER:
+            return list(start(list(inputs), None))
+        label = re.sub(r"_\d+(?=\W|$)", "", call.label)
+        words = (self._numbers.titles[position.plan], f"s{position.slot}", label)
+        name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
+        with tf.control_dependencies([] if call.after else [_marker()]):
+            guarded = [tf.raw_ops.PlaceholderWithDefault(input=t, shape=t.shape) for t in inputs]
+            outputs = list(start(guarded, name))
+        slot = tf.compat.v1.AttrValue(s=name.encode())
+        outputs[0].op._set_attr("_tfscale_slot", slot)
+        _keep(outputs[0])
+        return outputs
+
+
+def _marker() -> tf.Operation:
+    """Make a small stateful op: TensorFlow keeps those, in the order of tracing."""
+    with tf.device("CPU:0"):
+        return tf.timestamp().op
+
+
+def _keep(tensor: tf.Tensor) -> None:
+    """Let a stateful op read one number of a tensor: behind a control edge alone it is dropped."""
+    first = tf.reshape(tensor, [-1])[:1]
+    with tf.device("CPU:0"):
+        tf.raw_ops.Assert(condition=tf.timestamp() > 0, data=[first], summarize=1)

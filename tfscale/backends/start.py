@@ -1,0 +1,117 @@
+"""Starting a backend, and sharing the cores and GPUs of a host among its ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale import config
+from tfscale.backends.base import Backend
+from tfscale.end_of_job import deadline_of_start
+from tfscale.errors import ConfigError
+from tfscale.placement import Machine, own_gpu
+
+logger = logging.getLogger("tfscale")
+
+
+def look_around() -> Machine:
+    """Return what the choice of a backend depends on."""
+    from tfscale.backends.horovod import is_installed, load_horovod
+
+    n_gpus = len(tf.config.list_physical_devices("GPU"))
+    has_horovod = is_installed()
+    # Loading Horovod takes time, and matters on GPUs only.
+    has_nccl = n_gpus > 1 and has_horovod and bool(load_horovod().nccl_built())
+    return Machine(n_gpus, has_horovod, has_nccl)
+
+
+def start(name: str, settings: config.Settings, comm: Any) -> Backend:
+    """Start a backend. Collective: every rank of `comm`, on the main thread.
+
+    Args:
+        name: "engine" or "horovod".
+        settings: Options.
+        comm: None for all processes, an mpi4py communicator, or a list of the world's ranks.
+
+    Returns:
+        The backend.
+
+    Raises:
+        ConfigError: `comm` does not fit.
+        ExchangeError: MPI, Horovod or the native library cannot be used.
+    """
+    # Imported here: a single process must not need the native libraries.
+    n_cores = len(os.sched_getaffinity(0))
+    backend: Backend
+    if name == "horovod":
+        from tfscale.backends.horovod import HorovodBackend
+
+        backend = HorovodBackend(settings, comm)
+    else:
+        from tfscale.backends.engine import EngineBackend
+
+        with deadline_of_start(settings.stall_warning_s, settings.stall_shutdown_s):
+            backend = EngineBackend(settings, _fortran_handle(comm), n_cores)
+    if settings.set_threads and backend.local_size > 1:
+        _share_cores(n_cores, backend.local_size)
+    _take_own_gpu(backend)
+    if tf.config.threading.get_inter_op_parallelism_threads() == 1:
+        logger.warning(
+            "One inter-op thread keeps communication from overlapping with computation. "
+            "Set TF_NUM_INTEROP_THREADS to 2 or more."
+        )
+    return backend
+
+
+def _take_own_gpu(backend: Backend) -> None:
+    """Show this rank one GPU of its host, unless the user chose. Not tested on GPUs."""
+    gpus = tf.config.list_physical_devices("GPU")
+    chosen = own_gpu(backend.local_rank, backend.local_size, len(gpus))
+    if chosen is None or tf.config.get_visible_devices("GPU") != gpus:
+        return
+    try:
+        tf.config.set_visible_devices(gpus[chosen], "GPU")
+    except RuntimeError:
+        logger.info("TensorFlow runs already: its GPUs stay. Call tfscale.init() first.")
+
+
+def _fortran_handle(comm: Any) -> int:
+    if comm is None:
+        return -1
+    if isinstance(comm, Sequence):
+        from mpi4py import MPI
+
+        ranks = sorted(int(r) for r in comm)
+        own = MPI.COMM_WORLD.Get_rank()
+        if own not in ranks:
+            raise ConfigError(
+                f"Only the ranks named in comm may call init. Received: comm={ranks} on rank {own}."
+            )
+        comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
+    if not hasattr(comm, "py2f"):
+        raise ConfigError(
+            "comm must be None, an mpi4py communicator or a list of ranks. "
+            f"Received: {type(comm).__name__}."
+        )
+    return comm.py2f()
+
+
+def _share_cores(n_cores: int, local_size: int) -> None:
+    """Give each of the ranks of a host its share of the cores, unless the user chose."""
+    threading = tf.config.threading
+    environ = config.environment()
+    try:
+        if not threading.get_intra_op_parallelism_threads() and (
+            "TF_NUM_INTRAOP_THREADS" not in environ
+        ):
+            threading.set_intra_op_parallelism_threads(max(1, n_cores // local_size))
+        if not threading.get_inter_op_parallelism_threads() and (
+            "TF_NUM_INTEROP_THREADS" not in environ
+        ):
+            threading.set_inter_op_parallelism_threads(max(2, n_cores // local_size))
+    except RuntimeError:
+        logger.info("TensorFlow runs already: its thread numbers stay. Call tfscale.init() first.")

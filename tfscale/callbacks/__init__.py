@@ -1,0 +1,31 @@
+"""Keras callbacks for training on several ranks."""
+
+from tfscale.callbacks.backup_and_restore import BackupAndRestore
+from tfscale.callbacks.base import Callback
+from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
+from tfscale.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from tfscale.callbacks.communication_report import CommunicationReport
+from tfscale.callbacks.consistency_check import ConsistencyCheck
+from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+from tfscale.callbacks.learning_rate_warmup import LearningRateWarmupCallback
+from tfscale.callbacks.metric_average import MetricAverageCallback
+from tfscale.callbacks.model_checkpoint import ModelCheckpoint
+from tfscale.callbacks.non_trainable import NonTrainableState
+from tfscale.callbacks.parameter_averaging import ParameterAveraging
+from tfscale.callbacks.rank_zero import RankZero
+
+__all__ = [
+    "BackupAndRestore",
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "Callback",
+    "CommunicationReport",
+    "ConsistencyCheck",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+    "NonTrainableState",
+    "ParameterAveraging",
+    "RankZero",
+]

@@ -1,0 +1,52 @@
+"""What all callbacks of tfscale do besides their own work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfscale import runtime
+from tfscale.callbacks.backup_and_restore import refuse_plain_backup
+from tfscale.callbacks.model_checkpoint import make_saves_safe
+from tfscale.preparation import prepare
+from tfscale.progress import progress_of
+
+
+class Callback(keras.callbacks.Callback):
+    """Prepares the model and keeps the ranks of a `fit` together.
+
+    Subclasses that override a hook call the one here first. With several tfscale callbacks in a
+    list the first one's hook counts, so their number is free; but every rank must have one.
+    """
+
+    def set_model(self, model: keras.Model) -> None:
+        """Prepare the model; see `tfscale.prepare`."""
+        super().set_model(model)
+        prepare(model)
+        if not runtime.is_single():
+            make_saves_safe(model)
+        progress_of(model).expect_training()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Agree on the number of steps and epochs. Collective.
+
+        Raises:
+            ConfigError: Keras's BackupAndRestore is among the callbacks of several ranks.
+            ExchangeError: They differ between ranks.
+        """
+        if not runtime.is_single():
+            refuse_plain_backup()
+        progress_of(self.model).begin(self.params or {})
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note that an epoch begins."""
+        progress_of(self.model).begin_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tell the other ranks that this one's epoch is over."""
+        progress_of(self.model).end_epoch(epoch)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Tell the other ranks that this one's `fit` is over."""
+        progress_of(self.model).end_training()

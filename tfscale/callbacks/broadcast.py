@@ -1,0 +1,129 @@
+"""Start all ranks from the weights of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from tfscale import objects, runtime
+from tfscale.callbacks import building, model_state
+from tfscale.callbacks.base import Callback
+from tfscale.callbacks.consistency_check import ConsistencyCheck
+from tfscale.callbacks.non_trainable import NonTrainableState
+from tfscale.errors import ConfigError, ExchangeError
+
+
+class BroadcastGlobalVariablesCallback(Callback):
+    """Copy all weights and optimizer state from one rank to the others before the first update.
+
+    Collective: all ranks must pass it to `fit`, at the same place. Callbacks that load weights
+    when training begins (`tfscale.callbacks.BackupAndRestore`) come before it in the list.
+
+    Args:
+        root_rank: Rank whose values are kept, 0 <= root_rank < size.
+        device: Ignored; kept for scripts written for Horovod.
+        local_variables: Model variables that stay different on every rank. They, and the
+            optimizer slots that belong to them, are neither copied nor checked.
+        consistency_check: Whether to run `ConsistencyCheck` as well.
+        non_trainable: What happens to moving statistics before validation and saving; see
+            `NonTrainableState`.
+
+    Raises:
+        ConfigError: `root_rank` is not a rank, or `non_trainable` is unknown.
+        ExchangeError: When training begins, if the ranks hold different models.
+    """
+
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Iterable[keras.Variable] | None = None,
+        *,
+        consistency_check: bool = True,
+        non_trainable: str = "average",
+    ) -> None:
+        super().__init__()
+        del device
+        self.root_rank = root_rank
+        self.local_variables = list(local_variables or ())
+        state = NonTrainableState(non_trainable, root_rank, self.local_variables)
+        self._companions: list[Callback] = [state]
+        if consistency_check:
+            self._companions.append(ConsistencyCheck(local_variables=self.local_variables))
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Hand the parameters of `fit` to the callbacks inside."""
+        super().set_params(params)
+        for callback in self._companions:
+            callback.set_params(params)
+
+    def set_model(self, model: keras.Model) -> None:
+        """Prepare the model, and hand it to the callbacks inside."""
+        super().set_model(model)
+        for callback in self._companions:
+            callback.set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast now, or just before the first step if the model is not built yet.
+
+        Raises:
+            ConfigError: `root_rank` is not a rank.
+        """
+        super().on_train_begin(logs)
+        if not 0 <= self.root_rank < runtime.size():
+            raise ConfigError(
+                f"root_rank must be a rank of this job, 0 to {runtime.size() - 1}. "
+                f"Received: root_rank={self.root_rank}. Pass 0 if in doubt."
+            )
+        if runtime.size() > 1:
+            building.when_built(self.model, self._broadcast)
+        for callback in self._companions:
+            callback.on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Run the callbacks inside."""
+        super().on_train_batch_end(batch, logs)
+        for callback in self._companions:
+            callback.on_train_batch_end(batch, logs)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Run the callbacks inside."""
+        super().on_epoch_begin(epoch, logs)
+        for callback in self._companions:
+            callback.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Run the callbacks inside: unite moving statistics, check weights."""
+        super().on_epoch_end(epoch, logs)
+        for callback in self._companions:
+            callback.on_epoch_end(epoch, logs)
+
+    def _broadcast(self) -> None:
+        local = {id(variable) for variable in self.local_variables}
+        local |= model_state.slot_ids(self.model, self.local_variables)
+        state = self.model.weights + model_state.optimizer_variables(self.model)
+        state = [variable for variable in model_state.distinct(state) if id(variable) not in local]
+        _require_equal_shapes(state)
+        objects.broadcast_variables(state, self.root_rank)
+
+
+def _require_equal_shapes(variables: list[keras.Variable]) -> None:
+    """Compare shapes and dtypes over ranks; names may differ, as Keras numbers layers."""
+    mine = [(item.path, tuple(item.shape), str(item.dtype)) for item in variables]
+    every = objects.allgather_object(mine, name="shapes of variables")
+    for rank, theirs in enumerate(every):
+        for index in range(max(len(every[0]), len(theirs))):
+            first = every[0][index] if index < len(every[0]) else None
+            other = theirs[index] if index < len(theirs) else None
+            if first is None or other is None or first[1:] != other[1:]:
+                raise ExchangeError(
+                    "All ranks must train the same model with the same optimizer. Received: "
+                    f"variable {index} is {_describe(first)} on rank 0 and {_describe(other)} on "
+                    f"rank {rank}. Build the model from the same code and settings everywhere."
+                )
+
+
+def _describe(item: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "missing" if item is None else f"{item[0]!r} of shape {item[1]} and dtype {item[2]}"

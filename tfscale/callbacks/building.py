@@ -1,0 +1,76 @@
+"""Act on a model once its variables exist, and before its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfscale.errors import ConfigError
+
+
+def is_built(model: keras.Model) -> bool:
+    """Tell whether all weights of the model exist."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def when_built(model: keras.Model, action: Callable[[], None]) -> None:
+    """Run `action` once model and optimizer are built, and before the first update.
+
+    Call it while `fit` is in its `on_train_begin`. A model that does not know its shapes yet is
+    built from the shapes of the data when `fit` asks for the first step: the training function
+    is replaced for that one call.
+
+    Args:
+        model: A compiled model.
+        action: Called without arguments on the main thread, outside of any traced function.
+
+    Raises:
+        ConfigError: At the first step, where the shapes of the data do not suffice to build.
+    """
+    if is_built(model):
+        build_optimizer(model)
+        action()
+        return
+    train_function = model.train_function
+
+    def first_step(iterator: Any) -> Any:
+        model.train_function = train_function
+        build_from(model, iterator)
+        action()
+        return train_function(iterator)
+
+    model.train_function = first_step
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Create the slots of the compiled optimizer, where they do not exist yet."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def build_from(model: keras.Model, iterator: Any) -> None:
+    """Build model, losses, metrics and optimizer from the element spec of a data iterator.
+
+    Raises:
+        ConfigError: The shapes of the data do not suffice.
+    """
+    try:
+        spec = keras.tree.map_structure(_symbol, iterator.element_spec)
+        model._symbolic_build(data_batch=spec)
+    except Exception as error:
+        raise ConfigError(
+            "The model must be built before its first update, so that all ranks start equal, and "
+            f"its shapes cannot be told from the data. Received: model={model.name!r} and "
+            f"{type(error).__name__}: {error}. Call the model on one batch before fit(), or use "
+            "tfscale.prepare(model, sample_batch=...)."
+        ) from error
+    build_optimizer(model)
+
+
+def _symbol(spec: Any) -> keras.KerasTensor | None:
+    if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
+        return None
+    return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)

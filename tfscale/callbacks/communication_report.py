@@ -1,0 +1,184 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfscale import objects, runtime
+from tfscale.callbacks.epochs import EpochCallback
+from tfscale.errors import ConfigError
+from tfscale.trace import recorder, records, timeline
+from tfscale.trace.analysis import EAGER, Key
+from tfscale.trace.clocks import ClockMap, clock_ns
+from tfscale.trace.dependencies import collectives_before
+from tfscale.trace.report import write_report
+from tfscale.trace.summary import FILE_NAME
+
+logger = logging.getLogger("tfscale")
+
+
+class CommunicationReport(EpochCallback):
+    """Write what each collective cost, and how much of communication is hidden.
+
+    At the end of each epoch rank 0 adds to `communication.jsonl`, per recorded step and rank:
+    step time, compute, exposed communication, waiting for the slowest rank and overlap ratio R;
+    per collective: bytes, T_c, T_b and the times behind them. When training ends it writes
+    `communication.md`, a page of tables, and `communication.png`. `tfscale report DIRECTORY`
+    draws both again. `tfscale.trace.analysis` defines the numbers, docs/overlap.md explains them.
+
+    Backends other than the engine record no collectives; then only step times are written.
+
+    Collective: all ranks must pass it, at the same place.
+
+    Args:
+        directory: Folder of the files; rank 0 makes it and writes there. Files of an earlier run
+            are replaced.
+        every_n_steps: Steps from one recorded step to the next. The first step of a fit, which
+            traces the model, is never recorded.
+
+    Raises:
+        ConfigError: every_n_steps is less than 1.
+
+    Source: [T] eq. 3.8.
+    """
+
+    def __init__(self, directory: str | Path, every_n_steps: int = 10) -> None:
+        super().__init__()
+        if every_n_steps < 1:
+            raise ConfigError(
+                f"every_n_steps must be 1 or more. Received: every_n_steps={every_n_steps}."
+            )
+        self.directory = Path(directory)
+        self.every_n_steps = every_n_steps
+        self._n_calls = 0
+        self._begin_ns = self._origin_ns = self._first_step = 0
+        self._is_due = False
+        self._listener: recorder.Listener | None = None
+        self._clocks: ClockMap | None = None
+        self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
+        self._record = records.RankRecord([])
+        self._events: list[np.ndarray] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin to listen; align the clocks."""
+        super().on_train_begin(logs)
+        self._n_calls, self._is_due = 0, False
+        self._forget()
+        self._listener = recorder.Listener() if recorder.has_events() else None
+        self._clocks = ClockMap()
+        errors = objects.allgather_object(self._clocks.error_ns / 1e9, name="clock errors")
+        self._origin_ns = objects.broadcast_object(clock_ns(), name="origin of times")
+        if runtime.rank() > 0:
+            return
+        if self._listener is None:
+            name = runtime.backend().name
+            logger.info("The backend %s records no collectives: only step times are written.", name)
+        run = {
+            "kind": "run",
+            "size": runtime.size(),
+            "backend": runtime.backend().name,
+            "every_n_steps": self.every_n_steps,
+            "clock_error_s": errors,
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._write([json.dumps(run)], "w")
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the time, if this step is to be recorded."""
+        super().on_train_batch_begin(batch, logs)
+        was_due = self._is_due
+        self._is_due = self._n_calls > 0 and (self._n_calls - 1) % self.every_n_steps == 0
+        self._n_calls += 1
+        if was_due or self._is_due:
+            self._take()
+        if self._is_due:
+            self._first_step, self._begin_ns = batch, clock_ns()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the times of the step."""
+        end_ns = clock_ns()
+        super().on_train_batch_end(batch, logs)
+        if not self._is_due:
+            return
+        n_steps = batch - self._first_step + 1
+        window = records.Window(self._first_step, n_steps, self._begin_ns, end_ns)
+        self._record.windows.append(window)
+        timeline.note_span(f"step {self._first_step}", self._begin_ns, end_ns)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Collect what all ranks recorded; rank 0 writes it."""
+        super().on_epoch_end(epoch, logs)
+        if self.is_void or self._clocks is None:
+            self._forget()
+            return
+        self._take()
+        self._clocks.measure()
+        record = self._finished_record()
+        own = records.starts_of(record)
+        slowest = records.merge_starts(objects.allgather_object(own, name="starts"))
+        place = {"epoch": epoch, "rank": runtime.rank()}
+        lines = [json.dumps(row) for row in records.rows(place, record, slowest, self._origin_ns)]
+        every = objects.allgather_object(lines, name="communication report")
+        self._forget()
+        if runtime.rank() == 0:
+            self._write(itertools.chain.from_iterable(every), "a")
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write tables and picture on rank 0."""
+        super().on_train_end(logs)
+        if self._listener is not None:
+            self._listener.close()
+        if runtime.rank() > 0:
+            return
+        try:
+            logger.info("%s", write_report(self.directory))
+        except ConfigError as error:
+            logger.warning("No communication report: %s", error)
+
+    def _take(self) -> None:
+        """Keep the events of the recorded steps; the last of them may have ended since."""
+        if self._listener is not None:
+            events = records.events_within(self._listener.take(), self._record.windows)
+            if len(events):
+                self._events.append(events)
+
+    def _finished_record(self) -> records.RankRecord:
+        """Return what this rank recorded, in times of rank 0."""
+        assert self._clocks is not None
+        record = self._record
+        times = np.array([(w.begin, w.end) for w in record.windows], np.int64).reshape(-1, 2)
+        pairs = zip(record.windows, self._clocks.to_rank_zero(times).tolist(), strict=True)
+        windows = [w._replace(begin=begin, end=end) for w, (begin, end) in pairs]
+        if self._listener is None:
+            return records.RankRecord(windows)
+        none = self._listener.take()[:0]
+        events = np.concatenate([none, *self._events])
+        for name in ("posted_ns", "started_ns", "ended_ns"):
+            events[name] = self._clocks.to_rank_zero(events[name])
+        engine: Any = runtime.backend()
+        keys = {Key(int(e["plan"]), int(e["slot"])) for e in events} - {Key(EAGER, 0)}
+        names = {key: engine.slot_name(key.plan, key.slot) for key in keys if key.slot >= 0}
+        return records.RankRecord(windows, events, names, self._dependencies(keys))
+
+    def _dependencies(self, keys: Iterable[Key]) -> dict[Key, frozenset[Key]]:
+        engine: Any = runtime.backend()
+        keys = list(keys)
+        for key in keys:
+            if key.plan not in self._before:
+                graph = engine.graph_of(key.plan)
+                self._before[key.plan] = {} if graph is None else collectives_before(graph)
+        return {key: self._before[key.plan].get(key, frozenset()) for key in keys}
+
+    def _forget(self) -> None:
+        self._record, self._events = records.RankRecord([]), []
+
+    def _write(self, lines: Iterable[str], mode: str) -> None:
+        with open(self.directory / FILE_NAME, mode, encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)

@@ -1,0 +1,138 @@
+"""Detect ranks whose weights have drifted apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale import objects, runtime
+from tfscale.callbacks import model_state
+from tfscale.callbacks.epochs import EpochCallback, may_communicate
+from tfscale.errors import ExchangeError
+
+NAMES_SHOWN = 3
+
+
+class ConsistencyCheck(EpochCallback):
+    """Require bitwise equal weights on all ranks after the first update and at epoch ends.
+
+    Each rank sends eight bytes per variable, so a check costs about one pass over the weights.
+    Compared are trainable variables and the optimizer's state, learning rate and step count
+    included; not compared are local variables with their slots, and non-trainable state.
+
+    Collective: all ranks must pass it to `fit`, at the same place. The callback
+    `BroadcastGlobalVariablesCallback` contains one.
+
+    Args:
+        every_n_epochs: Epochs between two checks; 0 checks after the first update only.
+        optimizer_state: Whether the optimizer's state is compared.
+        local_variables: Variables that may differ, besides those registered with the optimizer.
+        groups: Ranks within which weights have to be equal, one sequence for each group; None
+            is one group, the process set of the optimizer.
+
+    Raises:
+        ExchangeError: At a check, on all ranks, naming the variable and the ranks that differ.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        optimizer_state: bool = True,
+        local_variables: Iterable[keras.Variable] | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.every_n_epochs = every_n_epochs
+        self.optimizer_state = optimizer_state
+        self.local_variables = list(local_variables or ())
+        self.groups = groups
+        self._is_first_due = True
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Make the check after the first update due."""
+        super().on_train_begin(logs)
+        self._is_first_due = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check after the first batch."""
+        super().on_train_batch_end(batch, logs)
+        if self._is_first_due and not self.is_void and may_communicate():
+            self._is_first_due = False
+            self.check("after the first update")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check, if an epoch with a check ends."""
+        super().on_epoch_end(epoch, logs)
+        is_due = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+        if (is_due or self._is_first_due) and not self.is_void:
+            self._is_first_due = False
+            self.check(f"at the end of epoch {epoch + 1}")
+
+    def check(self, moment: str) -> None:
+        """Compare now. Collective: all ranks must call this, in the same order.
+
+        Args:
+            moment: Words for the error message that say when this is.
+
+        Raises:
+            ExchangeError: Some rank differs from the first rank of its group.
+        """
+        if runtime.size() == 1:
+            return
+        variables = self._variables()
+        own = [_digest(variable) for variable in variables]
+        every = objects.allgather_object(own, name="check of weights")
+        if len({len(digests) for digests in every}) > 1:
+            raise ExchangeError(
+                "All ranks must train the same variables. Received: "
+                f"{[len(digests) for digests in every]} variables on ranks 0 to {len(every) - 1}, "
+                f"{moment}. Build the model and the optimizer from the same code everywhere."
+            )
+        ranks = model_state.process_set_of(self.model).ranks or range(len(every))
+        different = _differing(every, self.groups or [ranks])
+        if different:
+            raise ExchangeError(_explain(variables, different, moment))
+
+    def _variables(self) -> list[keras.Variable]:
+        local = model_state.local_ids(self.model, self.local_variables)
+        state = list(self.model.trainable_variables)
+        if self.optimizer_state:
+            state += model_state.optimizer_variables(self.model)
+        return [variable for variable in model_state.distinct(state) if id(variable) not in local]
+
+
+def _digest(variable: keras.Variable) -> bytes:
+    data = np.ascontiguousarray(variable.numpy()).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _differing(every: list[list[bytes]], groups: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Map the index of each unequal variable to the ranks that differ from their group's first."""
+    different: dict[int, list[int]] = {}
+    for index in range(len(every[0])):
+        ranks = [r for group in groups for r in group if every[r][index] != every[group[0]][index]]
+        if ranks:
+            different[index] = sorted(ranks)
+    return different
+
+
+def _explain(variables: list[keras.Variable], different: dict[int, list[int]], moment: str) -> str:
+    shown = [
+        f"{variables[index].path!r} on ranks {ranks}"
+        for index, ranks in list(different.items())[:NAMES_SHOWN]
+    ]
+    more = len(different) - len(shown)
+    return (
+        f"Weights must be bitwise equal on all ranks {moment}. Received: values that differ from "
+        f"the first rank's (rank 0's, without groups) for {'; '.join(shown)}"
+        f"{f'; and {more} more variables' if more else ''}. Likely causes: the optimizer is not "
+        "wrapped in DistributedOptimizer; the weights were not broadcast or were changed on one "
+        "rank afterwards; a callback or train_step does something else depending on a rank's own "
+        "data, such as a learning rate lowered by metrics that are not averaged "
+        "(MetricAverageCallback comes first). Variables meant to differ are to be registered with "
+        "register_local_var or given as local_variables."
+    )

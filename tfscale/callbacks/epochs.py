@@ -1,0 +1,83 @@
+"""Callbacks that communicate when an epoch ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tfscale import runtime
+from tfscale.callbacks.base import Callback
+
+
+class EpochCallback(Callback):
+    """Knows the epochs that do not count.
+
+    A rank on which training is stopped between two epochs leaves `fit` at once. The others notice
+    in the first step of the next epoch and give it up, and Keras ends this epoch as any other.
+    Nobody would answer them there, so nothing may be sent.
+
+    Attributes:
+        is_void: Whether the first step of this epoch was given up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_void = False
+        self._n_batches = 0
+        self._n_given_up = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Expect an epoch that counts."""
+        super().on_epoch_begin(epoch, logs)
+        self.is_void = False
+        self._n_batches = 0
+        self._n_given_up = runtime.num_given_up()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notice if the first step was given up."""
+        super().on_train_batch_end(batch, logs)
+        self._n_batches += 1
+        if self._n_batches == 1:
+            self.is_void = runtime.num_given_up() > self._n_given_up
+
+
+class BeforeValidation(EpochCallback):
+    """Acts once per epoch on all ranks: after the last batch, before `fit` validates.
+
+    Where `fit` does not know the number of steps, or the epoch was cut short, it acts at the end
+    of the epoch, before callbacks that come later save the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_acted = False
+
+    def act(self) -> None:
+        """Do what is due. Collective: all ranks must call this, in the same order."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Make the epoch due."""
+        super().on_epoch_begin(epoch, logs)
+        self._has_acted = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Act after the last batch."""
+        super().on_train_batch_end(batch, logs)
+        steps = (self.params or {}).get("steps")
+        if steps is not None and batch + 1 >= int(steps) and may_communicate():
+            self._act_once()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Act, if that has not happened in this epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._act_once()
+
+    def _act_once(self) -> None:
+        if not self._has_acted and not self.is_void:
+            self._has_acted = True
+            self.act()
+
+
+def may_communicate() -> bool:
+    """Tell whether this is the main thread; hooks of batches may run on others."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,146 @@
+"""Learning rates that follow the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.callbacks.base import Callback
+from tfscale.callbacks.model_state import unwrap
+from tfscale.errors import ConfigError
+
+Multiplier = Callable[[float], float]
+
+
+class LearningRateScheduleCallback(Callback):
+    """Set the learning rate to `initial_lr * multiplier(epoch)` while training.
+
+    With momentum, `velocity = momentum * velocity - lr * gradient` remembers the old learning
+    rate. Momentum correction multiplies the velocities by `new_lr / old_lr` whenever the rate
+    changes. For that update this equals scaling the momentum itself by the same factor and
+    restoring it afterwards, but it works although Keras 3 reads the momentum when it traces the
+    training function. (With Nesterov momentum the look-ahead term keeps the plain momentum.)
+
+    Args:
+        initial_lr: Learning rate that the multiplier refers to.
+        multiplier: A number m, meaning m ** (epoch - start_epoch), or a function of the epoch.
+        start_epoch: First epoch, counted from 0, in which the callback acts.
+        end_epoch: First epoch in which it does not act any more; None for no end.
+        staircase: Whether the rate changes at the first batch of each epoch only. Otherwise it
+            changes at every batch, and the multiplier is given fractions of epochs. A multiplier
+            that is a number is always a staircase.
+        momentum_correction: Whether to correct the momentum; see above.
+        steps_per_epoch: Batches per epoch where `staircase` is False; by default what `fit` knows.
+
+    Raises:
+        ConfigError: When training begins, if the optimizer's learning rate is a schedule, or
+            the number of steps per epoch is needed and unknown.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 3.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Multiplier,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.multiplier = _as_function(multiplier, start_epoch)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase or not callable(multiplier)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        self._scale_slots: Callable[[tf.Tensor], None] | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse what the callback cannot control."""
+        super().on_train_begin(logs)
+        self._scale_slots = None
+        rate = unwrap(self.model.optimizer)._learning_rate
+        if not isinstance(rate, keras.Variable):
+            raise ConfigError(
+                f"{type(self).__name__} sets the learning rate, so the optimizer's must be a "
+                f"number. Received: learning_rate={rate!r}. Create the optimizer with a float, "
+                "or use the LearningRateSchedule without this callback."
+            )
+        if not self.staircase:
+            self._steps()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the rate, and correct the velocities where it changed."""
+        super().on_train_batch_begin(batch, logs)
+        is_over = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or is_over or (self.staircase and batch > 0):
+            return
+        fraction = 0.0 if self.staircase else batch / self._steps()
+        self._set_rate(self.initial_lr * self.multiplier(self._epoch + fraction))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the rate to the logs as `lr`."""
+        super().on_epoch_end(epoch, logs)
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _steps(self) -> int:
+        steps = self.steps_per_epoch or (self.params or {}).get("steps")
+        if not steps:
+            raise ConfigError(
+                f"{type(self).__name__} needs the number of batches per epoch. Received: "
+                "steps_per_epoch=None and data of unknown length. Pass steps_per_epoch."
+            )
+        return int(steps)
+
+    def _rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _set_rate(self, rate: float) -> None:
+        old = self._rate()
+        self.model.optimizer.learning_rate = rate
+        new = self._rate()
+        if self.momentum_correction and old != 0.0 and new != old:
+            self._scale_velocities(new / old)
+
+    def _scale_velocities(self, factor: float) -> None:
+        slots = _velocities(unwrap(self.model.optimizer))
+        if slots and self._scale_slots is None:
+
+            @tf.function
+            def scale_slots(by: tf.Tensor) -> None:
+                for slot in slots:
+                    slot.assign(slot.value * tf.cast(by, slot.value.dtype))
+
+            self._scale_slots = scale_slots
+        if self._scale_slots is not None:
+            self._scale_slots(tf.constant(factor, tf.float64))
+
+
+def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier:
+    if callable(multiplier):
+        return multiplier
+    base = float(multiplier)
+    return lambda epoch: base ** (epoch - start_epoch)
+
+
+def _velocities(optimizer: Any) -> list[keras.Variable]:
+    """Return the slots that contain learning rates of earlier steps (SGD, RMSprop)."""
+    if not getattr(optimizer, "momentum", 0.0):
+        return []
+    return list(
+        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    )

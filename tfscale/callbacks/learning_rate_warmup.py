@@ -1,0 +1,59 @@
+"""The warm-up of the learning rate for large batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.utils import io_utils
+
+from tfscale import runtime
+from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate linearly from `initial_lr / size` to `initial_lr`.
+
+    In batch b of epoch e the multiplier is `(x * (size - 1) / warmup_epochs + 1) / size` with
+    x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up gets `initial_lr`.
+    With one process the rate is `initial_lr` throughout.
+
+    Args:
+        initial_lr: Learning rate after the warm-up, already scaled by the number of ranks.
+        warmup_epochs: Length of the warm-up in epochs, greater than 0.
+        momentum_correction: As in `LearningRateScheduleCallback`.
+        steps_per_epoch: Batches per epoch; by default what `fit` knows.
+        verbose: 1 writes a line on rank 0 when the warm-up is over.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            size = runtime.size()
+            reached = epoch + 1.0 / self._steps()
+            return (reached * (size - 1) / warmup_epochs + 1.0) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Say that the warm-up is over, if it is."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch + 1 == self.end_epoch and runtime.rank() == 0:
+            io_utils.print_msg(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
+            )

@@ -1,0 +1,114 @@
+"""Which variables make up the state of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from tfscale.process_sets import ProcessSet, global_process_set
+
+ACCUMULATORS = "_accumulated_gradients"
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the optimizer that holds the update rule, below loss scaling."""
+    while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """List the optimizers of a model, those of a custom train_step included.
+
+    Args:
+        model: Any Keras model, compiled or not.
+
+    Returns:
+        `model.optimizer` first, then other optimizers that are attributes of the model or items
+        of a list attribute, in the order of the attributes, which is equal on all ranks.
+    """
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        found.extend(value if isinstance(value, (list, tuple)) else [value])
+    unique: dict[int, Any] = {}
+    for item in found:
+        if isinstance(item, keras.optimizers.Optimizer):
+            unique.setdefault(id(unwrap(item)._iterations), item)
+    return list(unique.values())
+
+
+def process_set_of(model: keras.Model) -> ProcessSet:
+    """Return the ranks that the model's optimizer keeps together."""
+    return getattr(getattr(model, "optimizer", None), "process_set", global_process_set)
+
+
+def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    """Return the variables without repetition, order kept."""
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = None) -> set[int]:
+    """Collect the ids of variables that belong to one rank only.
+
+    Args:
+        model: The model whose optimizers may have had variables registered as local.
+        variables: Further local variables given by the user.
+
+    Returns:
+        `id` of each local variable and of the optimizer slots that belong to it.
+    """
+    local = list(variables or ())
+    for optimizer in optimizers_of(model):
+        is_local = getattr(optimizer, "is_local_var", None)
+        if is_local is not None:
+            local.extend(variable for variable in model.trainable_variables if is_local(variable))
+    return slot_ids(model, local) | {id(variable) for variable in local}
+
+
+def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int]:
+    """Collect the ids of the optimizer slots that belong to `variables`.
+
+    Keras keeps every kind of slot in a list as long as the list of the optimizer's trainable
+    variables and in the same order, so position identifies the slot and names are not needed.
+    """
+    wanted = {id(variable) for variable in variables}
+    slots: set[int] = set()
+    for optimizer in optimizers_of(model) if wanted else ():
+        inner = unwrap(optimizer)
+        trainable = getattr(inner, "_trainable_variables", [])
+        for value in list(vars(inner).values()):
+            if isinstance(value, (list, tuple)) and len(value) == len(trainable):
+                pairs = zip(trainable, value, strict=True)
+                slots |= {id(slot) for owner, slot in pairs if id(owner) in wanted}
+    return slots - wanted
+
+
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return learning rates, step counts and slots of all optimizers of the model.
+
+    Gradient accumulators are left out: between two updates they hold this rank's own sums.
+    """
+    variables: list[keras.Variable] = []
+    partial: set[int] = set()
+    for optimizer in optimizers_of(model):
+        variables.extend(optimizer.variables)
+        partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
+    return [variable for variable in distinct(variables) if id(variable) not in partial]
+
+
+def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
+    """Return the floating point state that layers keep beside their trainable weights.
+
+    Moving statistics are such state. Frozen kernels are not (layers hold them as trainable
+    weights switched off), nor are states of seed generators, metrics and integer counters.
+    """
+    variables: list[keras.Variable] = []
+    for layer in model._flatten_layers():
+        variables.extend(layer._non_trainable_variables)
+    return [
+        item
+        for item in distinct(variables)
+        if "float" in keras.backend.standardize_dtype(item.dtype)
+    ]

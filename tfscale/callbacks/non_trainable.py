@@ -1,0 +1,104 @@
+"""Give all ranks the same moving statistics before they validate or save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import collectives, objects, reduce_ops, runtime
+from tfscale.callbacks import model_state
+from tfscale.callbacks.epochs import BeforeValidation
+from tfscale.errors import ConfigError
+from tfscale.process_sets import ProcessSet
+
+MODES = ("average", "root", "local")
+
+
+class NonTrainableState(BeforeValidation):
+    """Unite the non-trainable state of the ranks once per epoch.
+
+    Every rank's BatchNormalization sees the batches of that rank only, so the moving statistics
+    differ. They are united before `fit` validates, see `BeforeValidation`. Integers, states of seed
+    generators and local variables are left alone. One message per epoch.
+
+    Collective: all ranks must pass it to `fit`, at the same place. The callback
+    `BroadcastGlobalVariablesCallback` contains one.
+
+    Args:
+        mode: `"average"` takes the mean over ranks, `"root"` the values of `root_rank`, `"local"`
+            keeps each rank's own.
+        root_rank: Used with `"root"`.
+        local_variables: Variables to leave alone.
+
+    Raises:
+        ConfigError: `mode` is none of the above.
+    """
+
+    def __init__(
+        self,
+        mode: str = "average",
+        root_rank: int = 0,
+        local_variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise ConfigError(
+                f"non_trainable must be one of {', '.join(map(repr, MODES))}. Received: "
+                f"non_trainable={mode!r}. Use 'average' if in doubt."
+            )
+        self.mode = mode
+        self.root_rank = root_rank
+        self.local_variables = list(local_variables or ())
+        self._united: list[tuple[keras.Variable, np.ndarray]] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget what an earlier `fit` united."""
+        super().on_train_begin(logs)
+        self._united = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Unite the state after the last batch; take back what a step that was given up moved."""
+        super().on_train_batch_end(batch, logs)
+        if self.is_void:
+            # The step was given up before its update, but its forward pass has moved statistics.
+            for variable, value in self._united:
+                variable.assign(value)
+
+    def act(self) -> None:
+        """Unite the state."""
+        self.unite()
+
+    def unite(self) -> None:
+        """Unite the state now. Collective: all ranks must call this, in the same order."""
+        if self.mode == "local" or runtime.size() == 1:
+            return
+        members = model_state.process_set_of(self.model)
+        local = model_state.local_ids(self.model, self.local_variables)
+        state = model_state.non_trainable_state(self.model)
+        state = [variable for variable in state if id(variable) not in local]
+        if not state or not members.included():
+            return
+        if self.mode == "root":
+            objects.broadcast_variables(state, self.root_rank, process_set=members)
+        else:
+            _average(state, members)
+        self._united = [(variable, np.array(variable.numpy())) for variable in state]
+
+
+def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
+    """Average in float64, in which the mean of equal float32 values is the value itself."""
+    values = [np.asarray(variable.numpy(), dtype=np.float64) for variable in variables]
+    packed = tf.constant(np.concatenate([value.ravel() for value in values]))
+    total = collectives.allreduce(
+        packed, op=reduce_ops.Sum, process_set=members, name="tfscale_non_trainable_state"
+    )
+    size = len(members.ranks or range(runtime.size()))
+    mean = np.asarray(total) / size
+    start = 0
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(mean[start : start + value.size].reshape(value.shape))
+        start += value.size

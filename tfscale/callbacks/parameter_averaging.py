@@ -1,0 +1,189 @@
+"""Independent training of the ranks, whose parameters are averaged from time to time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import collectives, reduce_ops, runtime
+from tfscale.callbacks import model_state
+from tfscale.callbacks.epochs import BeforeValidation
+from tfscale.errors import ConfigError
+from tfscale.optimizer import is_distributed
+
+logger = logging.getLogger("tfscale")
+
+
+@dataclass(frozen=True)
+class DistanceWeights:
+    """Weights that fall with a rank's distance from the last common parameters.
+
+    gamma_i = exp(-lam * ||common - w_i|| / (||common|| + ||w_i||)), norms over all trainable
+    variables together.
+
+    Attributes:
+        lam: 0 or more; 0 weights all ranks alike.
+
+    Source: [S] eq. 10.
+    """
+
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ConfigError: `lam` is negative.
+        """
+        if not self.lam >= 0:
+            raise ConfigError(f"lam must be 0 or more. Received: lam={self.lam}.")
+
+    def of(self, common: np.ndarray, own: np.ndarray) -> float:
+        """Return a rank's weight, in (0, 1]."""
+        scale = np.linalg.norm(common) + np.linalg.norm(own)
+        return float(np.exp(-self.lam * np.linalg.norm(common - own) / scale)) if scale else 1.0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Average only when the ranks have drifted apart.
+
+    Attributes:
+        threshold: Mean over ranks of ||w_i - common|| / ||common|| above which they have.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ConfigError: `threshold` is negative.
+        """
+        if not self.threshold >= 0:
+            raise ConfigError(f"threshold must be 0 or more. Received: {self.threshold}.")
+
+
+class ParameterAveraging(BeforeValidation):
+    """Average the parameters of models that the ranks train each on its own.
+
+    For a plain Keras optimizer: gradients are not exchanged. Start all ranks alike with
+    `BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")` before
+    this callback in the list, and give each rank its own batches
+    (`tfscale.data.GlobalBatches`). Averages are taken before `fit` validates. Moving statistics
+    are averaged with the parameters; the optimizer's state stays each rank's own.
+
+    Collective: all ranks must pass it to `fit`, at the same place, with the same arguments.
+
+    Args:
+        every_n_epochs: Epochs between two averages, 1 or more; "end" averages once, after the
+            last epoch (which fails where the models have drifted too far apart).
+        weights: "uniform" for the mean, or `DistanceWeights`.
+        when: None averages each time; `Divergence` only if the ranks have drifted apart.
+
+    Raises:
+        ConfigError: An argument does not fit, or, when training begins, the optimizer is a
+            DistributedOptimizer, which keeps the ranks equal anyway.
+
+    Source: [S] 1.3, 2.2.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int | Literal["end"] = 1,
+        *,
+        weights: Literal["uniform"] | DistanceWeights = "uniform",
+        when: Divergence | None = None,
+    ) -> None:
+        super().__init__()
+        is_number = isinstance(every_n_epochs, int) and every_n_epochs >= 1
+        if every_n_epochs != "end" and not is_number:
+            raise ConfigError(
+                "every_n_epochs must be 1 or more, or 'end'. "
+                f"Received: every_n_epochs={every_n_epochs!r}."
+            )
+        if weights != "uniform" and not isinstance(weights, DistanceWeights):
+            raise ConfigError(
+                f"weights must be 'uniform' or DistanceWeights(lam). Received: {weights!r}."
+            )
+        self.every_n_epochs = every_n_epochs
+        self.weights = DistanceWeights(0.0) if weights == "uniform" else weights
+        self.when = when
+        self.n_averages = 0
+        self._epoch = 0
+        self._common: np.ndarray | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse optimizers that exchange gradients."""
+        super().on_train_begin(logs)
+        if is_distributed(self.model.optimizer) and not runtime.is_single():
+            raise ConfigError(
+                "Parameters are averaged where ranks train on their own. Received: a "
+                "DistributedOptimizer, which keeps the ranks equal. Compile with the Keras "
+                "optimizer itself, or remove ParameterAveraging."
+            )
+        self._common = None
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the parameters all ranks start from."""
+        if self._common is None and self._variables():
+            self._common = _flat(self._variables())
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def act(self) -> None:
+        """Average if it is due."""
+        if self.every_n_epochs == "end":
+            is_due = self._epoch + 1 == int((self.params or {}).get("epochs") or 0)
+        else:
+            is_due = (self._epoch + 1) % self.every_n_epochs == 0
+        if is_due and not runtime.is_single() and (self.when is None or self._has_diverged()):
+            self.average()
+
+    def average(self) -> None:
+        """Average now. Collective: all ranks must call this, in the same order."""
+        trained, state = self._variables(), model_state.non_trainable_state(self.model)
+        own = _flat(trained)
+        common = own if self._common is None else self._common
+        weight = self.weights.of(common, own)
+        values = np.concatenate([weight * own, weight * _flat(state), [weight]])
+        total = np.asarray(
+            collectives.allreduce(tf.constant(values), op=reduce_ops.Sum, name="parameters")
+        )
+        _assign([*trained, *state], total[:-1] / total[-1])
+        self._common = _flat(trained)
+        self.n_averages += 1
+
+    def _variables(self) -> list[keras.Variable]:
+        return model_state.distinct(self.model.trainable_variables)
+
+    def _has_diverged(self) -> bool:
+        assert self.when is not None
+        own = _flat(self._variables())
+        common = own if self._common is None else self._common
+        drift = np.linalg.norm(own - common) / max(np.linalg.norm(common), 1e-300)
+        mean = float(collectives.allreduce(tf.constant(drift), name="divergence"))
+        logger.info("The models have drifted %.4g apart, threshold %g.", mean, self.when.threshold)
+        return mean > self.when.threshold
+
+
+def _flat(variables: list[keras.Variable]) -> np.ndarray:
+    """Return all values in float64, in which equal float32 values have themselves as mean."""
+    parts = [np.asarray(v.numpy(), np.float64).ravel() for v in variables]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _assign(variables: list[keras.Variable], values: np.ndarray) -> None:
+    start = 0
+    for variable in variables:
+        size = int(np.prod(variable.shape))
+        variable.assign(values[start : start + size].reshape(variable.shape))
+        start += size

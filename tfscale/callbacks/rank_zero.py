@@ -1,0 +1,68 @@
+"""Run a callback on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfscale import runtime
+from tfscale.callbacks.base import Callback
+from tfscale.errors import ConfigError
+
+
+class RankZero(Callback):
+    """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
+
+    Give it to `fit` on every rank. On the other ranks the callback learns of nothing, not even
+    of the model. Where it sets `model.stop_training`, all ranks stop together.
+
+    Args:
+        callback: A Keras callback that does not communicate.
+
+    Raises:
+        ConfigError: `callback` is no callback, or one of tfscale's that needs all ranks.
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        super().__init__()
+        if not isinstance(callback, keras.callbacks.Callback) or isinstance(callback, Callback):
+            raise ConfigError(
+                "RankZero takes a Keras callback that does not communicate. Received: "
+                f"callback={callback!r}. Give callbacks of tfscale to fit() as they are."
+            )
+        self.callback = callback
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Forward the parameters on rank 0."""
+        super().set_params(params)
+        self._forward("set_params", params)
+
+    def set_model(self, model: keras.Model) -> None:
+        """Prepare the model everywhere, forward it on rank 0."""
+        super().set_model(model)
+        self._forward("set_model", model)
+
+    def _forward(self, name: str, *args: Any) -> None:
+        if runtime.rank() == 0:
+            getattr(self.callback, name)(*args)
+
+
+def _forwarding(name: str) -> Callable[..., None]:
+    def hook(self: RankZero, *args: Any, **kwargs: Any) -> None:
+        getattr(super(RankZero, self), name)(*args, **kwargs)
+        self._forward(name, *args, *kwargs.values())
+
+    hook.__name__ = name
+    hook.__doc__ = f"Forward `{name}` on rank 0."
+    return hook
+
+
+for _name in (
+    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end"),
+    *("on_train_batch_begin", "on_train_batch_end", "on_test_begin", "on_test_end"),
+    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
+    *("on_predict_batch_begin", "on_predict_batch_end"),
+):
+    setattr(RankZero, _name, _forwarding(_name))

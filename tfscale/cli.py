@@ -1,0 +1,174 @@
+"""The command `tfscale`: run, doctor, build and report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from tfscale.config import environment
+from tfscale.doctor import examine
+from tfscale.errors import ConfigError
+from tfscale.job import count_cores, find_mpi, run_job, thread_variables
+from tfscale.mpi_command import LaunchSpec, build_command, parse_hosts
+from tfscale.native import build as native_build
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser(
+        "run",
+        help="start a program on several ranks",
+        usage="tfscale run -np 4 [options] python train.py ...",
+    )
+    run.add_argument("-np", "-n", type=int, dest="size", metavar="N", help="number of ranks")
+    run.add_argument("-H", "--hosts", default="", metavar="HOST:N,...", help="hosts and places")
+    run.add_argument("--hostfile", metavar="FILE", help="hosts, in the MPI's own format")
+    run.add_argument("--slurm", action="store_true", help="start with srun in an allocation")
+    run.add_argument(
+        "--output-prefix",
+        "--tag-output",
+        action="store_true",
+        help="print the rank before each line",
+    )
+    run.add_argument("--bind-to", metavar="WHAT", help="none, core, socket (default: none)")
+    run.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="variable for every rank (repeatable)",
+    )
+    run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    run.add_argument("--verbose", action="store_true", help="print the command first")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
+    run.set_defaults(handler=_run)
+
+
+def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
+    size = options.size
+    if size is None and options.slurm:
+        size = int(environ.get("SLURM_NTASKS", "0"))
+    if size is None:
+        raise ConfigError(
+            "The number of ranks must be given. Received: no -np. "
+            "Example: tfscale run -np 4 python train.py"
+        )
+    variables = {}
+    for item in options.env:
+        name, equals, value = item.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
+        variables[name] = value
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    spec = LaunchSpec(
+        command=tuple(command),
+        size=size,
+        hosts=parse_hosts(options.hosts, size) if options.hosts else (),
+        hostfile=options.hostfile,
+        is_slurm=options.slurm,
+        is_prefixed=options.output_prefix,
+        bind_to=options.bind_to,
+        is_root=os.geteuid() == 0,
+        n_cores=count_cores(),
+    )
+    threads = thread_variables(spec, {**environ, **variables})
+    return dataclasses.replace(spec, environment={**threads, **variables})
+
+
+def _run(options: argparse.Namespace) -> int:
+    environ = dict(environment())
+    spec = _read_spec(options, environ)
+    command = build_command(spec, find_mpi(options.mpiexec))
+    if options.dry_run or options.verbose:
+        print(shlex.join(command), flush=True)
+    return 0 if options.dry_run else run_job(command, environ)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser("doctor", help="say what is here and what is missing")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--timeout-s", type=float, default=120.0, help="limit of each test")
+    doctor.set_defaults(handler=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    checks = examine(environment(), os.geteuid() == 0, options.timeout_s)
+    is_complete = all(check.status != "missing" for check in checks)
+    if options.json:
+        answer = {"ok": is_complete, "checks": [dataclasses.asdict(check) for check in checks]}
+        print(json.dumps(answer, indent=2))
+        return 0 if is_complete else 1
+    for check in checks:
+        print(f"{check.status:8} {check.name:11} {check.detail}")
+        if check.remedy:
+            print(f"{'':8} {'':11} -> {check.remedy}")
+    print("Ready for several ranks." if is_complete else "Not ready for several ranks.")
+    return 0 if is_complete else 1
+
+
+def _add_build(commands: argparse._SubParsersAction) -> None:
+    build = commands.add_parser(
+        "build", help="build the shared library for the TensorFlow and MPI that are here"
+    )
+    build.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
+    build.set_defaults(handler=_build)
+
+
+def _build(options: argparse.Namespace) -> int:
+    return native_build.main(["--mpicxx", options.mpicxx] if options.mpicxx else [])
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report", help="draw the communication report of a finished run again"
+    )
+    report.add_argument("directory", metavar="DIR", help="folder of the report or timeline")
+    report.set_defaults(handler=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    # Imported here: matplotlib and its fonts take a second.
+    from tfscale.trace.chrome import merge_parts
+    from tfscale.trace.report import write_report
+
+    if merge_parts(options.directory):
+        print(f"Merged the ranks' timelines in {options.directory}.")
+    else:
+        print(write_report(options.directory), end="")
+    return 0
+
+
+# One entry per command: adds its parser, whose `handler` takes the options and returns a code.
+COMMANDS = (_add_run, _add_doctor, _add_build, _add_report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Words after `tfscale`; None takes this process's.
+
+    Returns:
+        The exit code: that of the ranks for `run`, else 0 if all is well.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tfscale", description="Trains Keras models on several processes."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(argv)
+    try:
+        return int(options.handler(options))
+    except ConfigError as error:
+        print(f"tfscale: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

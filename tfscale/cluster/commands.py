@@ -1,0 +1,197 @@
+"""The commands that make, shape and read an emulated cluster, as pure functions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tfscale.cluster.layout import BRIDGE, BRIDGE_ADDRESS, LINK, NETWORK, Layout
+from tfscale.errors import ConfigError
+
+# A packet of 64 KB, as the kernel hands them down, must fit into the bucket with room to spare:
+# with a smaller bucket it is cut up or dropped, and the retransmissions spoil every measurement.
+MIN_BURST_BYTES = 128 * 1024
+_QUEUE_MS = 50
+Command = list[str]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the links are like; alike for all, and for both directions.
+
+    Attributes:
+        rate_bits_s: Bits per second of each direction.
+        delay_ms: Added on the way to and from the bridge, so twice between two nodes.
+        loss_percent: Packets lost at each end of a link, in [0, 100).
+    """
+
+    rate_bits_s: float
+    delay_ms: float = 0.0
+    loss_percent: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: A value is outside of its range.
+        """
+        if not (self.delay_ms >= 0 and 0 <= self.loss_percent < 100):
+            raise ConfigError(
+                "A delay is 0 or more, a loss in [0, 100). "
+                f"Received: delay_ms={self.delay_ms}, loss_percent={self.loss_percent}."
+            )
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether the kernel must be able to delay and to lose packets."""
+        return self.delay_ms > 0 or self.loss_percent > 0
+
+
+def inside(namespace: str, *words: str) -> Command:
+    """Return a command that runs another one in a network namespace."""
+    return ["ip", "netns", "exec", namespace, *words]
+
+
+def up_commands(layout: Layout) -> list[Command]:
+    """Return what makes the namespaces, the bridge and the links of a cluster, in order."""
+    bridge = layout.bridge_namespace
+    mask = f"/{NETWORK.prefixlen}"
+    lines = [["ip", "netns", "add", name] for name in layout.namespaces]
+    lines += [["ip", "-n", name, "link", "set", "lo", "up"] for name in layout.namespaces]
+    lines += [
+        ["ip", "-n", bridge, "link", "add", BRIDGE, "type", "bridge"],
+        ["ip", "-n", bridge, "addr", "add", BRIDGE_ADDRESS + mask, "dev", BRIDGE],
+        ["ip", "-n", bridge, "link", "set", BRIDGE, "up"],
+    ]
+    for node in layout.nodes:
+        peer = ["type", "veth", "peer", "name", LINK, "netns", node.namespace]
+        lines += [
+            ["ip", "-n", bridge, "link", "add", node.port, *peer],
+            ["ip", "-n", bridge, "link", "set", node.port, "master", BRIDGE, "up"],
+            ["ip", "-n", node.namespace, "addr", "add", node.address + mask, "dev", LINK],
+            ["ip", "-n", node.namespace, "link", "set", LINK, "up"],
+        ]
+    return lines
+
+
+def ends_of_links(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield (namespace, device) of both ends of each link: one per direction."""
+    for node in layout.nodes:
+        yield node.namespace, LINK
+        yield layout.bridge_namespace, node.port
+
+
+def shape_commands(layout: Layout, shape: Shape) -> list[Command]:
+    """Return what gives each direction of each link its rate, and its delay and loss if any.
+
+    A packet is delayed first and then waits for its turn at the rate, whence netem inside tbf.
+    """
+    burst = max(MIN_BURST_BYTES, int(shape.rate_bits_s / 8 / 1000))
+    latency_ms = _QUEUE_MS + shape.delay_ms
+    rate = f"{round(shape.rate_bits_s)}bit"
+    tbf = ["handle", "1:", "tbf", "rate", rate, "burst", str(burst), "latency", f"{latency_ms:g}ms"]
+    netem = ["delay", f"{shape.delay_ms:g}ms", "loss", f"{shape.loss_percent:g}%", "limit", "20000"]
+    lines = []
+    for namespace, device in ends_of_links(layout):
+        start = ["tc", "-n", namespace, "qdisc"]
+        lines.append([*start, "replace", "dev", device, "root", *tbf])
+        if shape.needs_netem:
+            parent = ["parent", "1:1", "handle", "10:", "netem"]
+            lines.append([*start, "replace", "dev", device, *parent, *netem])
+    return lines
+
+
+def unshape_commands(layout: Layout) -> list[Command]:
+    """Return what takes rate, delay and loss off every link again."""
+    ends = ends_of_links(layout)
+    return [["tc", "-n", name, "qdisc", "del", "dev", device, "root"] for name, device in ends]
+
+
+def down_commands(layout: Layout) -> list[Command]:
+    """Return what removes a cluster; a namespace takes its devices with it."""
+    return [["ip", "netns", "del", name] for name in layout.namespaces]
+
+
+def counters_command(layout: Layout) -> Command:
+    """Return what prints the byte counters of all links, see `parse_counters`."""
+    return ["ip", "-n", layout.bridge_namespace, "-s", "-j", "link", "show"]
+
+
+def parse_counters(layout: Layout, text: str) -> dict[str, dict[str, int]]:
+    """Read the output of `counters_command`.
+
+    Returns:
+        Per node the bytes it has "sent" and "received" since its link was made. What the bridge's
+        end of a link receives, the node has sent.
+    """
+    links = {link["ifname"]: link["stats64"] for link in json.loads(text)}
+    return {
+        node.name: {
+            "sent": links[node.port]["rx"]["bytes"],
+            "received": links[node.port]["tx"]["bytes"],
+        }
+        for node in layout.nodes
+    }
+
+
+def difference(
+    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Return per node what the counters grew by."""
+    return {
+        node: {way: after[node][way] - before[node][way] for way in ("sent", "received")}
+        for node in before
+    }
+
+
+def launcher_script(layout: Layout) -> str:
+    """Return the script that mpiexec calls as it would call ssh: options, host, command.
+
+    It enters the namespace of the node with that address. Each node has its own host name, so
+    that the ranks of two nodes do not take themselves for neighbours and use shared memory, and
+    its own /sys (`ip netns exec` sees to it; `nsenter --net` does not), from which MPI learns
+    which network devices there are. Any other host is refused.
+    """
+    cases = "\n".join(
+        f"  {node.address}) namespace={node.namespace}; name={node.name};;" for node in layout.nodes
+    )
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1
+shift
+case "$host" in
+{cases}
+  *) echo "$host is no node of the emulated cluster {layout.name}" >&2; exit 1;;
+esac
+exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*"
+"""
+
+
+def run_variables(script: str, n_ranks: int, n_cores: int) -> dict[str, str]:
+    """Return the environment that makes hydra use the script, and MPI the emulated links.
+
+    Args:
+        script: Path of `launcher_script`'s text.
+        n_ranks: Ranks that will run, all on this machine.
+        n_cores: Its cores. With fewer than ranks, a rank that waits must give its core away.
+    """
+    variables = {
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": script,
+        "HYDRA_IFACE": BRIDGE,
+        # Left to itself MPI finds a way around the links, such as shared memory or the devices
+        # of other namespaces.
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": LINK,
+    }
+    if n_ranks > n_cores:
+        variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+    return variables
+
+
+def describe(command: Command) -> str:
+    """Return a command as one would type it."""
+    return shlex.join(command)

@@ -1,0 +1,157 @@
+"""Make, shape and remove an emulated cluster: executes what `commands` builds. Needs root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfscale.cluster import commands
+from tfscale.cluster.layout import Layout, make_layout
+from tfscale.cluster.state import (
+    State,
+    delete_state,
+    read_state,
+    script_path,
+    write_state,
+)
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.job import end_processes
+
+_NAMESPACES = Path("/run/netns")
+
+
+def find_obstacle() -> str:
+    """Return why no cluster can be emulated here, or an empty string."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found (packages iproute2 and util-linux)"
+    probe = f"tfscale-probe-{os.getpid()}"
+    try:
+        _execute(["ip", "netns", "add", probe])
+        _execute(["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *_PROBED_SHAPE])
+    except ExchangeError as error:
+        return f"this system does not permit network namespaces with tc: {error}"
+    finally:
+        if (_NAMESPACES / probe).exists():
+            _execute(["ip", "netns", "del", probe])
+    return ""
+
+
+_PROBED_SHAPE = ("tbf", "rate", "1gbit", "burst", "131072", "latency", "50ms")
+
+
+def _execute(command: Sequence[str]) -> str:
+    """Run a command of ours and return its output; ExchangeError with its own text if it fails."""
+    done = subprocess.run(
+        list(command), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    if done.returncode != 0:
+        raise ExchangeError(f"`{commands.describe(list(command))}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _need_root() -> None:
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"An emulated cluster needs root, for its network namespaces. Received: user id "
+            f"{os.geteuid()}. Run it by sudo, or in a container with the capabilities NET_ADMIN "
+            "and SYS_ADMIN."
+        )
+
+
+def existing(name: str) -> State:
+    """Return the state of a cluster that is up.
+
+    Raises:
+        ConfigError: Not root, or no such cluster.
+    """
+    _need_root()
+    state = read_state(name)
+    if state is None:
+        raise ConfigError(
+            f"The cluster must be up. Received: name={name!r}, which is not. "
+            "Run: tools/cluster.py up"
+        )
+    return state
+
+
+def up(name: str, n_nodes: int) -> Layout:
+    """Make a cluster whose links have no limit yet; what is left of one of that name goes first.
+
+    Raises:
+        ConfigError: Not root, or an argument does not fit.
+        ExchangeError: A command failed; what had been made is removed again.
+    """
+    _need_root()
+    layout = make_layout(name, n_nodes)
+    down(name)
+    # Written before anything exists, so that `down` finds what a crash leaves.
+    write_state(State(layout, {}))
+    try:
+        for command in commands.up_commands(layout):
+            _execute(command)
+        script = script_path(name)
+        script.write_text(commands.launcher_script(layout))
+        script.chmod(0o700)
+    except BaseException:
+        down(name)
+        raise
+    return layout
+
+
+def set_shape(name: str, shape: commands.Shape | None) -> None:
+    """Give all links of a cluster a rate, and a delay and loss where the kernel can do it.
+
+    Args:
+        name: Of a cluster that is up.
+        shape: What the links shall be like; None takes all limits off.
+
+    Raises:
+        ConfigError: No such cluster, or the kernel has no netem.
+        ExchangeError: A command failed.
+    """
+    layout = existing(name).layout
+    for command in commands.unshape_commands(layout):
+        subprocess.run(command, capture_output=True, timeout=60)
+    try:
+        for command in commands.shape_commands(layout, shape) if shape else []:
+            _execute(command)
+    except ExchangeError as error:
+        if shape and shape.needs_netem and "netem" in str(error):
+            raise ConfigError(
+                "Delay and loss need a kernel with sch_netem. Received: one without. "
+                f"Leave --delay and --loss out. {error}"
+            ) from error
+        raise
+
+
+def read_bytes(name: str) -> dict[str, dict[str, int]]:
+    """Return per node the bytes "sent" and "received" over its link since the cluster is up."""
+    layout = existing(name).layout
+    return commands.parse_counters(layout, _execute(commands.counters_command(layout)))
+
+
+def down(name: str) -> None:
+    """End what runs in a cluster and remove it; harmless where there is none.
+
+    Only processes that carry the mark of a job started here are ended, each by its id.
+
+    Raises:
+        ConfigError: Not root.
+        ExchangeError: A namespace could not be removed; the state file stays.
+    """
+    _need_root()
+    state = read_state(name)
+    if state is None:
+        return
+    for job in state.jobs:
+        end_processes(job)
+    for command in commands.down_commands(state.layout):
+        if (_NAMESPACES / command[-1]).exists():
+            _execute(command)
+    delete_state(name)

@@ -1,0 +1,148 @@
+"""Run programs on the nodes of an emulated cluster, and prove that they used its links."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from tfscale.cluster import commands
+from tfscale.cluster.control import existing, read_bytes
+from tfscale.cluster.layout import Layout
+from tfscale.cluster.state import State, script_path, write_state
+from tfscale.config import environment
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.job import count_cores, end_processes, find_mpi, new_job, thread_variables
+from tfscale.mpi_command import LaunchSpec, build_command
+
+# What mpiexec and its helpers themselves say to each other stays below this, per node.
+_LEAST_PAYLOAD_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run in a cluster ended.
+
+    Attributes:
+        exit_code: mpiexec's.
+        bytes: Per node what it "sent" and "received" over its link during the run.
+    """
+
+    exit_code: int
+    bytes: dict[str, dict[str, int]]
+
+
+def run(
+    name: str,
+    size: int,
+    command: Sequence[str],
+    extra: Mapping[str, str] | None = None,
+    output: IO[str] | None = None,
+    timeout_s: float | None = None,
+) -> RunResult:
+    """Run a program on the nodes of a cluster, ranks spread evenly in order.
+
+    Args:
+        name: Of a cluster that is up.
+        size: Number of ranks.
+        command: Program and arguments of each rank.
+        extra: Environment variables in addition.
+        output: Where the ranks print; None is this process's own output.
+        timeout_s: Limit in seconds.
+
+    Returns:
+        Exit code and what the links moved. None of the ranks is left.
+
+    Raises:
+        ConfigError: No such cluster, no MPICH, or nothing to start.
+        ExchangeError: More than one node took part and a link moved next to nothing although the
+            program succeeded: its messages went another way, and its times mean nothing.
+        subprocess.TimeoutExpired: It took longer than `timeout_s`.
+    """
+    state = existing(name)
+    words, environ = _prepare(state.layout, size, command, extra or {})
+    before = read_bytes(name)
+    job, environ = new_job(environ)
+    code = _run_marked(state, job, words, environ, (output, timeout_s))
+    moved = commands.difference(before, read_bytes(name))
+    used = dict(list(moved.items())[: min(size, len(state.layout.nodes))])
+    if code == 0 and len(used) > 1:
+        check_moved(used)
+    return RunResult(code, moved)
+
+
+def check_moved(moved: Mapping[str, Mapping[str, int]]) -> None:
+    """Make sure that the ranks talked over their links.
+
+    Raises:
+        ExchangeError: A link moved less than MPI's own start does.
+    """
+    idle = [node for node, ways in moved.items() if min(ways.values()) < _LEAST_PAYLOAD_BYTES]
+    if idle:
+        raise ExchangeError(
+            "A program on several nodes must move bytes over each link. Received: next to none "
+            f"at {', '.join(idle)}: {dict(moved)}. MPI took another way, so the times mean "
+            "nothing; or the program exchanges nothing."
+        )
+
+
+def _prepare(
+    layout: Layout, size: int, command: Sequence[str], extra: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    mpi = find_mpi()
+    if mpi is not None and mpi.kind != "mpich":
+        raise ConfigError(
+            f"Runs in an emulated cluster need MPICH's mpiexec. Received: {mpi.kind} "
+            f"{mpi.version}. Install it: pip install 'tfscale[mpich]'"
+        )
+    spec = LaunchSpec(tuple(command), size, n_cores=count_cores())
+    variables = commands.run_variables(str(script_path(layout.name)), size, spec.n_cores)
+    environ = {**environment(), **variables, **extra}
+    # All nodes share the cores of this machine.
+    environ = {**environ, **thread_variables(spec, environ)}
+    n_nodes = min(size, len(layout.nodes))
+    counts = [size // n_nodes + (i < size % n_nodes) for i in range(n_nodes)]
+    hosts = tuple((node.address, n) for node, n in zip(layout.nodes, counts, strict=False))
+    placed = LaunchSpec(tuple(command), size, hosts=hosts, n_cores=spec.n_cores, bind_to="none")
+    words = build_command(placed, mpi)
+    return commands.inside(layout.bridge_namespace, *words), environ
+
+
+def leave_on_sigterm() -> None:
+    """Make SIGTERM an exception of the main thread, so that whoever made a cluster removes it."""
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(number: int, frame: types.FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _run_marked(
+    state: State,
+    job: str,
+    words: list[str],
+    environ: Mapping[str, str],
+    how: tuple[IO[str] | None, float | None],
+) -> int:
+    """Run mpiexec to its end, with the state file naming it as long as any rank may exist."""
+    output, timeout_s = how
+    stderr = subprocess.STDOUT if output else None
+    handler = signal.signal(signal.SIGTERM, _stop)
+    try:
+        process = subprocess.Popen(
+            words,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        write_state(State(state.layout, {**state.jobs, job: process.pid}))
+        return process.wait(timeout_s)
+    finally:
+        end_processes(job)
+        write_state(state)
+        signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,138 @@
+"""All settings, and the only place that reads environment variables."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfscale.errors import ConfigError
+
+BACKENDS = ("auto", "engine", "horovod", "single")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may set before `tfscale.init`.
+
+    Attributes:
+        backend: TFSCALE_BACKEND. Who moves the bytes, one of `BACKENDS`.
+        stall_warning_s: TFSCALE_STALL_WARNING_S. Seconds after which a waiting collective is
+            reported with its name and the missing ranks.
+        stall_shutdown_s: TFSCALE_STALL_SHUTDOWN_S. Seconds after which it fails.
+        max_message_bytes: TFSCALE_MAX_MESSAGE_BYTES. Longest MPI message, in [1, 2**31 - 1].
+        chunk_bytes: TFSCALE_CHUNK_BYTES. Piece in which long vectors travel and are summed.
+        window_bytes: TFSCALE_WINDOW_BYTES. Bytes of one plan under way at a time.
+        reduce_threads: TFSCALE_REDUCE_THREADS. Threads of a local sum; 0 takes the cores of the
+            host divided by its ranks, 4 at most.
+        spin: TFSCALE_SPIN. True: the communication thread never sleeps while it waits.
+        pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
+        set_threads: TFSCALE_SET_THREADS. False leaves TensorFlow's thread numbers alone even
+            where several ranks share a host.
+        timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
+    """
+
+    backend: str = "auto"
+    stall_warning_s: float = 60.0
+    stall_shutdown_s: float = 600.0
+    max_message_bytes: int = 1 << 30
+    chunk_bytes: int = 1 << 20
+    window_bytes: int = 32 << 20
+    reduce_threads: int = 0
+    spin: bool = False
+    pin_core: int = -1
+    set_threads: bool = True
+    timeline: str = ""
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: A value is outside of its range.
+        """
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"TFSCALE_BACKEND must be one of {', '.join(BACKENDS)}. "
+                f"Received: {self.backend!r}. Unset it to choose automatically."
+            )
+        for name, low, high in (
+            ("stall_warning_s", 0.01, float("inf")),
+            ("stall_shutdown_s", 0.01, float("inf")),
+            ("max_message_bytes", 1, 2**31 - 1),
+            ("chunk_bytes", 64, 2**40),
+            ("window_bytes", 1, 2**50),
+            ("reduce_threads", 0, 1024),
+            ("pin_core", -1, 4095),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"{variable_name(name)} must lie in [{low}, {high}]. Received: {value}. "
+                    f"The default is {getattr(Settings, name)}."
+                )
+
+
+def variable_name(field: str) -> str:
+    """Return the environment variable that sets a field of `Settings`."""
+    return f"TFSCALE_{field.upper()}"
+
+
+def parse_settings(environ: Mapping[str, str]) -> Settings:
+    """Read settings from environment variables.
+
+    Args:
+        environ: Environment variables; those that tfscale does not know are ignored.
+
+    Returns:
+        Settings, with defaults where a variable is missing or empty.
+
+    Raises:
+        ConfigError: A value cannot be read or is outside of its range.
+    """
+    values: dict[str, Any] = {}
+    for field, default in vars(Settings()).items():
+        text = environ.get(variable_name(field), "")
+        if text:
+            values[field] = _parse(variable_name(field), text, type(default))
+    return Settings(**values)
+
+
+def _parse(name: str, text: str, kind: type) -> object:
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{name} must be 1 or 0. Received: {text!r}.")
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a {kind.__name__}. Received: {text!r}.") from error
+
+
+@functools.cache
+def settings() -> Settings:
+    """Return the settings of this process, read from its environment at the first call."""
+    return parse_settings(os.environ)
+
+
+def reset_settings() -> None:
+    """Forget what was read, so that the next call reads the environment again."""
+    settings.cache_clear()
+
+
+def environment() -> Mapping[str, str]:
+    """Return a copy of the environment, for code that looks for a launcher's variables."""
+    return dict(os.environ)
+
+
+def set_default_environment(**variables: str) -> None:
+    """Set environment variables that are not set, for libraries that read them when they start.
+
+    Args:
+        **variables: Name and value.
+    """
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

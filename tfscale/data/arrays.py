@@ -1,0 +1,86 @@
+"""Arrays in memory (or memory-mapped) as a source of global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale.data.slices import BatchSlices, epoch_order
+from tfscale.errors import ConfigError
+
+
+class ArraySource:
+    """Nested arrays with one common first axis, served in any order.
+
+    Owns references to the arrays, no copies; memory-mapped arrays are read slice by slice.
+    """
+
+    def __init__(self, x: Any, y: Any, sample_weight: Any, is_shuffled: bool):
+        """Look the arrays over.
+
+        Args:
+            x: Array of shape (samples, ...), or nested dict, tuple, list of them.
+            y: The same for the targets, or None.
+            sample_weight: The same for the weights, or None; needs `y`.
+            is_shuffled: Take the samples in another order each epoch.
+
+        Raises:
+            ConfigError: Something is no array, or the lengths differ.
+        """
+        if sample_weight is not None and y is None:
+            raise ConfigError(
+                "sample_weight weights the loss against targets. Received: y=None. Pass y as well."
+            )
+        parts = [part for part in (x, y, sample_weight) if part is not None]
+        self._parts = tuple(_as_arrays(part) for part in parts)
+        self._is_shuffled = is_shuffled
+        lengths = [len(array) for array in keras.tree.flatten(self._parts)]
+        if len(set(lengths)) != 1:
+            raise ConfigError(
+                "All arrays of x, y and sample_weight must have the same length (their first "
+                f"axis counts the samples). Received: lengths={lengths}."
+            )
+        self.samples = lengths[0]
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        """Return the function that reads this rank's slice of a step of one epoch."""
+        order = epoch_order(seed, epoch, self.samples) if self._is_shuffled else None
+
+        def read(step: int) -> tuple:
+            start, stop = slices.bounds(step)
+            rows = slice(start, stop) if order is None else order[start:stop]
+            return keras.tree.map_structure(lambda array: _take(array, rows), self._parts)
+
+        return read
+
+
+def _take(array: np.ndarray, rows: Any) -> np.ndarray:
+    """Return some rows, floats as `keras.config.floatx()` as `fit` on arrays gives them."""
+    batch = array[rows] if isinstance(rows, slice) else np.take(array, rows, axis=0)
+    is_float = np.issubdtype(batch.dtype, np.floating)
+    return batch.astype(keras.config.floatx(), copy=False) if is_float else batch
+
+
+def _as_arrays(structure: Any) -> Any:
+    """Return the structure with numpy arrays as leaves and tuples for lists."""
+    if isinstance(structure, dict):
+        return {key: _as_arrays(value) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple(_as_arrays(value) for value in structure)
+    if not hasattr(structure, "shape"):
+        raise ConfigError(
+            "x, y and sample_weight must be arrays, or dict, tuple, list of arrays. "
+            f"Received: {type(structure).__name__}. Convert it with numpy.asarray, or use "
+            "GlobalBatches.from_dataset for streams of records."
+        )
+    array = np.asarray(structure)
+    if array.ndim == 0 or array.dtype == object:
+        raise ConfigError(
+            "Arrays must have a first axis that counts the samples and a numeric or string type. "
+            f"Received: shape={array.shape}, dtype={array.dtype}. Use "
+            "GlobalBatches.from_dataset for ragged or sparse data."
+        )
+    return array

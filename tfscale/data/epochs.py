@@ -1,0 +1,86 @@
+"""Which epoch of a source is being served, and which comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from tfscale.data.slices import BatchSlices, check_integer, check_slices
+from tfscale.data.step_count import StepCount
+
+
+class BatchSource(Protocol):
+    """Where samples come from: `ArraySource` or `RecordSource`."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        """Return the function that reads this rank's slice of a step."""
+
+
+class OpenEpoch(NamedTuple):
+    """One epoch that is served: fixed, so that any thread may read any step at any time."""
+
+    seed: int
+    number: int
+    slices: BatchSlices
+    read: Callable[[int], Any]
+
+
+class Epochs:
+    """The epoch being served, and the settings that the next one will be opened with.
+
+    Settings are plain attributes; they hold from the next `refresh` on. Changed by the
+    main thread, read by tf.data's threads too.
+    """
+
+    def __init__(self, source: BatchSource, is_shuffled: bool, drop_remainder: bool):
+        self.source = source
+        self.is_shuffled = is_shuffled
+        self.drop_remainder = drop_remainder
+        self.seed = 0
+        self.number = 0
+        self.batch_size = 1
+        self.steps = StepCount()  # of the epoch being served
+        self.rank_and_size: tuple[int, int] | None = None  # set by tests only
+        self._open: OpenEpoch | None = None
+
+    def present(self) -> OpenEpoch:
+        """Return the epoch being served; the first use opens it."""
+        return self._open or self.refresh()
+
+    def refresh(self) -> OpenEpoch:
+        """Serve what the settings say from now on.
+
+        Raises:
+            ConfigError: The batch size does not suit the data or the number of ranks.
+        """
+        key = (self.seed, self.number, self.slices(self.batch_size))
+        if self._open is None or self._open[:3] != key:
+            self._open = OpenEpoch(*key, self.source.open_epoch(*key))
+            self.steps.value = self._open.slices.steps
+        return self._open
+
+    def slices(self, batch_size: Any) -> BatchSlices:
+        """Return how this rank would share in batches of another size.
+
+        Raises:
+            ConfigError: That size cannot be used.
+        """
+        batch_size = check_integer("batch_size", batch_size, 1)
+        rank, size = self._rank_and_size()
+        slices = BatchSlices(self.source.samples, batch_size, rank, size, self.drop_remainder)
+        return check_slices(slices, is_training=self.is_shuffled)
+
+    def is_ready(self) -> bool:
+        """Whether the number of ranks is known yet: data may be made before `init()`."""
+        from tfscale import runtime
+
+        return self.rank_and_size is not None or runtime.is_initialized()
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        from tfscale import runtime
+
+        return self.rank_and_size or (runtime.rank(), runtime.size())

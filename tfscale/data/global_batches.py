@@ -1,0 +1,250 @@
+"""GlobalBatches: every rank serves its slice of the batches one process would see."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfscale.data.arrays import ArraySource
+from tfscale.data.epochs import Epochs
+from tfscale.data.keras_pass import current_pass
+from tfscale.data.records import RecordSource
+from tfscale.data.slices import check_integer
+from tfscale.data.step_count import StepCount
+from tfscale.errors import ConfigError
+
+
+class GlobalBatches(keras.utils.PyDataset):
+    """Data for `fit`, `evaluate` and `predict` on any number of ranks.
+
+    n ranks together see exactly the batches that one process sees: the order of an
+    epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
+    equal slices of each batch. Nothing is communicated.
+
+    ```python
+    data = GlobalBatches(x, y, batch_size=256, seed=1)
+    model.fit(data, epochs=90, validation_data=GlobalBatches(
+        x_val, y_val, batch_size=256, shuffle=False, drop_remainder=False))
+    ```
+
+    Epochs count on over several `fit` calls; `initial_epoch` is respected; an epoch
+    that was broken off is served again. Evaluation, prediction and `for batch in data`
+    read the present epoch's batches and never move it on. `batch_size` may be set
+    between epochs, inside one `fit`: the next epoch uses it and Keras's progress bar
+    follows.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_remainder: bool = True,
+        sample_weight: Any = None,
+    ):
+        """Share out arrays.
+
+        Args:
+            x: Array of shape (samples, ...), or nested dict, tuple, list of them. The
+                whole data on every rank (memory-mapped files cost nothing).
+            y: The same for the targets.
+            batch_size: Samples of one step over all ranks; a multiple of their number.
+            seed: Non-negative, the same on all ranks.
+            shuffle: Another order each epoch. `fit`'s own `shuffle` is ignored.
+            drop_remainder: Leave out the samples behind the last full batch (others in
+                each epoch). False with shuffle=False, for validation: each sample is
+                served once over all ranks; a rank whose last slice is empty serves one
+                step less.
+            sample_weight: Array of shape (samples,), or a structure like `y`.
+
+        Raises:
+            ConfigError: Arguments do not fit each other, the data or the ranks. What
+                depends on the ranks is raised at the first use if this is before `init()`.
+        """
+        epochs = Epochs(ArraySource(x, y, sample_weight, shuffle), shuffle, drop_remainder)
+        self._set_up(epochs, batch_size, seed)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        batch_size: int,
+        size: int | None = None,
+        shuffle_buffer: int | None = None,
+        seed: int = 0,
+        decode: Callable | None = None,
+        drop_remainder: bool = True,
+    ) -> GlobalBatches:
+        """Share out the records of files.
+
+        Every rank reads and shuffles all *undecoded* records in the same order and
+        decodes its own slice only, in parallel and ahead of use.
+
+        Args:
+            dataset: `tf.data.Dataset` of single records (TFRecords, file names, tensors):
+                finite, not shuffled, the same on all ranks.
+            batch_size: Samples of one step over all ranks; a multiple of their number.
+            size: Records of an epoch; None: the dataset's own number, which is counted by
+                reading it once if it does not know.
+            shuffle_buffer: Records among which the next one is drawn; None: all of them, up
+                to 16384; 0: keep the order (validation).
+            seed: Non-negative, the same on all ranks.
+            decode: Maps a record to x, (x, y) or (x, y, sample_weight); runs in the
+                dataset's graph.
+            drop_remainder: As for arrays.
+
+        Returns:
+            The data, to be passed to `fit`.
+
+        Raises:
+            ConfigError: As for arrays; also for a dataset that never ends.
+        """
+        if size is not None:
+            size = check_integer("size", size, 1)
+        if shuffle_buffer is not None:
+            shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer, 0)
+        source = RecordSource(dataset, size, shuffle_buffer, decode)
+        is_shuffled = shuffle_buffer is None or shuffle_buffer > 1
+        self = cls.__new__(cls)
+        self._set_up(Epochs(source, is_shuffled, drop_remainder), batch_size, seed)
+        return self
+
+    def _set_up(self, epochs: Epochs, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self._epochs = epochs
+        self._training: weakref.ref | None = None  # who runs the training pass: adapter or self
+        epochs.seed = check_integer("seed", seed, 0)
+        self.batch_size = batch_size
+
+    # What may change between epochs.
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one step over all ranks.
+
+        Set it on all ranks alike. Inside `fit` the next epoch uses it: in a callback's
+        `on_epoch_begin` that is the epoch that begins. Elsewhere it holds at once.
+        """
+        return self._epochs.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        value = check_integer("batch_size", value, 1)
+        if self._epochs.is_ready():
+            self._epochs.slices(value)
+        self._epochs.batch_size = value
+        self._refresh_if_idle()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the training epoch that runs, or comes next; it decides the order."""
+        return self._epochs.number
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epochs.number = check_integer("epoch", value, 0)
+        self._refresh_if_idle()
+
+    @property
+    def samples(self) -> int:
+        """Number of samples over all ranks."""
+        return self._epochs.source.samples
+
+    def steps_for(self, batch_size: int) -> int:
+        """Return the steps this rank would take per epoch with another batch size.
+
+        Raises:
+            ConfigError: That batch size cannot be used.
+        """
+        return self._epochs.slices(batch_size).steps
+
+    def state(self) -> dict[str, int]:
+        """Return what decides the coming batches, for a checkpoint."""
+        return {
+            "epoch": self.epoch,
+            "batch_size": self.batch_size,
+            "seed": self._epochs.seed,
+            "samples": self.samples,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue where `state()` was taken, also at another number of ranks.
+
+        Raises:
+            ConfigError: The state belongs to data of another length, or its batch size
+                does not suit the number of ranks.
+        """
+        if state["samples"] != self.samples:
+            raise ConfigError(
+                "The state must come from the same data. Received: "
+                f"state['samples']={state['samples']}, samples={self.samples}. Start afresh."
+            )
+        self._epochs.seed = check_integer("seed", state["seed"], 0)
+        self._epochs.number = check_integer("epoch", state["epoch"], 0)
+        self.batch_size = state["batch_size"]
+
+    # What Keras calls.
+
+    @property
+    def num_batches(self) -> StepCount:
+        """Steps of an epoch on this rank: an integer that follows `batch_size`."""
+        current_pass().keep_order()
+        self._epochs.present()
+        return self._epochs.steps
+
+    @property
+    def workers(self) -> int:
+        """Always 1: more of Keras's workers would not keep the order of the steps."""
+        return 1
+
+    def __len__(self) -> int:
+        self._refresh_if_idle()
+        return int(self.num_batches)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return this rank's slice of global batch `index` of the present epoch."""
+        return self._epochs.present().read(index)
+
+    def __iter__(self) -> Iterator:
+        self._refresh_if_idle()
+        epoch = self._epochs.present()
+        return (epoch.read(step) for step in range(epoch.slices.steps))
+
+    def on_epoch_begin(self) -> None:
+        """Start a pass; a training pass takes up changed settings."""
+        caller = current_pass()
+        caller.keep_order()
+        if not caller.is_training:
+            if not caller.is_inside_fit:
+                self._epochs.refresh()
+            return
+        if caller.refused is not None:
+            raise ConfigError(
+                "An epoch is one pass over the data, in the data's own batches. Received: "
+                f"{caller.refused}. Leave it out, and give GlobalBatches what you need."
+            )
+        self._epochs.number = max(self._epochs.number, caller.epoch or 0)
+        self._training = weakref.ref(caller.adapter or self)
+        self._epochs.refresh()
+
+    def on_epoch_end(self) -> None:
+        """End a pass; only the end of the running training pass moves the epoch on.
+
+        Keras calls this at other times too: before the first epoch, before and after
+        evaluations, and not at all when `fit` is stopped amid an epoch.
+        """
+        caller = current_pass().adapter or self
+        if self._training is not None and self._training() is caller:
+            self._training = None
+            self._epochs.number += 1
+
+    def _refresh_if_idle(self) -> None:
+        if self._epochs.is_ready() and current_pass().caller is None:
+            self._epochs.refresh()

@@ -1,0 +1,197 @@
+"""A tf.data.Dataset of records (files, TFRecords) as a source of global batches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.data.slices import BatchSlices
+from tfscale.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB
+_MAX_IDLE_READERS = 2
+_KEPT_STEPS = 2  # Keras reads two batches to learn their shapes, before the first epoch
+
+
+class RecordSource:
+    """Records of a dataset: shuffled undecoded over all ranks, decoded on one rank each."""
+
+    def __init__(
+        self, dataset: Any, size: int | None, shuffle_buffer: int | None, decode: Callable | None
+    ):
+        """Keep the dataset; nothing is read yet.
+
+        Args:
+            dataset: Finite, unbatched, in the same order on all ranks and each time.
+            size: Number of records to use per epoch; None: all, counted if need be.
+            shuffle_buffer: Records among which the next one is drawn; None: all, up to
+                16384; 0 or 1: keep the order.
+            decode: Maps a record to (x,), (x, y) or (x, y, sample_weight).
+
+        Raises:
+            ConfigError: Not a dataset, endless, or smaller than `size`.
+        """
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ConfigError(
+                f"dataset must be a tf.data.Dataset. Received: {type(dataset).__name__}. "
+                "Pass arrays to GlobalBatches(x, y, ...)."
+            )
+        cardinality = int(dataset.cardinality())
+        if cardinality == tf.data.INFINITE_CARDINALITY:
+            raise ConfigError(
+                "dataset must end: one pass over it is one epoch. Received: an infinite dataset. "
+                "Remove repeat()."
+            )
+        if size is not None and 0 <= cardinality < size:
+            raise ConfigError(
+                "size must not be larger than the dataset. "
+                f"Received: size={size}, records={cardinality}. Leave size out to use all."
+            )
+        self._dataset = dataset
+        self._samples = size if size is not None else max(cardinality, -1)
+        self._shuffle_buffer = shuffle_buffer
+        self._decode = decode
+
+    @property
+    def samples(self) -> int:
+        """Records of an epoch; reads the dataset once where nothing else tells."""
+        if self._samples < 0:
+            start = time.monotonic()
+            count = self._dataset.reduce(np.int64(0), lambda number, *_: number + 1)
+            self._samples = int(count)
+            _log.info(
+                "Counted %d records in %.1f s; pass size=%d to GlobalBatches.from_dataset to skip "
+                "this.", self._samples, time.monotonic() - start, self._samples,
+            )  # fmt: skip
+        return self._samples
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        """Return the function that reads this rank's slice of a step of one epoch."""
+        records = self._dataset.take(slices.samples)
+        buffer = self._shuffle_buffer
+        if buffer is None:
+            buffer = min(slices.samples, _MAX_SHUFFLE_BUFFER)
+        if buffer > 1:
+            records = _shuffle(records, buffer, np.random.SeedSequence([seed, epoch]))
+        return _EpochReader(_own_records(records, slices), self._decode, slices).read
+
+
+def _shuffle(dataset: tf.data.Dataset, buffer: int, seeds: np.random.SeedSequence) -> Any:
+    """Shuffle in an order that depends on `seeds` only.
+
+    `Dataset.shuffle` mixes in TensorFlow's global seed, which users set per rank. The
+    function given to `flat_map` has a graph of its own, so a global seed of its own.
+    """
+    global_seed, seed = (int(word) for word in seeds.generate_state(2) >> 1)
+
+    def shuffled(_: Any) -> tf.data.Dataset:
+        tf.random.set_seed(global_seed)
+        return dataset.shuffle(buffer, seed=seed, reshuffle_each_iteration=False)
+
+    return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
+
+
+def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Dataset:
+    """Keep the records that belong to this rank, in order."""
+    full = slices.full_batches * slices.batch_size
+    records = records.take(full + slices.remainder)
+    if slices.size == 1:
+        return records
+    local = slices.local_batch_size
+    starts, counts = [slices.rank * local, 0], [local, 0]  # in a full batch, in the last one
+    if slices.steps > slices.full_batches:
+        first, last = slices.bounds(slices.full_batches)
+        starts[1], counts[1] = first - full, last - first
+
+    def own(batch: tf.Tensor, window: Any) -> tf.data.Dataset:
+        kind = tf.cast(batch >= slices.full_batches, tf.int32)
+        piece = tf.data.Dataset.zip(window).skip(tf.constant(starts, tf.int64)[kind])
+        return piece.take(tf.constant(counts, tf.int64)[kind])
+
+    # One function call per batch; per record (filter) it would be 50 us of each rank's time.
+    return records.window(slices.batch_size).enumerate().flat_map(own)
+
+
+class _EpochReader:
+    """Random access by step over a stream that is cheap only in order.
+
+    Keras may read one epoch from several generators (shape probing, an evaluation on
+    the training data, a pass that was broken off). Content depends on the step only, so
+    stream readers are interchangeable: the one standing at the wanted step is used.
+
+    Called from tf.data's threads and the main thread; blocks while decoding.
+    """
+
+    def __init__(self, records: tf.data.Dataset, decode: Callable | None, slices: BatchSlices):
+        self._records = records
+        self._decode = decode
+        self._slices = slices
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, Iterator]] = []  # (step served next, reader)
+        self._first_batches: dict[int, tuple] = {}
+
+    def read(self, step: int) -> tuple:
+        """Return this rank's slice of a step as (x,), (x, y) or (x, y, sample_weight)."""
+        self._slices.bounds(step)  # raises if the step is outside the epoch
+        with self._lock:
+            if step in self._first_batches:
+                return self._first_batches[step]
+            reader = self._take_reader(step)
+            batch = _as_batch(self._next(reader, step))
+            if step < _KEPT_STEPS:
+                self._first_batches[step] = batch
+            if step + 1 < self._slices.steps:
+                self._idle = [*self._idle, (step + 1, reader)][-_MAX_IDLE_READERS:]
+            return batch
+
+    def _take_reader(self, step: int) -> Iterator:
+        for index, (position, reader) in enumerate(self._idle):
+            if position == step:
+                del self._idle[index]
+                return reader
+        return self._open(step)
+
+    def _open(self, step: int) -> Iterator:
+        batch_size = self._slices.local_batch_size
+        dataset = self._records.skip(step * batch_size)
+        if self._decode is not None:
+            dataset = dataset.map(
+                self._decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
+        dataset = dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+        options = tf.data.Options()
+        options.deterministic = True
+        # Keras waits for us inside a TensorFlow thread: decoding there too could starve itself.
+        options.threading.private_threadpool_size = len(os.sched_getaffinity(0))
+        with tf.device("CPU:0"):
+            return iter(dataset.with_options(options))
+
+    def _next(self, reader: Iterator, step: int) -> Any:
+        try:
+            return next(reader)
+        except StopIteration:
+            raise ConfigError(
+                "The dataset must give the same number of records in every epoch. "
+                f"Received: it ended at step {step + 1} of {self._slices.steps}, with "
+                f"size={self._slices.samples}. Correct size, or leave it out."
+            ) from None
+
+
+def _as_batch(element: Any) -> tuple:
+    """Return an element of the dataset as the tuple that Keras expects."""
+    if not isinstance(element, tuple):
+        return (element,)
+    if not 1 <= len(element) <= 3:
+        raise ConfigError(
+            "A record must be x, (x, y) or (x, y, sample_weight) once decoded. "
+            f"Received: a tuple of {len(element)}. Change decode."
+        )
+    return element

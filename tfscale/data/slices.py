@@ -1,0 +1,161 @@
+"""Which samples of an epoch are whose: pure arithmetic, no TensorFlow, no MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import numpy as np
+
+from tfscale.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSlices:
+    """The slices of every global batch of an epoch that one rank serves.
+
+    Global batch `s` is the samples at positions `s * batch_size` up to
+    `(s + 1) * batch_size` of the epoch's order; rank r serves the r-th of `size`
+    equal pieces. The last, smaller batch (only without `drop_remainder`) is cut
+    into pieces whose lengths differ by one at most, the longer ones first.
+
+    Attributes:
+        samples: Number of samples of an epoch, over all ranks.
+        batch_size: Samples of one global batch, over all ranks; a multiple of `size`.
+        rank: This rank, 0 <= rank < size.
+        size: Number of ranks.
+        drop_remainder: Leave the samples behind the last full batch out.
+    """
+
+    samples: int
+    batch_size: int
+    rank: int = 0
+    size: int = 1
+    drop_remainder: bool = True
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples this rank serves of a full global batch."""
+        return self.batch_size // self.size
+
+    @property
+    def full_batches(self) -> int:
+        """Number of global batches that are full."""
+        return self.samples // self.batch_size
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last, smaller global batch; 0 if there is none."""
+        return 0 if self.drop_remainder else self.samples % self.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Batches this rank serves; a rank whose last slice is empty serves one less."""
+        start, stop = self._remainder_bounds()
+        return self.full_batches + (stop > start)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Return where this rank's slice of a global batch starts and stops.
+
+        Args:
+            step: Index of the global batch, 0 <= step < steps.
+
+        Returns:
+            Positions (start, stop) in the epoch's order, start < stop. Over all
+            ranks the slices of a step follow each other without gap or overlap.
+
+        Raises:
+            IndexError: `step` is outside the epoch.
+        """
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step must be below {self.steps}. Received: step={step}")
+        if step < self.full_batches:
+            start = step * self.batch_size + self.rank * self.local_batch_size
+            return start, start + self.local_batch_size
+        return self._remainder_bounds()
+
+    def _remainder_bounds(self) -> tuple[int, int]:
+        share, longer = divmod(self.remainder, self.size)
+        start = self.full_batches * self.batch_size
+        start += self.rank * share + min(self.rank, longer)
+        return start, start + share + (self.rank < longer)
+
+
+def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """Return the order in which an epoch takes its samples.
+
+    Args:
+        seed: Non-negative; the same on all ranks.
+        epoch: Non-negative.
+        samples: Number of samples, over all ranks.
+
+    Returns:
+        A permutation of `range(samples)`, int64, shape (samples,). It depends on
+        the arguments only: not on the rank, on `keras.utils.set_random_seed` or on
+        how many orders were drawn before.
+    """
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+
+
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Return `value` as an int of at least `minimum`.
+
+    Raises:
+        ConfigError: It is not a whole number or is smaller.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = minimum - 1
+    if isinstance(value, bool) or number < minimum:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {minimum}. Received: {name}={value!r}."
+        )
+    return number
+
+
+def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
+    """Return `slices` if every rank gets a share of every batch it has to serve.
+
+    Args:
+        slices: What is asked for.
+        is_training: Every rank must take the same number of steps, on slices of
+            equal length: only then is the mean over ranks the mean over samples.
+
+    Returns:
+        The argument, for chaining.
+
+    Raises:
+        ConfigError: The batch size is no multiple of the number of ranks or larger
+            than the data, there are fewer samples than ranks, or the smaller batch
+            at the end of a training epoch cannot be shared out equally.
+    """
+    batch_size, size, samples = slices.batch_size, slices.size, slices.samples
+    if batch_size % size:
+        lower = batch_size // size * size
+        choice = f"{lower} or {lower + size}" if lower else str(size)
+        raise ConfigError(
+            "batch_size counts the samples of all ranks together and must be a multiple of "
+            f"the number of ranks. Received: batch_size={batch_size}, size={size}. "
+            f"Use batch_size={choice}, or another number of ranks."
+        )
+    if slices.drop_remainder and batch_size > samples:
+        raise ConfigError(
+            "batch_size must not be larger than the number of samples, or an epoch has no step. "
+            f"Received: batch_size={batch_size}, samples={samples}. Use a smaller batch_size, "
+            "or drop_remainder=False."
+        )
+    if samples < size:
+        raise ConfigError(
+            "Every rank needs at least one sample. "
+            f"Received: samples={samples}, size={size}. Use fewer ranks or more data."
+        )
+    if is_training and slices.remainder % size:
+        raise ConfigError(
+            "With shuffle=True and drop_remainder=False the last, smaller batch must be a multiple "
+            f"of the number of ranks. Received: samples={samples}, batch_size={batch_size}, "
+            f"last batch={slices.remainder}, size={size}. Use drop_remainder=True, or "
+            f"{samples - slices.remainder % size} samples; for validation use shuffle=False."
+        )
+    return slices

@@ -1,0 +1,240 @@
+"""From the gradients of this rank to those that every rank applies."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.eager import note_traced_gradients
+from tfscale.errors import ConfigError, PlanError
+from tfscale.exchange import dense
+from tfscale.exchange.base import Exchange, GradientOptions
+from tfscale.exchange.bucketed import name_of
+from tfscale.exchange.sparse import deduplicate
+from tfscale.plan.chunks import owner_of
+from tfscale.process_sets import ProcessSet
+from tfscale.reduce_ops import Average, Sum
+from tfscale.tuning.first_chunk import FirstChunkProbe
+
+
+class GradientReducer:
+    """What a distributed optimizer and a distributed tape share.
+
+    Attributes:
+        process_set: Who takes part.
+        options: How gradients are reduced.
+    """
+
+    def __init__(
+        self,
+        strategy: Exchange,
+        options: GradientOptions,
+        process_set: ProcessSet,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        """Keep what does not change during training.
+
+        Args:
+            strategy: How bytes travel.
+            options: How gradients are reduced.
+            process_set: Who takes part; other ranks keep their own gradients.
+            scale_local_gradients: Divide gradients of local variables by the number of ranks.
+
+        Raises:
+            ConfigError: An option does not fit.
+        """
+        _check(options, process_set)
+        self.process_set = process_set
+        self.options = options
+        self.strategy = strategy
+        self._scale_local_gradients = scale_local_gradients
+        self._local: list[Any] = []
+        self._wired: weakref.ref[keras.Model] | None = None
+        self._probe: FirstChunkProbe | None = None
+
+    def wire(self, model: keras.Model) -> bool:
+        """Let the strategy change the layers of a model; done once per model.
+
+        Args:
+            model: A compiled model.
+
+        Returns:
+            Whether layers compute otherwise than before, so that functions must be traced anew.
+
+        Raises:
+            PlanError: The strategy does not fit the model.
+        """
+        if self._wired is not None and self._wired() is model:
+            return False
+        self._wired = weakref.ref(model)
+        has_changed = any([dense.restore(layer) for layer in model._flatten_layers()])
+        wire = getattr(self.strategy, "wire", None)
+        chosen = wire(model, self.options, self.process_set) if wire else []
+        return has_changed or bool(chosen)
+
+    def after_step(self, variables: Sequence[Any]) -> bool:
+        """Let a strategy that measures look at a step of `fit`. Collective.
+
+        Args:
+            variables: The trainable variables.
+
+        Returns:
+            Whether the strategy has changed, so that the step must be traced anew.
+        """
+        if not getattr(self.strategy, "must_probe", False):
+            return False
+        if self._probe is None:
+            shared = [v for v in variables if not self.is_local(v)]
+            self._probe = FirstChunkProbe(list(dict.fromkeys(owner_of(name_of(v)) for v in shared)))
+        first = self._probe.step()
+        if first is None:
+            return False
+        strategy: Any = self.strategy
+        self.strategy = dataclasses.replace(strategy, first_chunk_layers=first)
+        return True
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable's gradient to this rank alone."""
+        self._local.append(variable)
+
+    def copy(self) -> GradientReducer:
+        """Return a reducer with the same options and local variables."""
+        other = GradientReducer(
+            self.strategy, self.options, self.process_set, self._scale_local_gradients
+        )
+        other._local = list(self._local)
+        return other
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether a variable was registered as local."""
+        return any(variable is v for v in self._local)
+
+    # Nothing here is for AutoGraph, which would read and convert it in every traced function.
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], skips_non_finite: bool = False
+    ) -> list[Any]:
+        """Return gradients that are equal on all ranks of the process set.
+
+        Args:
+            gradients: Tensors, IndexedSlices or None, one per variable.
+            variables: The variables they belong to.
+            skips_non_finite: The optimizer skips a step with an infinite gradient. One of a local
+                variable then makes a common gradient NaN, so that all ranks skip it.
+
+        Returns:
+            One gradient per variable; None stays None; gradients of local variables are this
+            rank's own, divided by the number of ranks if asked for.
+
+        Raises:
+            ConfigError: There is no variable to train.
+            ExchangeError: The graph is compiled with XLA.
+            PlanError: The strategy needs a prepared model, and this one is not.
+        """
+        group = self.process_set.group()
+        if group.size == 1 or group.rank < 0:
+            # Keras's own rules go wrong where an index is repeated (Adam adds up squares of
+            # parts); one process must train as several do.
+            return [deduplicate(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        if not variables:
+            raise ConfigError(
+                "There must be variables to train. Received: none. Build the model before "
+                "training: call it on a batch, or call tfscale.prepare(model, sample_batch)."
+            )
+        results = list(gradients)
+        shared = []
+        pairs = list(zip(gradients, variables, strict=True))
+        for i, (gradient, variable) in enumerate(pairs):
+            if gradient is None:
+                continue
+            if not self.is_local(variable):
+                shared.append(i)
+            elif self._scale_local_gradients:
+                results[i] = _divide(gradient, group.size)
+        if not shared:
+            return results
+        if getattr(self.strategy, "replicated_dense", 0) and self._wired is None:
+            raise PlanError(
+                "Dense layers must be prepared before they exchange activations. Received: a step "
+                "of a model that was not. Call tfscale.prepare(model) after compile(), or give fit "
+                "a tfscale callback; a tape cannot: use DistributedOptimizer."
+            )
+        if not tf.executing_eagerly():
+            note_traced_gradients()
+        own = [gradients[i] for i in shared]
+        if skips_non_finite:
+            own[-1] = _spoil(own[-1], [g for g, v in pairs if g is not None and self.is_local(v)])
+        reduced = self.strategy.exchange(own, [variables[i] for i in shared], group, self.options)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
+        return results
+
+
+def first_exchanged(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the gradient that is ready first: that of the last variable."""
+    if tf.executing_eagerly():
+        return []
+    ready = [g for g in gradients if g is not None][-1:]
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in ready]
+
+
+def _check(options: GradientOptions, process_set: Any) -> None:
+    """Check what users choose.
+
+    Raises:
+        ConfigError: Something does not fit.
+    """
+    if options.op not in (Average, Sum):
+        raise ConfigError(f"op must be Average or Sum for gradients. Received: op={options.op!r}.")
+    if options.predivide != 1.0 and options.op != Average:
+        raise ConfigError(
+            "gradient_predivide_factor needs op=Average. "
+            f"Received: gradient_predivide_factor={options.predivide}, op={options.op}."
+        )
+    if not options.predivide > 0:
+        raise ConfigError(
+            "gradient_predivide_factor must be greater than 0. "
+            f"Received: gradient_predivide_factor={options.predivide}."
+        )
+    if not hasattr(options.compression, "compress"):
+        raise ConfigError(
+            "compression must be Compression.none, Compression.fp16 or Compression.bf16. "
+            f"Received: compression={options.compression!r}."
+        )
+    groups = [] if options.groups is None else options.groups
+    is_list = isinstance(groups, list | tuple)
+    if (
+        options.num_groups < 0
+        or not is_list
+        or not all(isinstance(g, list | tuple) for g in groups)
+    ):
+        raise ConfigError(
+            "groups must be a number of 0 or more, or lists of variables that travel together. "
+            f"Received: num_groups={options.num_groups}, groups={options.groups!r}."
+        )
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(
+            f"process_set must be a ProcessSet. Received: {process_set!r}. "
+            "Make one with tfscale.add_process_set(ranks)."
+        )
+
+
+def _spoil(gradient: Any, local: list[Any]) -> Any:
+    """Add zero, or NaN where a local gradient is not finite."""
+    if not local:
+        return gradient
+    dense = tf.convert_to_tensor(gradient)
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local]
+    # Each product is cast after it: a large float32 must not become infinite as float16.
+    return dense + tf.add_n([tf.cast(tf.reduce_sum(0 * v), dense.dtype) for v in values])
+
+
+def _divide(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size

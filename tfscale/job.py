@@ -1,0 +1,193 @@
+"""Run a launcher to its end: threads of each rank, signals passed on, no rank left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfscale.launch import ERROR_VARIABLE
+from tfscale.mpi_command import LaunchSpec, Mpi, parse_version
+from tfscale.native.toolchain import find_tool
+
+# Every process of a job carries this variable, so that none can be overlooked at its end.
+JOB_VARIABLE = "TFSCALE_JOB"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+def find_mpi(mpiexec: str | None = None) -> Mpi | None:
+    """Find the MPI to start ranks with.
+
+    Args:
+        mpiexec: Its mpiexec; None looks in this environment, in MPI wheels, then on PATH.
+
+    Returns:
+        The MPI, or None where there is none that is known.
+    """
+    path = mpiexec or find_tool("mpiexec")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    known = parse_version(done.stdout + done.stderr)
+    return Mpi(*known, path) if known else None
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Share the cores of a host among its ranks.
+
+    Without this every rank starts a thread per core, and the ranks of a host disturb each other.
+
+    Args:
+        spec: What will be started. Other hosts are taken to have as many cores as this one.
+        environ: Environment variables; what the user set there stays as it is.
+
+    Returns:
+        Variables to set: each rank gets cores / ranks-per-host threads, at least 1, for one
+        operation, and at least 2 operations at a time, which overlapping communication needs.
+        Empty where one rank has a host for itself, or the number per host is not known.
+    """
+    if spec.is_slurm or spec.hostfile:
+        return {}
+    n_local = max((n for _, n in spec.hosts), default=spec.size)
+    if n_local < 2:
+        return {}
+    threads = max(1, spec.n_cores // n_local)
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        "TF_NUM_INTRAOP_THREADS": threads,
+        "TF_NUM_INTEROP_THREADS": max(2, threads),
+    }
+    return {name: str(value) for name, value in wanted.items() if name not in environ}
+
+
+def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return a job's mark and the environment that carries it."""
+    job = uuid.uuid4().hex
+    return job, {**environ, JOB_VARIABLE: job}
+
+
+def find_processes(job: str) -> list[int]:
+    """Return the ids of this host's processes that belong to a job, zombies left out."""
+    marker = f"{JOB_VARIABLE}={job}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            # A zombie's environment is empty.
+            if marker in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def end_processes(job: str, grace_s: float = 2.0) -> None:
+    """End what is left of a job: asked first, killed after `grace_s`. Returns when none is left."""
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + patience_s
+        left = find_processes(job)
+        for process in left:
+            try:
+                os.kill(process, number)
+            except ProcessLookupError:
+                continue
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = find_processes(job)
+        if not left:
+            return
+
+
+class _Forwarder:
+    """Passes signals on to the launcher; a second one, or `grace_s` without an end, kills."""
+
+    def __init__(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
+        self._process = process
+        self._grace_s = grace_s
+        self.first: int | None = None
+        self._deadline: float | None = None
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        if self.first is not None:
+            self._deadline = time.monotonic()
+            return
+        self.first = number
+        self._deadline = time.monotonic() + self._grace_s
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for the launcher's end or for patience to run out; return its exit code."""
+        while True:
+            try:
+                return self._process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self._process.kill()
+                    self._deadline = None
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _show_error(error_file: Path) -> None:
+    if error_file.exists():
+        sys.stdout.flush()
+        sys.stderr.write(error_file.read_text(errors="replace"))
+        error_file.unlink()
+
+
+def run_job(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 10.0) -> int:
+    """Run a launcher until it ends; SIGINT, SIGTERM and SIGHUP reach it.
+
+    Args:
+        command: From `build_command`.
+        environ: Environment variables of the launcher.
+        grace_s: After a signal, seconds until ranks that did not end are killed.
+
+    Returns:
+        The launcher's exit code, or 128 + number of the signal that ended it. No process of the
+        job is left on this host, and what the first failing rank wrote into its error file has
+        been printed last.
+    """
+    job, marked = new_job(environ)
+    error_file = Path(tempfile.gettempdir()) / f"tfscale-{job}.error"
+    # A session of its own: a terminal's Ctrl-C reaches the launcher once, through us.
+    process = subprocess.Popen(
+        list(command),
+        env={**marked, ERROR_VARIABLE: str(error_file)},
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+    forwarder = _Forwarder(process, grace_s)
+    before = {number: signal.signal(number, forwarder) for number in _FORWARDED}
+    try:
+        code = forwarder.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        end_processes(job)
+        _show_error(error_file)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if forwarder.first is not None:
+        return 128 + forwarder.first
+    return code if code >= 0 else 128 - code

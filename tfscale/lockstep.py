@@ -1,0 +1,48 @@
+"""Ranks that ask each other before a step, where nobody would tell a waiting one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tfscale import runtime
+from tfscale.eager import Header, exchange_headers
+from tfscale.errors import ExchangeError
+
+Answer = Literal["run", "end", "stop"]
+_KIND = "step of fit"
+
+
+def ask(own: Answer, step: int) -> set[Answer]:
+    """Tell all ranks what this one does next, and return what they do.
+
+    Collective. A step that is not traced, or that a backend without marks exchanges, cannot be
+    given up once it has begun: so all ranks begin it or none.
+
+    Args:
+        own: "run" before a step, "end" at the end of an epoch, "stop" where training ends early.
+        step: Steps of this epoch, the asked one included.
+
+    Returns:
+        The answers of all ranks. "run" comes with "stop" (then nobody runs), never with "end".
+
+    Raises:
+        ExchangeError: Some ranks begin a step and others have no data for it, or a rank calls
+            another collective; on every rank.
+    """
+    headers = exchange_headers(Header(_KIND, [own, step], [], [], "fit"), runtime.world())
+    for rank, other in enumerate(headers):
+        if other.kind != _KIND:
+            raise ExchangeError(
+                "All ranks must call the same collectives in the same order. Received: rank "
+                f"{rank} calls {other.describe()} while rank {runtime.rank()} is in fit, step "
+                f"{step}. Give fit the same callbacks on all ranks."
+            )
+    answers: set[Answer] = {header.options[0] for header in headers}
+    if {"run", "end"} <= answers:
+        rank = next(r for r, header in enumerate(headers) if header.options[0] == "end")
+        raise ExchangeError(
+            f"All ranks must have as many batches. Received: rank {rank} ended its epoch after "
+            f"step {headers[rank].options[1]}, and others have more. Give every rank as many "
+            "batches, for example with tfscale.data.GlobalBatches."
+        )
+    return answers

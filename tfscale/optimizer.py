@@ -1,0 +1,250 @@
+"""DistributedOptimizer: any Keras optimizer, with gradients that all ranks agree on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from tfscale.accumulation import Accumulator
+from tfscale.errors import ConfigError
+from tfscale.exchange.base import Exchange, GradientOptions
+from tfscale.exchange.compression import Compression
+from tfscale.exchange.strategies import resolve
+from tfscale.gradients import GradientReducer, first_exchanged
+from tfscale.loss_scale import refuse_outer
+from tfscale.process_sets import ProcessSet, global_process_set
+from tfscale.reduce_ops import Average
+from tfscale.trace.stamps import stamp_updates
+
+
+class DistributedOptimizer(wrapt.ObjectProxy):
+    """A Keras optimizer that applies gradients reduced over all ranks.
+
+    A transparent proxy: every attribute, the class included, is the wrapped optimizer's, so
+    learning rates, schedules, checkpoints and saved models are exactly its own, and a saved model
+    loads where tfscale is not installed. Only `apply` differs: it reduces the gradients, then
+    calls the wrapped optimizer's, so clipping, decay and averaging see reduced gradients.
+
+    Mixed precision: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`. Infinite
+    values survive the sum, so all ranks skip the same steps. The other order is refused, or
+    repaired by `tfscale.prepare` where compile() made it.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str | None = None,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: str = Average,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        exchange: Any = "allreduce",
+    ) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            optimizer: Any Keras optimizer.
+            name: Ignored; the optimizer keeps its own.
+            device_dense: Ignored; TensorFlow places the ops.
+            device_sparse: Ignored.
+            compression: `Compression.none`, `.fp16` or `.bf16`: what travels.
+            sparse_as_dense: Make sparse gradients dense before they travel.
+            gradient_predivide_factor: Divides before the sum; size / factor divides after it.
+            op: Average or Sum.
+            backward_passes_per_step: Batches whose gradients are added up locally before they are
+                exchanged and applied. `iterations` advances with every batch.
+            average_aggregated_gradients: Divide that sum by the number of batches.
+            num_groups: Number of buckets; 0 chooses by size.
+            groups: Number of buckets, or lists of variables that travel together.
+            process_set: Who takes part; other ranks apply their own gradients.
+            scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
+                by the number of ranks.
+            exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
+
+        Raises:
+            ConfigError: An argument does not fit.
+        """
+        _check(optimizer, backward_passes_per_step)
+        super().__init__(optimizer)
+        n_groups = groups if isinstance(groups, int) else num_groups
+        options = GradientOptions(
+            op=op,
+            predivide=gradient_predivide_factor,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            num_groups=n_groups,
+            groups=None if isinstance(groups, int) else groups,
+        )
+        self._self_reducer = GradientReducer(
+            resolve(exchange), options, process_set, scale_local_gradients
+        )
+        self._self_accumulator = None
+        self._self_local_layers: list[keras.layers.Layer] = []
+        if backward_passes_per_step > 1:
+            _refuse_replicated(exchange)
+            self._self_accumulator = Accumulator(
+                backward_passes_per_step, average_aggregated_gradients
+            )
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Reduce the gradients over all ranks and update the variables.
+
+        Args:
+            grads: This rank's gradients, one per variable.
+            trainable_variables: The variables; None after `build`.
+
+        Raises:
+            ConfigError: There is nothing to train.
+            ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
+                communication failed.
+        """
+        inner = self.__wrapped__
+        variables = list(
+            inner._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        if self._self_accumulator is None:
+            self._apply_reduced(list(grads), variables)
+            return
+        if not inner.built:
+            inner.build(variables)
+        self._self_accumulator.add(
+            grads,
+            variables,
+            on_full=lambda sums: self._apply_reduced(sums, variables),
+            on_other=lambda: inner.iterations.assign_add(1),
+        )
+
+    def _apply_reduced(self, gradients: list[Any], variables: list[Any]) -> None:
+        if self._self_reducer.process_set.size() > 1:
+            refuse_outer(DistributedOptimizer)
+        for layer in self._self_local_layers:
+            for variable in layer.trainable_variables:
+                if not self._self_reducer.is_local(variable):
+                    self._self_reducer.register_local_var(variable)
+        is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
+        reduced = self._self_reducer.reduce(gradients, variables, skips_non_finite=is_scaler)
+        # A step that is given up because another rank stopped must change nothing, not even
+        # `iterations`, so all of the update waits for the first gradient that is through.
+        with tf.control_dependencies(first_exchanged(reduced)):
+            self.__wrapped__.apply(reduced, variables)
+        stamp_updates(variables)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Reduce and apply; see `apply`.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable.
+
+        Returns:
+            The number of iterations, as Keras does.
+        """
+        self.apply(*map(list, zip(*grads_and_vars, strict=True)))
+        return self.__wrapped__._iterations
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._self_reducer.process_set
+
+    def wire(self, model: keras.Model) -> bool:
+        """Let the exchange change the model's layers; `tfscale.prepare` calls this.
+
+        Returns:
+            Whether functions of the model must be traced anew.
+        """
+        return self._self_reducer.wire(model)
+
+    def after_step(self) -> bool:
+        """Let an exchange that measures look at a step; `fit` calls this after each.
+
+        Returns:
+            Whether the step must be traced anew.
+        """
+        return self._self_reducer.after_step(self.__wrapped__._trainable_variables)
+
+    @property
+    def strategy(self) -> Exchange:
+        """How gradients travel, with what was chosen meanwhile."""
+        return self._self_reducer.strategy
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to each rank alone.
+
+        Args:
+            variable: A trainable variable that may differ between ranks.
+        """
+        self._self_reducer.register_local_var(variable)
+
+    def is_local_var(self, variable: Any) -> bool:
+        """Return whether a variable may differ between ranks."""
+        return self._self_reducer.is_local(variable)
+
+    def from_config(self, config: dict[str, Any]) -> DistributedOptimizer:
+        """Return an optimizer made from a config, wrapped as this one.
+
+        Args:
+            config: What `get_config` of an optimizer of the same class returned.
+        """
+        return self._around(self.__wrapped__.from_config(config))
+
+    def __copy__(self) -> DistributedOptimizer:
+        """Copy the wrapped optimizer and wrap it in the same way."""
+        return self._around(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        """Copy the wrapped optimizer and wrap it in the same way; a cycle begins anew."""
+        return self._around(copy.deepcopy(self.__wrapped__, memo))
+
+    def _around(self, inner: Any) -> DistributedOptimizer:
+        other = DistributedOptimizer(inner)
+        other._self_reducer = self._self_reducer.copy()
+        other._self_local_layers = list(self._self_local_layers)
+        if self._self_accumulator is not None:
+            other._self_accumulator = self._self_accumulator.copy_empty()
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the wrapped optimizer."""
+        return self.__wrapped__.__reduce_ex__(protocol)
+
+
+def _refuse_replicated(exchange: Any) -> None:
+    if getattr(exchange, "replicated_dense", 0):
+        raise ConfigError(
+            "Replicated dense layers exchange in every backward pass. Received: "
+            f"backward_passes_per_step with {exchange}. Use replicated_dense=0."
+        )
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether an optimizer is a DistributedOptimizer (or wraps one for loss scaling)."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return type(optimizer) is DistributedOptimizer or type(inner) is DistributedOptimizer
+
+
+def _check(optimizer: Any, passes: int) -> None:
+    if is_distributed(optimizer):
+        raise ConfigError(
+            "An optimizer must be wrapped once. Received: a DistributedOptimizer. "
+            "Pass the Keras optimizer itself."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}. "
+            "Build one, for example keras.optimizers.SGD(0.1)."
+        )
+    if int(passes) != passes or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be 1 or more. Received: {passes}.")

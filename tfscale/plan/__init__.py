@@ -1,0 +1,1 @@
+"""What is sent when: pure Python, no TensorFlow, no MPI."""

@@ -1,0 +1,94 @@
+"""Making a compiled model ready for several ranks; once per model, repeated calls cost nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+
+from tfscale import runtime
+from tfscale.errors import ConfigError
+from tfscale.optimizer import DistributedOptimizer
+from tfscale.progress import GuardedStep
+
+logger = logging.getLogger("tfscale")
+
+
+def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
+    """Make a compiled model ready. Every tfscale callback calls this.
+
+    Builds the model if a batch is given, switches XLA off where "auto" switched it on, puts
+    compile()'s automatic loss scaling inside of the distributed optimizer, lets the exchange change
+    layers, and drops functions traced before, so that they are traced anew.
+
+    Args:
+        model: A compiled Keras model.
+        sample_batch: A batch of inputs; needed only by models that are not built and do not know
+            their shapes.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: XLA was asked for.
+    """
+    if sample_batch is not None and not model.built:
+        model(sample_batch)
+    if runtime.is_single():
+        return model
+    has_changed = _switch_off_xla(model)
+    has_changed = _repair_loss_scale(model) or has_changed
+    if type(model.optimizer) is DistributedOptimizer:
+        has_changed = model.optimizer.wire(model) or has_changed
+    if has_changed:
+        model.train_function = model.test_function = model.predict_function = None
+    _guard_steps(model)
+    return model
+
+
+def _switch_off_xla(model: keras.Model) -> bool:
+    if not getattr(model, "compiled", False) or not model.jit_compile:
+        return False
+    if not model._resolve_auto_jit_compile():
+        raise ConfigError(
+            "XLA cannot compile a step that exchanges gradients. Received: jit_compile=True. "
+            "Compile the model with jit_compile=False."
+        )
+    logger.info("XLA is switched off: it cannot compile a step that exchanges gradients.")
+    model.jit_compile = False
+    return True
+
+
+def _repair_loss_scale(model: keras.Model) -> bool:
+    """Turn LossScaleOptimizer(DistributedOptimizer(inner)) inside out."""
+    scaler: Any = getattr(model, "optimizer", None)
+    if type(scaler) is not keras.optimizers.LossScaleOptimizer:
+        return False
+    distributed = scaler.inner_optimizer
+    if type(distributed) is not DistributedOptimizer:
+        return False
+    scaler.inner_optimizer = distributed.__wrapped__
+    distributed.__wrapped__ = scaler
+    model.optimizer = distributed
+    logger.info("Loss scaling is moved inside of the distributed optimizer.")
+    return True
+
+
+def _guard_steps(model: keras.Model) -> None:
+    """Let the model's train function end quietly when another rank stops."""
+    if isinstance(model.train_function, GuardedStep):
+        return
+    if model.train_function is not None:
+        model.train_function = GuardedStep(model, model.train_function)
+    if "make_train_function" in vars(model):
+        return
+    make = model.make_train_function
+
+    def make_guarded(force: bool = False) -> Any:
+        make(force=force)
+        if not isinstance(model.train_function, GuardedStep):
+            model.train_function = GuardedStep(model, model.train_function)
+        return model.train_function
+
+    model.make_train_function = make_guarded

@@ -1,0 +1,250 @@
+"""Keeping the ranks of one `fit` together: equal steps, and stopping at the same one."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import objects, runtime
+from tfscale.backends.base import MarkKind
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import data_of_fit
+from tfscale.errors import ExchangeError
+from tfscale.lockstep import Answer, ask
+from tfscale.lookahead import Lookahead
+from tfscale.native_errors import engine_text, has_stopped, is_exchange_error
+
+logger = logging.getLogger("tfscale")
+
+
+class Progress:
+    """Where a model's `fit` stands on this rank, and what the other ranks are told of it.
+
+    A rank that ends an epoch, stops or runs out of data sets a mark (custom_ops/comm/marks.h). A
+    rank that has begun one step more sees it, gives this step up before any variable changed, and
+    stops too, or fails with the reason. Nothing is sent per step. Where a step cannot be given up
+    (under run_eagerly, or without marks) the ranks ask each other before it, see `lockstep`.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        """Belong to a model; see `progress_of`."""
+        self._model = weakref.ref(model)
+        self._is_new = False
+        self._params: dict[str, Any] = {}
+        self._marked_epoch = -1
+        self._n_steps = 0
+        self._asks = False
+        self._is_over = False
+
+    def expect_training(self) -> None:
+        """A callback list was made: the next `begin` is the first of a `fit`."""
+        self._is_new = True
+
+    def begin(self, params: dict[str, Any]) -> None:
+        """Agree on what will be run. Collective; the first call of a `fit` counts.
+
+        Args:
+            params: Keras's: "steps" per epoch (None if unknown) and "epochs".
+
+        Raises:
+            ExchangeError: Steps, epochs or global batches differ between ranks; on every rank,
+                with all values.
+        """
+        if not self._is_new or runtime.is_single():
+            return
+        self._is_new = False
+        self._params = params
+        data = data_of_fit()
+        own = {
+            "steps": params.get("steps"),
+            "epochs": params.get("epochs"),
+            "given_up": runtime.num_given_up(),
+            "data": data.state() if isinstance(data, GlobalBatches) else None,
+        }
+        self._marked_epoch, self._n_steps, self._is_over = -1, 0, False
+        self._asks = self._must_ask()
+        every = objects.allgather_object(own, name="beginning of fit")
+        for key in ("steps", "epochs"):
+            values = [rank[key] for rank in every]
+            if any(v != values[0] for v in values):
+                raise ExchangeError(
+                    f"All ranks must run the same number of {key}. Received: {key}={values}, in "
+                    "rank order. Give every rank as many batches, for example with "
+                    "tfscale.data.GlobalBatches, and the same arguments to fit."
+                )
+        if any(rank["data"] != every[0]["data"] for rank in every):
+            raise ExchangeError(
+                "All ranks must cut the same global batches. Received: "
+                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches the same "
+                "samples, batch_size and seed on every rank; it gives each its own slice."
+            )
+        if any(rank["given_up"] for rank in every):
+            runtime.start_incarnation()
+
+    def begin_epoch(self) -> None:
+        """Count steps anew."""
+        self._n_steps = 0
+
+    def end_epoch(self, epoch: int) -> None:
+        """Tell the others that this rank's epoch is over; the first call of an epoch counts."""
+        if runtime.is_single() or epoch == self._marked_epoch:
+            return
+        self._marked_epoch = epoch
+        if self._asks and not self._is_over:
+            own: Answer = "stop" if self._is_stopping() else "end"
+            if "stop" in ask(own, self._n_steps):
+                self._is_over = True
+                self._stop()
+        runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+
+    def end_training(self) -> None:
+        """Tell the others that this rank's `fit` is over; the first call counts."""
+        if runtime.is_single() or self._marked_epoch == -1:
+            return
+        is_early = self._marked_epoch + 1 < (self._params.get("epochs") or 0)
+        self._marked_epoch = -1
+        if self._asks and not self._is_over and self._is_stopping() and is_early:
+            ask("stop", 0)
+        self._asks = self._is_over = False
+        runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+
+    def _must_ask(self) -> bool:
+        model = self._model()
+        if runtime.backend().has_marks:
+            return model is not None and model.run_eagerly
+        if self._params.get("steps") is None and model and model.steps_per_execution > 1:
+            raise ExchangeError(
+                "The number of batches must be known where steps are executed together and the "
+                f"backend is {runtime.backend().name}. Received: steps_per_execution="
+                f"{model.steps_per_execution}. Pass steps_per_epoch to fit."
+            )
+        return True
+
+    def _stop(self) -> None:
+        model = self._model()
+        if model is not None:
+            model.stop_training = True
+
+    def _is_stopping(self) -> bool:
+        model = self._model()
+        return model is not None and bool(model.stop_training)
+
+    def may_run_step(self) -> bool:
+        """Return whether all ranks run the next step; asks them where it cannot be given up.
+
+        Raises:
+            ExchangeError: Another rank has no data for this step.
+        """
+        self._n_steps += 1
+        if not self._asks or self._is_over:
+            return not self._is_over
+        if "stop" not in ask("run", self._n_steps):
+            return True
+        self._is_over = True
+        runtime.count_given_up()
+        return False
+
+    @property
+    def has_unknown_steps(self) -> bool:
+        """Whether this rank must look for data before it tells the others that it runs a step."""
+        has_marks = runtime.backend().has_marks
+        return self._asks and not has_marks and self._params.get("steps") is None
+
+    def end_of_data(self) -> None:
+        """Raise where data ends before the epoch does and the others cannot learn of it.
+
+        Raises:
+            ExchangeError: The steps per epoch were known and are not over.
+        """
+        steps = self._params.get("steps")
+        if not self._asks or runtime.backend().has_marks or steps is None or self._n_steps > steps:
+            return
+        runtime.mark(MarkKind.LEFT)
+        raise ExchangeError(
+            f"All ranks must have data for all steps. Received: rank {runtime.rank()} has none for "
+            f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
+        )
+
+
+class GuardedStep:
+    """A model's train function that ends quietly when another rank has stopped."""
+
+    def __init__(self, model: keras.Model, train_function: Any) -> None:
+        """Wrap what Keras made.
+
+        Args:
+            model: The model.
+            train_function: Takes an iterator, runs a step, returns logs.
+        """
+        self._model = weakref.ref(model)
+        self._train_function = train_function
+        self._last_logs: Any = None
+        self._source: tf.data.Iterator | None = None
+        self._lookahead: Lookahead | None = None
+
+    def __call__(self, iterator: Any) -> Any:
+        """Run a step.
+
+        Args:
+            iterator: The data.
+
+        Returns:
+            The step's logs; those of the last step where another rank has stopped.
+
+        Raises:
+            ExchangeError: Communication failed, or another rank has no data for this step.
+        """
+        model = self._model()
+        assert model is not None
+        progress = progress_of(model)
+        if progress.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
+            iterator = self._look_ahead(iterator)
+        if not progress.may_run_step():
+            return self._stop(model, "another rank stopped")
+        try:
+            self._last_logs = self._train_function(iterator)
+        except tf.errors.OutOfRangeError:
+            progress.end_of_data()
+            raise
+        except tf.errors.OpError as error:
+            if has_stopped(error.message):
+                return self._stop(model, engine_text(error.message))
+            if not is_exchange_error(error):
+                raise
+            raise ExchangeError(engine_text(error.message)) from error
+        after_step = getattr(model.optimizer, "after_step", None)
+        if after_step is not None and after_step():
+            model.make_train_function(force=True)
+        return self._last_logs
+
+    def _look_ahead(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
+        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does.
+
+        Raises:
+            OutOfRangeError: There is none; Keras then ends the epoch.
+        """
+        if self._source is not iterator:
+            self._source, self._lookahead = iterator, Lookahead(iterator)
+        assert self._lookahead is not None
+        if not self._lookahead.has_next():
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return self._lookahead.iterator
+
+    def _stop(self, model: keras.Model, why: str) -> Any:
+        logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
+        model.stop_training = True
+        return model.get_metrics_result() if self._last_logs is None else self._last_logs
+
+
+_progress: weakref.WeakKeyDictionary[keras.Model, Progress] = weakref.WeakKeyDictionary()
+
+
+def progress_of(model: keras.Model) -> Progress:
+    """Return the progress of a model; there is one per model."""
+    if model not in _progress:
+        _progress[model] = Progress(model)
+    return _progress[model]

@@ -1,0 +1,196 @@
+"""Joining the job: rank, size, start and end, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfscale import config
+from tfscale.backends.base import Backend, Group, MarkKind
+from tfscale.backends.single import SingleBackend
+from tfscale.backends.start import look_around, start
+from tfscale.end_of_job import do_not_watch, end_job_on_error
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.launch import discover
+from tfscale.placement import Machine, choose_backend
+
+
+@dataclass
+class _State:
+    """What `init` made; there is one per process."""
+
+    backend: Backend
+    incarnation: int = 0
+    n_refused: int = 0
+    process_sets: list[Any] = field(default_factory=list)
+
+
+_state: _State | None = None
+
+
+def init(
+    comm: Any = None, process_sets: Sequence[Any] | None = None, backend: str = "auto"
+) -> None:
+    """Join the job. Collective: all ranks must call this, before any other call.
+
+    A process that no launcher started is a job of its own: no MPI, no thread. Calling init
+    again does nothing.
+
+    Args:
+        comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
+            world's ranks (only these may call).
+        process_sets: `ProcessSet` objects or lists of ranks to add.
+        backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
+            TFSCALE_BACKEND, then chooses: see `tfscale.placement.choose_backend`.
+
+    Raises:
+        ConfigError: An argument or environment variable does not fit.
+        ExchangeError: MPI or the native library cannot be used.
+    """
+    global _state
+    if _state is not None:
+        return
+    settings = config.settings()
+    name = settings.backend if backend == "auto" else backend
+    launch = discover(config.environment())
+    if name not in config.BACKENDS:
+        raise ConfigError(
+            f"backend must be one of {', '.join(config.BACKENDS)}. Received: {backend!r}."
+        )
+    is_parallel = comm is not None or (launch is not None and launch.size > 1)
+    machine = look_around() if name == "auto" and is_parallel else Machine()
+    chosen = choose_backend(name, launch, is_parallel, machine)
+    if chosen == "single":
+        _state = _State(SingleBackend())
+        do_not_watch()
+    else:
+        _state = _State(start(chosen, settings, comm))
+        atexit.register(shutdown)
+        end_job_on_error(_abort)
+    if settings.timeline and not is_single():
+        from tfscale.trace import timeline
+
+        timeline.start_automatic(settings.timeline)
+    _add_process_sets(process_sets)
+
+
+def _abort(code: int) -> None:
+    if _state is not None:
+        _state.backend.abort(code)
+
+
+def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
+    from tfscale.process_sets import add_process_set
+
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leave the job; waits until all ranks do. A second call does nothing."""
+    global _state
+    if _state is None:
+        return
+    from tfscale.trace import timeline
+
+    folder = timeline.write_part()
+    state, _state = _state, None
+    for process_set in state.process_sets:
+        process_set.process_set_id = None
+    state.backend.close()
+    if folder is not None and state.backend.rank == 0:
+        timeline.merge_parts(folder)  # Closing waited for all ranks.
+
+
+def remember_process_set(process_set: Any) -> None:
+    """Keep a process set, so that `shutdown` takes it out of use."""
+    _current().process_sets.append(process_set)
+
+
+def _current() -> _State:
+    if _state is None:
+        raise ExchangeError(
+            "tfscale must be initialised first. Received: a call before tfscale.init() or after "
+            "shutdown(). Call tfscale.init() at the start of the program."
+        )
+    return _state
+
+
+def backend() -> Backend:
+    """Return the backend of the job.
+
+    Raises:
+        ExchangeError: tfscale is not initialised (as all functions below).
+    """
+    return _current().backend
+
+
+def world() -> Group:
+    """Return the group of all ranks."""
+    current = backend()
+    return Group(0, tuple(range(current.size)), current.rank)
+
+
+def mark(kind: MarkKind) -> None:
+    """Tell the other ranks that this one takes part in no further step for now."""
+    backend().mark(kind)
+
+
+def count_given_up() -> None:
+    """Note a step that was given up before any collective of it was called."""
+    _current().n_refused += 1
+
+
+def num_given_up() -> int:
+    """Return how many collectives and steps were given up since the incarnation began."""
+    return backend().num_given_up() + _current().n_refused
+
+
+def start_incarnation() -> None:
+    """Separate what comes from what is left of a step that was given up; all ranks call this."""
+    state = _current()
+    state.incarnation += 1
+    state.n_refused = 0
+    state.backend.start_incarnation(state.incarnation)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a job."""
+    return _state is not None
+
+
+def rank() -> int:
+    """Return the number of this process, in [0, size())."""
+    return backend().rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return backend().size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host."""
+    return backend().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    return backend().local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this host, for hosts that hold equally many consecutive ranks."""
+    return backend().rank // backend().local_size
+
+
+def cross_size() -> int:
+    """Return the number of hosts, for hosts that hold equally many ranks."""
+    return -(-backend().size // backend().local_size)
+
+
+def is_single() -> bool:
+    """Return whether there is one process, so that nothing is ever exchanged."""
+    return backend().size == 1

@@ -1,0 +1,70 @@
+"""Batch normalisation with the statistics of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.gathers import allgather
+from tfscale.process_sets import ProcessSet, global_process_set
+
+
+@keras.saving.register_keras_serializable(package="tfscale")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """BatchNormalization whose training statistics are those of all ranks' samples together.
+
+    One exchange of 2 * channels + 1 values per layer and direction. Means and variances of the
+    ranks are combined by the parallel variance formula, weighted by the number of samples, so
+    uneven batches are exact.
+    """
+
+    def __init__(self, process_set: ProcessSet = global_process_set, **options: Any) -> None:
+        """Create the layer.
+
+        Args:
+            process_set: Whose samples count; not saved with the model.
+            **options: As for keras.layers.BatchNormalization.
+        """
+        super().__init__(**options)
+        self._process_set = process_set
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        group = self._process_set.group()
+        if group.size == 1 or group.rank < 0:
+            return super()._moments(inputs, mask)
+        mean, variance = super()._moments(inputs, mask)
+        wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
+        count = tf.cast(self._n_samples(inputs, mask), wide)
+        # Without a sample the mean is NaN, which weight zero would not remove.
+        mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
+        own = tf.concat(
+            [
+                tf.reshape(tf.cast(mean, wide), [-1]),
+                tf.reshape(tf.cast(variance, wide), [-1]),
+                count[tf.newaxis],
+            ],
+            axis=0,
+        )
+        rows = allgather(own[tf.newaxis], process_set=self._process_set, name=self.path)
+        rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
+        means, variances, counts = tf.split(
+            rows, [mean.shape.num_elements(), mean.shape.num_elements(), 1], axis=1
+        )
+        weights = counts / tf.reduce_sum(counts)
+        common = tf.reduce_sum(weights * means, axis=0)
+        spread = variances + tf.math.squared_difference(means, common)
+        total = tf.reduce_sum(weights * spread, axis=0)
+        return (
+            tf.cast(tf.reshape(common, mean.shape), mean.dtype),
+            tf.cast(tf.reshape(total, variance.shape), variance.dtype),
+        )
+
+    def _n_samples(self, inputs: Any, mask: Any) -> tf.Tensor:
+        """Return the number of values behind each channel's statistics."""
+        if mask is None:
+            return tf.size(inputs) // tf.shape(inputs)[self.axis]
+        weights = tf.cast(mask, tf.float32)
+        per_entry = tf.size(inputs) // tf.shape(inputs)[self.axis] // tf.size(weights)
+        return tf.reduce_sum(weights) * tf.cast(per_entry, tf.float32)

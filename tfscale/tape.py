@@ -1,0 +1,106 @@
+"""DistributedGradientTape: gradients that all ranks agree on, for training loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.compression import Compression
+from tfscale.exchange.strategies import resolve
+from tfscale.gradients import GradientReducer
+from tfscale.process_sets import ProcessSet, global_process_set
+from tfscale.reduce_ops import Average
+
+
+class DistributedGradientTape(wrapt.ObjectProxy):
+    """A tf.GradientTape whose `gradient` returns gradients reduced over all ranks.
+
+    Everything else is the tape's own.
+    """
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        op: str = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        exchange: Any = "allreduce",
+    ) -> None:
+        """Wrap a tape; arguments as for `DistributedOptimizer`.
+
+        Args:
+            gradtape: The tape, before or after its `with` block.
+            device_dense: Ignored; TensorFlow places the ops.
+            device_sparse: Ignored.
+            compression: What travels.
+            sparse_as_dense: Make sparse gradients dense before they travel.
+            op: Average or Sum.
+            gradient_predivide_factor: Divides before the sum.
+            num_groups: Number of buckets; 0 chooses by size.
+            groups: Number of buckets, or lists of variables that travel together.
+            process_set: Who takes part.
+            scale_local_gradients: Divide gradients of local variables by the number of ranks.
+            exchange: How bytes travel.
+
+        Raises:
+            ConfigError: An argument does not fit.
+        """
+        super().__init__(gradtape)
+        options = GradientOptions(
+            op=op,
+            predivide=gradient_predivide_factor,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            num_groups=groups if isinstance(groups, int) else num_groups,
+            groups=None if isinstance(groups, int) else groups,
+        )
+        self._self_reducer = GradientReducer(
+            resolve(exchange), options, process_set, scale_local_gradients
+        )
+
+    def __enter__(self) -> DistributedGradientTape:
+        """Start recording."""
+        self.__wrapped__.__enter__()
+        return self
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to each rank alone."""
+        self._self_reducer.register_local_var(variable)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Return gradients reduced over all ranks.
+
+        Args:
+            target: What is differentiated.
+            sources: Variables, in any structure.
+            output_gradients: As in TensorFlow.
+            unconnected_gradients: As in TensorFlow.
+
+        Returns:
+            One gradient per source, in the same structure.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        flat = tf.nest.flatten(sources)
+        # Keras's variables are no tape sources; the tensors behind them are.
+        raw = [v.value if isinstance(v, keras.Variable) else v for v in flat]
+        gradients = self.__wrapped__.gradient(target, raw, output_gradients, unconnected_gradients)
+        return tf.nest.pack_sequence_as(sources, self._self_reducer.reduce(gradients, flat))

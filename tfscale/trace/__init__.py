@@ -1,0 +1,1 @@
+"""When each collective was posted, started and ended."""

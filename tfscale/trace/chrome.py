@@ -1,0 +1,139 @@
+"""The file format of chrome://tracing and ui.perfetto.dev. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE_NAME = "timeline.json"
+_STEPS = 0  # the row of steps; collectives under way together lie in rows 1, 2, ...
+
+
+class Span(NamedTuple):
+    """Something a rank did, in ns."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class Collective(NamedTuple):
+    """A finished collective, in ns."""
+
+    name: str
+    posted: int
+    started: int
+    ended: int
+    details: dict[str, int]
+
+
+@dataclass
+class RankTrace:
+    """What a rank recorded, in times of rank 0.
+
+    Attributes:
+        rank: Whose.
+        error_ns: How far off its times may be.
+        collectives: In any order.
+        spans: In any order; those that overlap lie within one another.
+    """
+
+    rank: int
+    error_ns: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+def rank_events(trace: RankTrace) -> list[dict[str, Any]]:
+    """Return the entries of one rank.
+
+    A collective is two bars: from posted to ended, and within it from started to ended.
+    """
+    rank = trace.rank
+    entries = [
+        _metadata("process_name", rank, 0, f"rank {rank}"),
+        _metadata("thread_name", rank, _STEPS, "steps"),
+    ]
+    entries += [_bar(rank, _STEPS, span.name, span.begin, span.end) for span in trace.spans]
+    row_ends: list[int] = []
+    for one in sorted(trace.collectives, key=lambda c: (c.posted, -c.ended)):
+        row = next((i for i, end in enumerate(row_ends) if end <= one.posted), len(row_ends))
+        if row == len(row_ends):
+            row_ends.append(0)
+            entries.append(_metadata("thread_name", rank, row + 1, f"collectives {row + 1}"))
+        row_ends[row] = one.ended
+        outer = _bar(rank, row + 1, one.name, one.posted, one.ended)
+        inner = _bar(rank, row + 1, "on the wire", one.started, one.ended)
+        entries += [{**outer, "args": one.details}, inner]
+    return entries
+
+
+def write_trace(
+    path: str | Path,
+    entries: Sequence[dict[str, Any]],
+    errors_ns: Iterable[float],
+    origin_us: float | None = None,
+) -> None:
+    """Write a trace file.
+
+    Args:
+        path: File to write; it appears when it is complete.
+        entries: Of all ranks, see `rank_events`.
+        errors_ns: Per rank, how far off its clock may be.
+        origin_us: What is time 0; None takes the first entry.
+    """
+    first = origin_us
+    if first is None:
+        first = min((e["ts"] for e in entries if "ts" in e), default=0.0)
+    shifted = [{**e, "ts": round(e["ts"] - first, 3)} if "ts" in e else e for e in entries]
+    content = {
+        "traceEvents": shifted,
+        "displayTimeUnit": "ms",
+        "otherData": {"clock_error_us": [error / 1e3 for error in errors_ns]},
+    }
+    temporary = f"{path}.partial"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(temporary, path)
+
+
+def merge_parts(directory: str | Path) -> bool:
+    """Merge the ranks' parts into `timeline.json` and remove them.
+
+    Args:
+        directory: Where they are.
+
+    Returns:
+        Whether there were any.
+    """
+    folder = Path(directory)
+    parts = [p for p in folder.glob("timeline.rank-*.json")]
+    parts.sort(key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
+    if not parts:
+        return False
+    contents = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    entries = [entry for content in contents for entry in content["traceEvents"]]
+    errors = [e * 1e3 for content in contents for e in content["otherData"]["clock_error_us"]]
+    write_trace(folder / FILE_NAME, entries, errors)
+    for part in parts:
+        part.unlink()
+    return True
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's part."""
+    return folder / f"timeline.rank-{rank}.json"
+
+
+def _bar(rank: int, row: int, name: str, begin: int, end: int) -> dict[str, Any]:
+    place = {"name": name, "ph": "X", "pid": rank, "tid": row}
+    return {**place, "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+
+
+def _metadata(kind: str, rank: int, row: int, text: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": {"name": text}}

@@ -1,0 +1,1 @@
+"""Choices from measurements made in the running job."""

@@ -1,0 +1,104 @@
+"""An emulated cluster on this machine: a network namespace per node, links with a rate.
+
+    sudo tools/cluster.py up -n 4
+    sudo tools/cluster.py run -np 4 --rate 1gbit -- python train.py
+    sudo tools/cluster.py down
+
+`run` makes a cluster for itself where none is up, and removes it afterwards. The bytes that each
+node sent and received are printed as JSON. See docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfscale.cluster import control, running
+from tfscale.cluster.commands import Shape
+from tfscale.cluster.layout import parse_rate
+from tfscale.cluster.state import read_state
+from tfscale.errors import ConfigError, ExchangeError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="main", help="of the cluster; default: main")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    shape = argparse.ArgumentParser(add_help=False)
+    shape.add_argument("--rate", help="of each link and direction: 1gbit, 250mbit, none")
+    shape.add_argument("--delay", type=float, default=0.0, help="milliseconds per link; netem")
+    shape.add_argument("--loss", type=float, default=0.0, help="percent per link; netem")
+    up = verbs.add_parser("up", help="make the cluster", parents=[shape])
+    up.add_argument("-n", "--nodes", type=int, default=4)
+    verbs.add_parser("rate", help="give its links a rate", parents=[shape])
+    run = verbs.add_parser("run", help="run a program on its nodes", parents=[shape])
+    run.add_argument("-np", type=int, default=None, help="ranks; default: one per node")
+    run.add_argument("--json", type=Path, help="write exit code and bytes there too")
+    run.add_argument("--timeout", type=float, help="seconds")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="-- program and arguments")
+    verbs.add_parser("bytes", help="print what each node has sent and received")
+    verbs.add_parser("down", help="end what runs in it and remove it")
+    return parser
+
+
+def apply_shape(options: argparse.Namespace) -> None:
+    """Shape the links as the options say; without any option they stay as they are."""
+    if options.rate is None and (options.delay or options.loss):
+        raise ConfigError("--delay and --loss need a --rate. Received: none. Add --rate 1gbit.")
+    if options.rate is None:
+        return
+    is_free = options.rate == "none"
+    shape = None if is_free else Shape(parse_rate(options.rate), options.delay, options.loss)
+    control.set_shape(options.name, shape)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a program, in the cluster that is up or in one of its own."""
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    is_temporary = read_state(options.name) is None
+    if is_temporary:
+        control.up(options.name, options.np or 4)
+    try:
+        apply_shape(options)
+        state = read_state(options.name)
+        size = options.np or (len(state.layout.nodes) if state else 1)
+        result = running.run(options.name, size, command, timeout_s=options.timeout)
+    finally:
+        if is_temporary:
+            control.down(options.name)
+    text = json.dumps({"exit_code": result.exit_code, "bytes": result.bytes})
+    print(text, file=sys.stderr)
+    if options.json:
+        options.json.write_text(text)
+    return result.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = make_parser().parse_args(arguments)
+    running.leave_on_sigterm()
+    try:
+        if options.verb == "run":
+            return run(options)
+        if options.verb == "up":
+            control.up(options.name, options.nodes)
+        if options.verb in ("up", "rate"):
+            apply_shape(options)
+        elif options.verb == "bytes":
+            print(json.dumps(control.read_bytes(options.name)))
+        else:
+            control.down(options.name)
+    except (ConfigError, ExchangeError) as error:
+        print(f"cluster.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Build the C++ tests and run them under mpiexec, plain and with sanitizers.
+
+Each `custom_ops/test/*_test.cc` is one program, linked with `custom_ops/comm`; it returns 0 if all
+its checks hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_native import ROOT, import_bare
+
+build = import_bare("tfscale.native.build")
+toolchains = import_bare("tfscale.native.toolchain")
+TESTS = ROOT / "custom_ops" / "test"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile and run the tests."""
+
+    flags: tuple[str, ...]
+    sizes: tuple[int, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "plain": Variant(("-O2",), (1, 2, 3, 4)),
+    "address": Variant(
+        ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        (2, 3),
+        {
+            "ASAN_OPTIONS": "detect_leaks=1",
+            "LSAN_OPTIONS": f"suppressions={TESTS / 'lsan.supp'}:print_suppressions=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+    ),
+    "thread": Variant(
+        ("-O1", "-g", "-fsanitize=thread"),
+        (2, 3),
+        {
+            # MPI is not instrumented: what happens inside cannot be judged.
+            "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
+            # UCX rewrites mmap in place, under which the sanitizer's own mmap crashes.
+            "UCX_MEM_MMAP_HOOK_MODE": "none",
+        },
+    ),
+}
+
+
+def build_tests(name: str, variant: Variant) -> list[Path]:
+    """Compile one variant; return its programs."""
+    toolchain = toolchains.find_toolchain()
+    folder = ROOT / "build" / f"cpp-{name}"
+    flags = [*build.common_flags(ROOT / "custom_ops"), *variant.flags, *toolchain.compile_flags]
+    comm = sorted((ROOT / "custom_ops" / "comm").glob("*.cc"))
+    tests = sorted(TESTS.glob("*_test.cc"))
+    objects = build.compile_objects([*comm, *tests], folder, toolchain.compiler, flags)
+    programs = []
+    for test in objects[len(comm) :]:
+        program = folder / test.stem
+        command = [toolchain.compiler, *variant.flags, str(test), *map(str, objects[: len(comm)])]
+        command += ["-o", str(program), *toolchain.link_flags, "-pthread"]
+        toolchains.run_quietly(command, f"Linking {test.stem}")
+        programs.append(program)
+    return programs
+
+
+def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> str:
+    """Run one program with `size` ranks; return an empty string or what went wrong."""
+    command = ["env", *(f"{k}={v}" for k, v in variant.environment.items())]
+    mpiexec = toolchains.find_tool("mpiexec")
+    if mpiexec is None:
+        return "no mpiexec is there"
+    command += [mpiexec, "-n", str(size), str(program)]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
+        return f"no end after {timeout_s:.0f} s: {shlex.join(command)}\n{text[-6000:]}"
+    if done.returncode != 0:
+        return f"exit code {done.returncode}: {shlex.join(command)}\n{done.stdout[-6000:]}"
+    return ""
+
+
+def main() -> int:
+    """Run the variants asked for; return 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--only", default="", help="part of a test's name")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="per program and size")
+    options = parser.parse_args()
+    failures = 0
+    for name in options.variants.split(","):
+        variant, start = VARIANTS[name], time.monotonic()
+        programs = [p for p in build_tests(name, variant) if options.only in p.name]
+        print(f"C++ tests, {name}: built in {time.monotonic() - start:.1f} s")
+        for program in programs:
+            for size in variant.sizes:
+                start = time.monotonic()
+                problem = run_test(program, size, variant, options.timeout_s)
+                failures += bool(problem)
+                word = "FAILED" if problem else "ok"
+                seconds = time.monotonic() - start
+                print(f"  {word:6} {program.name} {name} {size} ranks {seconds:.1f} s", flush=True)
+                if problem:
+                    print(problem)
+    print(f"C++ tests: {failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs the tests with the lowest and the highest TensorFlow supported, each with a Keras of its
+# time, in environments of their own under build/versions.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+for versions in "2.18 3.10" "2.21 3.15"; do
+  read -r tensorflow keras <<< "$versions"
+  folder=build/versions/$tensorflow
+  python=$folder/bin/python
+  [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$folder"
+  echo "TensorFlow $tensorflow, Keras $keras"
+  "$python" -m pip install -q "tensorflow==$tensorflow.*" "keras==$keras.*" setuptools wheel mpich
+  "$python" -m pip install -q --no-build-isolation ".[mpich,recipes,test]"
+  # pip keeps an installed tfscale of the same version: this one is of the present sources.
+  "$python" -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+  tools/test_installed.sh "$python" "$@"
+done
