@@ -10,6 +10,17 @@ VGG_A = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
+def vgg_a_of_width(filters: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of VGG-A with as many filters in each convolution.
+
+    VGG-128, VGG-256 and VGG-512, which have 48, 76 and 140 million parameters, are those of
+    `filters` 128, 256 and 512.
+
+    Source: [T] 3.4.
+    """
+    return tuple((filters,) * len(convolutions) for convolutions in VGG_A)
+
+
 def vgg(
     stages: Sequence[Sequence[int]] = VGG_A,
     input_shape: tuple[int, int, int] = (224, 224, 3),
