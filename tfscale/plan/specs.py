@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+BYTES_PER_VALUE = 4  # of float32, which gradients and parameters travel as unless compressed
+
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 
@@ -23,6 +25,11 @@ class GradientSpec:
     dtype: str
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return _BYTES[self.dtype]
+
+    @property
     def n_bytes(self) -> int:
         """Bytes on the wire, before any collective's own factor."""
-        return math.prod(self.shape) * _BYTES[self.dtype]
+        return math.prod(self.shape) * self.item_bytes

@@ -1,0 +1,54 @@
+"""Buffers of parameters, and who owns which part."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfscale.errors import PlanError
+from tfscale.plan.segments import ALIGNMENT, build_segments
+from tfscale.plan.specs import GradientSpec
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+SPECS = st.lists(
+    st.builds(GradientSpec, st.just("w"), SHAPES, st.sampled_from(["float32", "float64"])),
+    max_size=12,
+)
+
+
+@given(SPECS, st.integers(1, 7), st.sampled_from([0, 100, 2000]), st.sets(st.integers(0, 11)))
+def test_every_element_has_one_owner(specs, size, bucket_bytes, whole):
+    buckets = build_segments(specs, size, bucket_bytes, frozenset(whole))
+    assert sorted(i for b in buckets for i in b.indices) == list(range(len(specs)))
+    for bucket in buckets:
+        assert bucket.cuts[0] == 0 and bucket.cuts[-1] == bucket.length
+        assert list(bucket.cuts) == sorted(bucket.cuts)
+        assert sum(bucket.counts()) == bucket.n_values
+        owned = [p for rank in range(size) for p in bucket.pieces(rank)]
+        for index, shape, offset in zip(bucket.indices, bucket.shapes, bucket.offsets, strict=True):
+            parts = [p for p in owned if p.variable == index]
+            ends = [0, *(p.stop for p in parts)]
+            assert [p.start for p in parts] == ends[:-1] and ends[-1] == math.prod(shape)
+            assert all(p.offset == offset + p.start for p in parts)
+            assert offset * specs[index].item_bytes % ALIGNMENT == 0
+            if index in whole:
+                assert len(parts) <= 1
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(1, 8))
+def test_segments_are_balanced(counts, size):
+    specs = [GradientSpec("w", (n,), "float32") for n in counts]
+    (bucket,) = build_segments(specs, size, 10**9)
+    segments = [b - a for a, b in zip(bucket.cuts, bucket.cuts[1:], strict=False)]
+    assert max(segments) - min(segments) <= 1
+
+
+def test_forward_order():
+    specs = [GradientSpec(f"w{i}", (100,), "float32") for i in range(4)]
+    assert [b.indices for b in build_segments(specs, 2, 800)] == [(0, 1), (2, 3)]
+
+
+def test_bad_size():
+    with pytest.raises(PlanError, match="size must be 1 or more. Received: size=0"):
+        build_segments([], 0, 1)

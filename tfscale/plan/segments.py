@@ -1,0 +1,128 @@
+"""How the parameters of a bucket lie in one flat buffer, and which part of it each rank owns."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfscale.errors import PlanError
+from tfscale.plan.buckets import build_buckets
+from tfscale.plan.specs import GradientSpec
+
+ALIGNMENT = 64  # bytes; TensorFlow refuses tensors that begin elsewhere
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a variable that lies in one rank's segment.
+
+    Attributes:
+        variable: Position in the sequence of specs.
+        start: First element, counted in the flattened variable.
+        stop: One behind the last element.
+        offset: Where the piece begins in the buffer, in elements.
+    """
+
+    variable: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SegmentedBucket:
+    """Variables one after another in a buffer that is cut into a segment for each rank.
+
+    Attributes:
+        indices: Positions in the sequence of specs, in forward order.
+        shapes: Their shapes.
+        dtype: What the buffer holds.
+        offsets: Where each begins in the buffer, in elements; multiples of 64 bytes.
+        cuts: Ends of the segments in elements; one more than ranks, from 0 to `length`.
+        length: Elements of the buffer, padding included.
+    """
+
+    indices: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    cuts: tuple[int, ...]
+    length: int
+
+    @property
+    def n_values(self) -> int:
+        """Elements without padding: what is reduced."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Return what a rank owns, in the order of the buffer.
+
+        Args:
+            rank: Position among the ranks that share the buffer.
+        """
+        begin, end = self.cuts[rank], self.cuts[rank + 1]
+        found = []
+        for index, shape, offset in zip(self.indices, self.shapes, self.offsets, strict=True):
+            start = max(begin - offset, 0)
+            stop = min(end - offset, math.prod(shape))
+            if start < stop:
+                found.append(Piece(index, start, stop, offset + start))
+        return tuple(found)
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of elements that each rank owns, padding left out."""
+        return tuple(sum(p.count for p in self.pieces(r)) for r in range(len(self.cuts) - 1))
+
+
+def build_segments(
+    specs: Sequence[GradientSpec], size: int, bucket_bytes: int, whole: frozenset[int] = frozenset()
+) -> tuple[SegmentedBucket, ...]:
+    """Lay variables out in buckets of one flat buffer each.
+
+    Args:
+        specs: One per variable, in forward order; dtypes are those of the parameters.
+        size: Number of ranks that share each buffer.
+        bucket_bytes: Upper bound of a bucket in bytes; 0 puts each variable into its own.
+        whole: Positions of variables that one rank owns entirely.
+
+    Returns:
+        Buckets in forward order, each spec in exactly one. The segments of a bucket differ by no
+        more than what `whole` demands.
+
+    Raises:
+        PlanError: `size` is less than 1, or `bucket_bytes` is negative.
+    """
+    if size < 1:
+        raise PlanError(f"size must be 1 or more. Received: size={size}.")
+    buckets = build_buckets(specs, bucket_bytes)
+    return tuple(_segment(specs, sorted(b.indices), b.dtype, size, whole) for b in buckets[::-1])
+
+
+def _segment(
+    specs: Sequence[GradientSpec],
+    indices: list[int],
+    dtype: str,
+    size: int,
+    whole: frozenset[int],
+) -> SegmentedBucket:
+    shapes = tuple(specs[i].shape for i in indices)
+    counts = [math.prod(shape) for shape in shapes]
+    step = ALIGNMENT // specs[indices[0]].item_bytes
+    padded = [-(-count // step) * step for count in counts]
+    offsets = [0, *itertools.accumulate(padded)]
+    length = offsets.pop()
+    cuts = [length * rank // size for rank in range(size + 1)]
+    for i, cut in enumerate(cuts):
+        place = max(bisect.bisect_right(offsets, cut) - 1, 0)
+        begin, end = offsets[place], offsets[place] + padded[place]
+        if indices[place] in whole and begin < cut < end:
+            cuts[i] = begin if cut - begin < end - cut else end
+    return SegmentedBucket(tuple(indices), shapes, dtype, tuple(offsets), tuple(cuts), length)
