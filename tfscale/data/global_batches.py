@@ -91,13 +91,13 @@ class GlobalBatches(keras.utils.PyDataset):
             dataset: `tf.data.Dataset` of single records (TFRecords, file names, tensors):
                 finite, not shuffled, the same on all ranks.
             batch_size: Samples of one step over all ranks; a multiple of their number.
-            size: Records of an epoch; None: the dataset's own number, which is counted by
-                reading it once if it does not know.
+            size: Records of an epoch; None: all, counted by reading once if need be.
             shuffle_buffer: Records among which the next one is drawn; None: all of them, up
                 to 16384; 0: keep the order (validation).
             seed: Non-negative, the same on all ranks.
-            decode: Maps a record to x, (x, y) or (x, y, sample_weight); runs in the
-                dataset's graph.
+            decode: Maps a record to x, (x, y) or (x, y, sample_weight), in the dataset's graph.
+                A parameter `seed` gets an int64 tensor (2,) for `tf.random.stateless_*`: another
+                for each record of each epoch, the same on any number of ranks.
             drop_remainder: As for arrays.
 
         Returns:

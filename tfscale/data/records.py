@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from tfscale.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB
+_DECODE_STREAM = 1  # apart from the seeds of the order
 _MAX_IDLE_READERS = 2
 _KEPT_STEPS = 2  # Keras reads two batches to learn their shapes, before the first epoch
 
@@ -34,7 +36,8 @@ class RecordSource:
             size: Number of records to use per epoch; None: all, counted if need be.
             shuffle_buffer: Records among which the next one is drawn; None: all, up to
                 16384; 0 or 1: keep the order.
-            decode: Maps a record to (x,), (x, y) or (x, y, sample_weight).
+            decode: Maps a record to (x,), (x, y) or (x, y, sample_weight); if it has a parameter
+                `seed`, see `GlobalBatches.from_dataset`.
 
         Raises:
             ConfigError: Not a dataset, endless, or smaller than `size`.
@@ -81,7 +84,22 @@ class RecordSource:
             buffer = min(slices.samples, _MAX_SHUFFLE_BUFFER)
         if buffer > 1:
             records = _shuffle(records, buffer, np.random.SeedSequence([seed, epoch]))
-        return _EpochReader(_own_records(records, slices), self._decode, slices).read
+        decode = self._decode
+        if decode is not None and "seed" in inspect.signature(decode).parameters:
+            decode = _with_seeds(decode, np.random.SeedSequence([seed, epoch, _DECODE_STREAM]))
+            records = records.enumerate()
+        return _EpochReader(_own_records(records, slices), decode, slices).read
+
+
+def _with_seeds(decode: Callable, seeds: np.random.SeedSequence) -> Callable:
+    """Return a function of (position in the epoch, record) that passes `decode` a seed."""
+    epoch_seed = np.int64(seeds.generate_state(1)[0])
+
+    def decode_at(position: tf.Tensor, record: Any) -> Any:
+        values = record if isinstance(record, tuple) else (record,)
+        return decode(*values, seed=tf.stack([epoch_seed, position]))
+
+    return decode_at
 
 
 def _shuffle(dataset: tf.data.Dataset, buffer: int, seeds: np.random.SeedSequence) -> Any:
