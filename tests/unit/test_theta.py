@@ -1,0 +1,132 @@
+"""The interval that is read off a curve of theta, on made-up curves."""
+
+import json
+import math
+
+import pytest
+
+from tfscale.errors import ConfigError
+from tfscale.tuning.theta import IntervalFinder, IntervalRule, theta_of
+
+NAN = math.nan
+
+
+def found(thetas, **settings):
+    """Return (epoch of the decision, interval), None without one."""
+    finder = IntervalFinder(IntervalRule(**settings))
+    for n, theta in enumerate(thetas, start=1):
+        finding = finder.observe(theta)
+        if finding is not None:
+            return n, finding.interval
+    return None
+
+
+def hill(peak, n, width=3.0):
+    """A curve that rises to `peak` and falls off slowly, as in [T] figures 5.2 and 5.6."""
+    return [1.0 / (1.0 + abs(i - peak) / (width * peak)) for i in range(1, n + 1)]
+
+
+def test_theta():
+    assert theta_of(3.0, 1.0, 4.0) == 0.5
+    assert theta_of(1.0, 3.0, 4.0) == -0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "cost", "distance"),
+    [(1.0, 0.5, 0.0), (NAN, 0.5, 1.0), (1.0, NAN, 1.0), (math.inf, 1.0, 1.0), (1.0, 0.5, NAN)],
+)
+def test_theta_is_nan_where_it_is_not_defined(first, cost, distance):
+    assert math.isnan(theta_of(first, cost, distance))
+
+
+@pytest.mark.parametrize("published", [5, 10, 60])
+def test_published_intervals_are_peaks(published):
+    """ResNet-20/CIFAR-10: 5; EDSR/DIV2K: 10; EDSR-16/Phantom: 60 ([T] 5.4)."""
+    epoch, interval = found(hill(published, 200), rule="peak")
+    assert interval == published
+    assert epoch == published + 2  # a peak is known as one two epochs later
+
+
+@pytest.mark.parametrize("published", [10, 60])
+def test_the_ten_percent_test_does_not_give_the_published_intervals(published):
+    assert found(hill(published, 200), rule="thesis")[1] < published
+
+
+def test_thesis_is_the_letter_of_algorithm_3():
+    assert found([1.0, 0.95], rule="thesis") == (2, 2)
+    assert found([1.0, 0.5, 0.45], rule="thesis") == (3, 3)
+    assert found([1.0, 1.1000000001, 2.0], rule="thesis") is None
+    assert found([-1.0, -1.05], rule="thesis") == (2, 2)  # no guard against a rising cost
+    assert found([NAN, 1.0, NAN, 1.0], rule="thesis") is None
+    assert found([0.0, 1.0, 0.5], rule="thesis") is None
+    assert found([1.0] * 5, rule="thesis", low=4, high=9) == (2, 2)  # nor limits
+
+
+def test_robust_wants_two_small_changes_in_a_row():
+    assert found([1.0, 0.95, 0.91], rule="robust") == (3, 3)
+    assert found([1.0, 0.95, 0.7, 0.68, 0.66], rule="robust") == (5, 5)
+    assert found([1.0, 0.5, 0.48], rule="robust") is None
+    decay = [n**-0.42 for n in range(1, 20)]
+    assert found(decay, rule="robust")[0] > found(decay, rule="thesis")[0]
+
+
+@pytest.mark.parametrize("bad", [NAN, 0.0, -1.0])
+def test_robust_starts_anew_behind_a_theta_without_meaning(bad):
+    assert found([1.0, 1.0, bad, 1.0, 1.0], rule="robust", high=9) is None
+    assert found([bad, 1.0, 1.0, 1.0], rule="robust") == (4, 4)
+    assert found([bad] * 8, rule="robust") is None
+
+
+@pytest.mark.parametrize("bad", [NAN, 0.0, -1.0])
+def test_peaks_are_positive(bad):
+    assert found([bad] * 8, rule="peak") is None
+    assert found([bad, 1.0, bad, bad], rule="peak") == (4, 2)
+
+
+def test_a_theta_that_rises_has_no_peak_yet():
+    assert found([1.0, 2.0, 1.5, 3.0, 2.9], rule="peak") is None
+    assert found([1.0, 2.0, 1.5, 3.0, 2.9, 2.8], rule="peak") == (6, 4)
+
+
+def test_limits():
+    assert found([1.0] * 3, rule="robust", low=5) == (3, 5)
+    assert found(hill(5, 20), rule="peak", high=3) == (3, 3)  # taken although nothing was found
+    assert found([NAN] * 9, rule="robust", high=4) == (4, 4)
+    assert found([1.0] * 9, rule="robust", high=2) == (2, 2)
+
+
+def test_reasons():
+    def reason(thetas, **settings):
+        finder = IntervalFinder(IntervalRule(**settings))
+        return [finder.observe(theta) for theta in thetas][-1].reason
+
+    assert "5.0% in epoch 2" in reason([1.0, 0.95], rule="thesis")
+    assert "peaked at 2 in epoch 1" in reason([2.0, 1.0, 1.0], rule="peak")
+    assert "5 is the smallest interval allowed" in reason([1.0] * 3, low=5)
+    assert "has not settled by epoch 2" in reason([1.0, 5.0], high=2)
+
+
+@pytest.mark.parametrize("rule", ["robust", "thesis", "peak"])
+def test_state_goes_on_identically(rule):
+    thetas = [NAN, 1.0, 2.0, 3.0, 2.0, 1.95, 1.9, 1.9]
+    for cut in range(len(thetas)):
+        whole, first, second = (IntervalFinder(IntervalRule(rule)) for _ in range(3))
+        expected = [whole.observe(theta) for theta in thetas]
+        got = [first.observe(theta) for theta in thetas[:cut]]
+        second.restore(json.loads(json.dumps(first.state())))
+        got += [second.observe(theta) for theta in thetas[cut:]]
+        assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rule": "best"}, "Received: rule='best'"),
+        ({"tolerance": 0.0}, "Received: tolerance=0.0"),
+        ({"low": 0}, "Received: low=0"),
+        ({"low": 4, "high": 3}, "Received: low=4, high=3"),
+    ],
+)
+def test_settings_out_of_range(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        IntervalRule(**settings)
