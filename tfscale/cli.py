@@ -1,4 +1,4 @@
-"""The command `tfscale`: run, doctor, build and report."""
+"""The command `tfscale`: run, doctor, build, report and tune."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfscale.config import environment
 from tfscale.doctor import examine
@@ -143,8 +143,20 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+# One entry per subcommand of `tune`, each from the module that does the work: add(tuners) adds its
+# parser with a `handler`. These modules import TensorFlow only when their handler runs.
+TUNERS: tuple[Callable[[argparse._SubParsersAction], None], ...] = ()
+
+
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    tune = commands.add_parser("tune", help="measure, and recommend settings")
+    tuners = tune.add_subparsers(required=True, metavar="WHAT")
+    for add in TUNERS:
+        add(tuners)
+
+
 # One entry per command: adds its parser, whose `handler` takes the options and returns a code.
-COMMANDS = (_add_run, _add_doctor, _add_build, _add_report)
+COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, _add_tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
