@@ -52,6 +52,7 @@ _NAMES_BY_MODULE = {
         "size",
     ),
     "saving": ("load_model",),
+    "scalable_schedule": ("ScalableSchedule",),
     "sync_batch_norm": ("SyncBatchNormalization",),
     "tape": ("DistributedGradientTape",),
 }

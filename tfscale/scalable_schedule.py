@@ -1,0 +1,94 @@
+"""A learning rate schedule that goes on when the batch size changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from tfscale.errors import ConfigError
+
+
+class ScalableSchedule(wrapt.ObjectProxy):
+    """Any LearningRateSchedule, following samples instead of steps, times a factor.
+
+    With a batch twice as large an epoch has half as many steps, and a schedule counted in steps
+    would fall behind. This one is asked for step `since_progress + (step - since) * stretch`,
+    where stretch is the present batch size over the first one, and its answer is multiplied by
+    `scale`. Until `rescale` is called it is the schedule itself.
+
+    A transparent proxy: a saved model holds the schedule inside and loads without tfscale.
+
+    ```python
+    optimizer = keras.optimizers.SGD(tfscale.ScalableSchedule(schedule))
+    ```
+    """
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule) -> None:
+        """Wrap a schedule.
+
+        Args:
+            schedule: Counted in steps of the first batch size.
+
+        Raises:
+            ConfigError: It is no schedule, or is wrapped already.
+        """
+        is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
+        if not is_schedule or type(schedule) is ScalableSchedule:
+            raise ConfigError(
+                "schedule must be a Keras LearningRateSchedule. Received: "
+                f"{type(schedule).__name__}. A learning rate that is a number needs no wrapper."
+            )
+        super().__init__(schedule)
+        # scale, stretch, since, progress at since: float64 counts steps exactly.
+        self._self_values = tf.Variable([1.0, 1.0, 0.0, 0.0], dtype=tf.float64, trainable=False)
+
+    def __call__(self, step: Any) -> Any:
+        """Return the rate of a step.
+
+        Args:
+            step: Updates made so far.
+        """
+        values = tf.convert_to_tensor(self._self_values)
+        progress = values[3] + (tf.cast(step, tf.float64) - values[2]) * values[1]
+        rate = tf.convert_to_tensor(self.__wrapped__(tf.cast(progress, tf.float32)))
+        return rate * tf.cast(values[0], rate.dtype)
+
+    def rescale(self, scale: float, stretch: float, step: int) -> None:
+        """Change factor and pace from a step on.
+
+        Args:
+            scale: Factor of the rate.
+            stretch: Present batch size over the first one, greater than 0.
+            step: Updates made so far.
+        """
+        _, old_stretch, since, progress = self.state()
+        progress += (step - since) * old_stretch
+        self.restore([scale, stretch, float(step), progress])
+
+    @property
+    def scale(self) -> float:
+        """The present factor of the rate."""
+        return self.state()[0]
+
+    def state(self) -> list[float]:
+        """Return what `restore` takes."""
+        return [float(value) for value in self._self_values.numpy()]
+
+    def restore(self, state: list[float]) -> None:
+        """Go on where `state` was taken."""
+        self._self_values.assign(state)
+
+    def __copy__(self) -> ScalableSchedule:
+        """Wrap the same schedule; factor and pace begin anew."""
+        return ScalableSchedule(self.__wrapped__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalableSchedule:
+        """Wrap the same schedule, which has no state; factor and pace begin anew."""
+        return ScalableSchedule(self.__wrapped__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the schedule inside."""
+        return self.__wrapped__.__reduce_ex__(protocol)
