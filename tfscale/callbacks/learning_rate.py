@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.model_state import unwrap
+from tfscale.callbacks.rate import Rate
 from tfscale.errors import ConfigError
 
 Multiplier = Callable[[float], float]
@@ -61,12 +61,12 @@ class LearningRateScheduleCallback(Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
-        self._scale_slots: Callable[[tf.Tensor], None] | None = None
+        self._variable: Rate | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse what the callback cannot control."""
         super().on_train_begin(logs)
-        self._scale_slots = None
+        self._variable = None
         rate = unwrap(self.model.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
@@ -107,27 +107,15 @@ class LearningRateScheduleCallback(Callback):
         return int(steps)
 
     def _rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return self._rate_of(self.model).value()
+
+    def _rate_of(self, model: keras.Model) -> Rate:
+        if self._variable is None:
+            self._variable = Rate(model, self.momentum_correction)
+        return self._variable
 
     def _set_rate(self, rate: float) -> None:
-        old = self._rate()
-        self.model.optimizer.learning_rate = rate
-        new = self._rate()
-        if self.momentum_correction and old != 0.0 and new != old:
-            self._scale_velocities(new / old)
-
-    def _scale_velocities(self, factor: float) -> None:
-        slots = _velocities(unwrap(self.model.optimizer))
-        if slots and self._scale_slots is None:
-
-            @tf.function
-            def scale_slots(by: tf.Tensor) -> None:
-                for slot in slots:
-                    slot.assign(slot.value * tf.cast(by, slot.value.dtype))
-
-            self._scale_slots = scale_slots
-        if self._scale_slots is not None:
-            self._scale_slots(tf.constant(factor, tf.float64))
+        self._rate_of(self.model).set(rate)
 
 
 def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier:
@@ -135,12 +123,3 @@ def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier
         return multiplier
     base = float(multiplier)
     return lambda epoch: base ** (epoch - start_epoch)
-
-
-def _velocities(optimizer: Any) -> list[keras.Variable]:
-    """Return the slots that contain learning rates of earlier steps (SGD, RMSprop)."""
-    if not getattr(optimizer, "momentum", 0.0):
-        return []
-    return list(
-        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    )

@@ -1,0 +1,65 @@
+"""The learning rate of a compiled model, and the velocities that remember it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.callbacks.model_state import unwrap
+
+
+class Rate:
+    """Reads and sets a learning rate that is a number.
+
+    Args:
+        model: A compiled model.
+        momentum_correction: Multiply the velocities by new / old whenever the rate changes; see
+            `LearningRateScheduleCallback`.
+    """
+
+    def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
+        self._optimizer = model.optimizer
+        self._corrects = momentum_correction
+        self._scale_slots: Any = None
+
+    def value(self) -> float:
+        """Return the present rate."""
+        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
+
+    def set(self, rate: float) -> None:
+        """Set the rate, and correct the velocities where it changed."""
+        old = self.value()
+        self._optimizer.learning_rate = rate
+        new = self.value()
+        if old != 0.0 and new != old:
+            self.correct(new / old)
+
+    def correct(self, factor: float) -> None:
+        """Multiply the velocities, where that is wanted and there are any.
+
+        Args:
+            factor: New learning rate divided by the old one.
+        """
+        slots = _velocities(unwrap(self._optimizer)) if self._corrects else []
+        if not slots:
+            return
+        if self._scale_slots is None:
+
+            @tf.function
+            def scale_slots(by: tf.Tensor) -> None:
+                for slot in slots:
+                    slot.assign(slot.value * tf.cast(by, slot.value.dtype))
+
+            self._scale_slots = scale_slots
+        self._scale_slots(tf.constant(factor, tf.float64))
+
+
+def _velocities(optimizer: Any) -> list[keras.Variable]:
+    """Return the slots that contain learning rates of earlier steps (SGD, RMSprop)."""
+    if not getattr(optimizer, "momentum", 0.0):
+        return []
+    return list(
+        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    )
