@@ -35,7 +35,10 @@ class InterruptAfter(keras.callbacks.Callback):
 def train(callbacks, seed):
     """Return the weights and optimizer state after four epochs, or after an interruption."""
     keras.utils.set_random_seed(seed)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8), layers.Dropout(0.4), layers.Dense(1)]
+    )
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01))
     model.compile(optimizer=optimizer, loss="mse")
     random = np.random.default_rng(1)
@@ -49,12 +52,12 @@ def train(callbacks, seed):
 
 @sizes(1, 2, 3, timeout_s=120)
 def case_a_run_goes_on_after_an_interruption():
-    """Bit by bit; the other ranks' seeds differ, so all they know comes from rank 0."""
+    """Bit by bit, dropout included; other seeds, so all that ranks know comes from rank 0."""
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
     own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
-        expected = train([], seed=1)
-        train([BackupAndRestore(own_folder), InterruptAfter(1)], seed=1)
+        expected = train([], seed=1 + runtime.rank())
+        train([BackupAndRestore(own_folder), InterruptAfter(2)], seed=1 + runtime.rank())
         restored = train([BackupAndRestore(own_folder)], seed=50 + runtime.rank())
     for own, value in zip(restored, expected, strict=True):
         np.testing.assert_array_equal(own, value)

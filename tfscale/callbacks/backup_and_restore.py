@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfscale import objects, runtime
-from tfscale.callbacks import building
+from tfscale.callbacks import backup_state, building
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 
@@ -19,11 +19,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     and the epoch from it, so only rank 0 needs the folder, and a run may go on with another number
     of ranks. Arguments are those of Keras. The model must be built.
 
+    With `save_freq="epoch"` a backup is written when the next epoch begins: all callbacks have
+    then ended theirs. Beside weights and optimizer it holds the states of callbacks such as
+    `AdaptiveBatchSize`, and of the layers' random numbers (dropout), so that a run goes on bit by
+    bit where operations are deterministic.
+
     Collective: all ranks must pass it to `fit`, at the same place, before other callbacks of
     tfscale. Keras's own would write and delete the same files on every rank.
     """
 
     model: Any
+    _is_due = False
+    _seeds: Any = ()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore a backup, if there is one. Collective.
@@ -33,16 +40,34 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             ExchangeError: Communication failed.
         """
         epoch = None
+        # As they were made, before rank 0's are broadcast with the other variables.
+        self._seeds = objects.allgather_object(self._own_seeds(), name="seeds")
         if runtime.rank() == 0:
             self.model._initial_epoch = None
             super().on_train_begin(logs)
             epoch = self.model._initial_epoch
         epoch = objects.broadcast_object(epoch, 0, name="epoch of the backup")
         self.model._initial_epoch = epoch
-        if epoch is not None and not runtime.is_single():
-            building.build_optimizer(self.model)
-            slots = self.model.optimizer.variables if self.model.optimizer else []
-            objects.broadcast_variables([*self.model.variables, *slots], 0)
+        self._is_due = False
+        if epoch is not None:
+            self._current_epoch = epoch  # for backups amid this epoch
+            if not runtime.is_single():
+                building.build_optimizer(self.model)
+                slots = self.model.optimizer.variables if self.model.optimizer else []
+                objects.broadcast_variables([*self.model.variables, *slots], 0)
+            self._restore_states(epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the backup of the epochs before, on rank 0."""
+        if self._is_due:
+            self._is_due = False
+            self._save_model()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Let a backup be written once all callbacks have ended the epoch."""
+        self._current_epoch = epoch + 1
+        self._last_batch_seen = 0
+        self._is_due = self.save_freq == "epoch"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Delete the backup on rank 0."""
@@ -51,7 +76,43 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save_model(self) -> None:
         if runtime.rank() == 0:
+            drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
+            states = [c.backup_state() for c in backup_state.resumable_callbacks()]
+            own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
+            # Before the weights: whatever epoch they say they belong to, its file is there.
+            backup_state.write_state(self.backup_dir, self._current_epoch, [own, *states])
             super()._save_model()
+            if not self.double_checkpoint:
+                backup_state.remove_other_states(self.backup_dir, self._current_epoch)
+
+    def _own_seeds(self) -> list[int]:
+        return [int(v.numpy()[0]) for v in backup_state.seeds_of(self.model)]
+
+    def _restore_states(self, epoch: int) -> None:
+        states: Any = None
+        if runtime.rank() == 0:
+            try:
+                states = backup_state.read_state(self.backup_dir, epoch)
+            except ConfigError as error:
+                states = error
+        states = objects.broadcast_object(states, 0, name="states of callbacks")
+        if isinstance(states, ConfigError):
+            raise states
+        own, *of_callbacks = states
+        callbacks = backup_state.resumable_callbacks()
+        if len(callbacks) != own["callbacks"]:
+            raise ConfigError(
+                "A run goes on with the callbacks it began with. Received: "
+                f"{[type(c).__name__ for c in callbacks]}; the backup has the states of "
+                f"{own['callbacks']}. Pass the same callbacks, or remove the backup."
+            )
+        # Each rank's own seed, as the backup knows it; a rank that was not there keeps what it has.
+        rank, known = runtime.rank(), own["seeds"]
+        self._seeds = [*known, *self._seeds[len(known) :]][: runtime.size()]
+        seeds = self._seeds[rank]
+        backup_state.restore_seeds(backup_state.seeds_of(self.model), seeds, own["drawn"])
+        for callback, state in zip(callbacks, of_callbacks, strict=True):
+            callback.restore_state(state, epoch)
 
 
 def refuse_plain_backup() -> None:

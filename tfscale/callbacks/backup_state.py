@@ -1,0 +1,92 @@
+"""What a backup holds beside weights and optimizer: states of callbacks, and of random numbers.
+
+One file per epoch, named after it, so that the file that belongs to the weights is known whatever
+was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.errors import ConfigError
+
+State = dict[str, Any]
+
+
+def resumable_callbacks() -> list[Any]:
+    """Return the callbacks of the running `fit` that have a state of their own.
+
+    These define `backup_state() -> dict` (JSON, and arrays in an optional list "arrays"),
+    `restore_state(dict, epoch)`; `restore_state` is called on every rank before `on_train_begin`.
+    """
+    return [c for c in callbacks_of_fit() if hasattr(c, "backup_state")]
+
+
+def write_state(folder: str, epoch: int, states: list[State]) -> None:
+    """Write the states that belong to the beginning of an epoch; a finished file or none."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    arrays = {
+        f"{i}.{j}": array
+        for i, state in enumerate(states)
+        for j, array in enumerate(state.get("arrays", ()))
+    }
+    plain = [{k: v for k, v in state.items() if k != "arrays"} for state in states]
+    path = _path(folder, epoch)
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as file:
+        np.savez(file, states=json.dumps(plain), **arrays)
+    unfinished.replace(path)
+
+
+def read_state(folder: str, epoch: int) -> list[State]:
+    """Return what `write_state` was given.
+
+    Raises:
+        ConfigError: There is no such file, or it is damaged.
+    """
+    try:
+        with np.load(_path(folder, epoch), allow_pickle=False) as content:
+            states = json.loads(str(content["states"]))
+            for name in content.files:
+                if name != "states":
+                    states[int(name.split(".")[0])].setdefault("arrays", []).append(content[name])
+            return states
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            "A backup must hold the states of the callbacks it was written with. Received: "
+            f"{_path(folder, epoch)}: {type(error).__name__}. Remove the folder to start afresh."
+        ) from error
+
+
+def remove_other_states(folder: str, epoch: int) -> None:
+    """Delete the files of all epochs but one."""
+    for path in Path(folder).glob("callbacks-*.npz"):
+        if path != _path(folder, epoch):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
+def seeds_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of the layers' random numbers: uint32 (seed, numbers drawn) each.
+
+    Keras does not save them with the weights.
+    """
+    return [g.state for layer in model._flatten_layers() for g in layer._seed_generators]
+
+
+def restore_seeds(variables: list[keras.Variable], seeds: list[int], drawn: list[int]) -> None:
+    """Go on with a seed of one's own, as many numbers in as the backup was."""
+    for variable, seed, count in zip(variables, seeds, drawn, strict=False):
+        variable.assign(np.array([seed, count], dtype=np.uint32))
+
+
+def _path(folder: str, epoch: int) -> Path:
+    return Path(folder) / f"callbacks-{epoch}.npz"
