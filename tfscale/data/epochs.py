@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from tfscale.data.active_ranks import active_slices, weighted
 from tfscale.data.slices import BatchSlices, check_integer, check_slices
 from tfscale.data.step_count import StepCount
 
@@ -43,6 +44,7 @@ class Epochs:
         self.seed = 0
         self.number = 0
         self.batch_size = 1
+        self.has_surplus_ranks = False  # a batch may be shared by fewer ranks than there are
         self.steps = StepCount()  # of the epoch being served
         self.rank_and_size: tuple[int, int] | None = None  # set by tests only
         self._open: OpenEpoch | None = None
@@ -59,9 +61,18 @@ class Epochs:
         """
         key = (self.seed, self.number, self.slices(self.batch_size))
         if self._open is None or self._open[:3] != key:
-            self._open = OpenEpoch(*key, self.source.open_epoch(*key))
+            read = self.source.open_epoch(*key)
+            if self.has_surplus_ranks:
+                rank, size = self._rank_and_size()
+                read = weighted(read, rank, key[2].size, size)
+            self._open = OpenEpoch(*key, read)
             self.steps.value = self._open.slices.steps
         return self._open
+
+    def allow_surplus_ranks(self) -> None:
+        """Share a batch among as many ranks as it feeds; the others get weight 0."""
+        self.has_surplus_ranks = True
+        self._open = None
 
     def slices(self, batch_size: Any) -> BatchSlices:
         """Return how this rank would share in batches of another size.
@@ -72,6 +83,8 @@ class Epochs:
         batch_size = check_integer("batch_size", batch_size, 1)
         rank, size = self._rank_and_size()
         slices = BatchSlices(self.source.samples, batch_size, rank, size, self.drop_remainder)
+        if self.has_surplus_ranks:
+            slices = active_slices(slices)
         return check_slices(slices, is_training=self.is_shuffled)
 
     def is_ready(self) -> bool:

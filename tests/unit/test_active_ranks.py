@@ -1,0 +1,91 @@
+"""Batches that feed fewer ranks than there are."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_global_batches import as_rank
+from tfscale.data import GlobalBatches
+from tfscale.data.active_ranks import allow_surplus_ranks, count_active
+from tfscale.data.slices import epoch_order
+from tfscale.errors import ConfigError
+
+
+def served(data):
+    return [tuple(np.asarray(part) for part in batch) for batch in data]
+
+
+def make(rank, size, batch_size, **options):
+    x = np.arange(24, dtype="float32")
+    data = as_rank(GlobalBatches(x, -x, batch_size=size, seed=3, **options), rank, size)
+    allow_surplus_ranks(data)
+    data.batch_size = batch_size
+    return data
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_active_ranks_share_equally_and_get_two_samples(batch_size, size):
+    active = count_active(batch_size, size)
+    assert 1 <= active <= size
+    assert batch_size % active == 0
+    assert active == 1 or batch_size // active >= 2
+    more = [n for n in range(active + 1, size + 1) if batch_size % n == 0 and batch_size // n >= 2]
+    assert not more
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "size", "active"), [(8, 4, 4), (4, 4, 2), (6, 4, 3), (2, 4, 1), (12, 8, 6)]
+)
+def test_weighted_mean_over_ranks_is_the_mean_of_the_batch(batch_size, size, active):
+    ranks = [served(make(rank, size, batch_size)) for rank in range(size)]
+    order = epoch_order(3, 0, 24)
+    for step in range(24 // batch_size):
+        batch = order[step * batch_size : (step + 1) * batch_size]
+        means = [np.mean(x * w) for x, _, w in (own[step] for own in ranks)]
+        assert np.mean(means) == pytest.approx(batch.mean())
+        together = np.concatenate([own[step][0] for own in ranks[:active]])
+        assert together.tolist() == batch.tolist()
+    for rank in range(active, size):
+        for (x, _, w), (other, _, _) in zip(ranks[rank], ranks[rank % active], strict=True):
+            assert x.tolist() == other.tolist()
+            assert not w.any()
+
+
+def test_given_weights_are_kept():
+    weights = np.linspace(1.0, 2.0, 24)
+    first, surplus = (make(rank, 3, 2, sample_weight=weights) for rank in (0, 2))
+    order = epoch_order(3, 0, 24)
+    for step, ((_, _, w), (_, _, none)) in enumerate(
+        zip(served(first), served(surplus), strict=True)
+    ):
+        np.testing.assert_allclose(w, 3 * weights[order[2 * step : 2 * step + 2]], rtol=1e-6)
+        assert not none.any()
+
+
+def test_records():
+    records = tf.data.Dataset.range(24).map(lambda i: (tf.cast(i, tf.float32), i, 0.5))
+    for rank, factor in ((0, 2.0), (2, 0.0)):
+        data = GlobalBatches.from_dataset(records, batch_size=4, shuffle_buffer=0)
+        as_rank(data, rank, 4)
+        allow_surplus_ranks(data)
+        x, _, w = served(data)[0]
+        assert x.tolist() == [0.0, 1.0]
+        assert w.tolist() == [0.5 * factor] * 2
+
+
+def test_an_epoch_opened_before_gets_weights_too():
+    x = np.arange(8.0)
+    data = GlobalBatches(x, x, batch_size=4)
+    as_rank(data)
+    assert len(data[0]) == 2
+    allow_surplus_ranks(data)
+    assert len(data[0]) == 3
+
+
+def test_data_without_targets_are_refused():
+    data = as_rank(GlobalBatches(np.arange(8.0), batch_size=4), 0, 4)
+    allow_surplus_ranks(data)
+    with pytest.raises(ConfigError, match="Received: data without y"):
+        data[0]

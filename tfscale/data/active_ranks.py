@@ -1,0 +1,86 @@
+"""Batches for fewer ranks than there are: the others repeat a slice with weight 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale.data.slices import BatchSlices
+from tfscale.errors import ConfigError
+
+MIN_LOCAL_BATCH = 2  # samples; normalisation over one sample is none ([T] 5.2.1)
+
+
+def count_active(batch_size: int, size: int) -> int:
+    """Return how many ranks share in a batch.
+
+    Args:
+        batch_size: Samples over all ranks.
+        size: Number of ranks.
+
+    Returns:
+        The largest divisor of `batch_size`, at most `size`, that leaves each at least two samples;
+        1 where there is none.
+    """
+    divisors = range(min(size, batch_size // MIN_LOCAL_BATCH), 1, -1)
+    return next((n for n in divisors if batch_size % n == 0), 1)
+
+
+def allow_surplus_ranks(data: Any) -> None:
+    """Let batches be shared by as many ranks as they feed, from the next pass on.
+
+    Args:
+        data: GlobalBatches with targets; from now on it serves sample weights as well.
+    """
+    data._epochs.allow_surplus_ranks()
+
+
+def active_slices(slices: BatchSlices) -> BatchSlices:
+    """Return the slices of a batch that is shared by its active ranks only.
+
+    Args:
+        slices: As if all ranks shared in it.
+
+    Returns:
+        Slices of `count_active` ranks. Surplus rank r has those of rank r modulo their number: it
+        takes part in every exchange with data like any other.
+    """
+    active = count_active(slices.batch_size, slices.size)
+    return BatchSlices(
+        slices.samples, slices.batch_size, slices.rank % active, active, slices.drop_remainder
+    )
+
+
+def weighted(read: Callable[[int], Any], rank: int, active: int, size: int) -> Callable[[int], Any]:
+    """Return a reader whose sample weights make the mean over all ranks that of the active ones.
+
+    Args:
+        read: Returns (x, y) or (x, y, sample_weight) of a step.
+        rank: This rank.
+        active: Number of active ranks, those below it.
+        size: Number of ranks.
+
+    Returns:
+        A function returning (x, y, sample_weight). Weights of active ranks are multiplied by
+        size / active, those of surplus ranks by 0.
+    """
+    factor = size / active if rank < active else 0.0
+
+    def read_weighted(step: int) -> tuple:
+        batch = read(step)
+        if len(batch) < 2:
+            raise ConfigError(
+                'active_ranks="grow" weights the loss of surplus ranks with 0, which needs '
+                "targets. Received: data without y. Pass y, or use active_ranks='all'."
+            )
+        x, y = batch[:2]
+        if len(batch) == 3:
+            weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
+            return x, y, weight
+        count = len(keras.tree.flatten(x)[0])
+        return x, y, np.full((count,), factor, dtype=keras.config.floatx())
+
+    return read_weighted
