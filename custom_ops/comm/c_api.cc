@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/engine.h"
+#include "comm/pending.h"
 
 namespace {
 
@@ -70,6 +71,8 @@ int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
 
 void tfscale_stop() {
   Guarded(-1, [] {
+    // What was posted is to arrive, also where nobody reads it before the end.
+    tfscale::PendingVariables::Get().WaitForAll();
     Engine::Stop();
     return 0;
   });
@@ -122,6 +125,7 @@ int tfscale_mark(int kind) {
 
 int tfscale_start_incarnation(int incarnation) {
   return Guarded(-1, [&] {
+    tfscale::PendingVariables::Get().WaitForAll();
     Running()->StartIncarnation(incarnation);
     return 0;
   });
@@ -137,6 +141,8 @@ int tfscale_fail(const char* why) {
     return 0;
   });
 }
+
+int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }
 
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {
   return Guarded(int64_t{-1}, [&] {

@@ -20,6 +20,7 @@ const char* tfscale_mpi_version();
 // processes for -1. Collective; blocking. Returns 0 or -1.
 int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options);
 // Collective; blocking until all ranks call it, unless the engine has failed.
+// Gathers of parameters end first.
 void tfscale_stop();
 // Ends all processes of the job with `code`. Does not return.
 void tfscale_abort(int code);
@@ -44,6 +45,9 @@ int tfscale_mark(int kind);
 int tfscale_start_incarnation(int incarnation);
 int64_t tfscale_num_given_up();
 int tfscale_fail(const char* why);
+
+// Variables whose gather is under way; also without an engine.
+int64_t tfscale_num_pending();
 
 // Moves up to `capacity` finished collectives to `out`; returns how many.
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity);

@@ -23,6 +23,10 @@ OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput al
   return Make<Allgather>(input, bytes, std::move(allocate));
 }
 
+OperationHandle MakeSegmentGather(void* buffer, std::vector<size_t> cuts) {
+  return Make<SegmentGather>(buffer, std::move(cuts));
+}
+
 OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate) {
   return Make<Alltoall>(input, std::move(bytes), std::move(allocate));

@@ -39,6 +39,9 @@ using AllocateOutput = std::function<void*(const std::vector<int64_t>& bytes)>;
 
 OperationHandle MakeReduction(ReductionArgs args);
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate);
+// `buffer` holds this rank's bytes [cuts[rank], cuts[rank + 1]) and receives all
+// others. One more cut than ranks, in ascending order from 0.
+OperationHandle MakeSegmentGather(void* buffer, std::vector<size_t> cuts);
 OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate);
 OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root);

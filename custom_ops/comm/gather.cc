@@ -1,6 +1,7 @@
 #include "comm/gather.h"
 
 #include <cstring>
+#include <string>
 #include <utility>
 
 namespace tfscale {
@@ -52,6 +53,27 @@ void Exchange::Finish() {
 
 Allgather::Allgather(const void* input, size_t bytes, AllocateOutput allocate)
     : Exchange(std::move(allocate)), input_(static_cast<const char*>(input)), bytes_(bytes) {}
+
+void SegmentGather::Begin() {
+  if (cuts_.size() != static_cast<size_t>(size()) + 1) {
+    throw CommError("A gather needs a segment for each of the " + std::to_string(size()) +
+                    " ranks. Received: " + std::to_string(cuts_.size()) +
+                    " cuts. Lay the buffer out for the ranks of the group.");
+  }
+  const auto length = [this](int r) {
+    return cuts_[static_cast<size_t>(r) + 1] - cuts_[static_cast<size_t>(r)];
+  };
+  for (int i = 1; i < size(); ++i) {
+    const int sender = (rank() - i + size()) % size();
+    transfers_->Receive(buffer_ + cuts_[static_cast<size_t>(sender)], length(sender), sender,
+                        channel_.tag);
+  }
+  for (int i = 1; i < size(); ++i) {
+    const int peer = (rank() + i) % size();
+    transfers_->Send(buffer_ + cuts_[static_cast<size_t>(rank())], length(rank()), peer,
+                     channel_.tag);
+  }
+}
 
 Alltoall::Alltoall(const void* input, std::vector<int64_t> bytes, AllocateOutput allocate)
     : Exchange(std::move(allocate)),

@@ -1,9 +1,10 @@
-// Allgather and alltoall of any element type: bytes are moved, not computed with.
+// Gathers and alltoall of any element type: bytes are moved, not computed with.
 #ifndef TFSCALE_COMM_GATHER_H_
 #define TFSCALE_COMM_GATHER_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "comm/collectives.h"
@@ -45,6 +46,27 @@ class Allgather : public Exchange {
  private:
   const char* input_;
   const size_t bytes_;
+};
+
+// Each rank has one segment of a buffer; afterwards all ranks have all of it.
+// The cuts are known everywhere, so that one round without sizes is enough and
+// everything arrives in its place.
+class SegmentGather : public Operation {
+ public:
+  // Rank r's segment are the bytes [cuts[r], cuts[r + 1]); it may be empty.
+  SegmentGather(void* buffer, std::vector<size_t> cuts)
+      : buffer_(static_cast<char*>(buffer)), cuts_(std::move(cuts)) {}
+  // Of the buffer: no rank's share alone says how long the gather takes.
+  size_t bytes() const override { return cuts_.back(); }
+
+ protected:
+  void Begin() override;
+  void Advance(const std::vector<int>&) override {}
+  void Finish() override { SetDone(); }
+
+ private:
+  char* buffer_;
+  const std::vector<size_t> cuts_;
 };
 
 // Rank r receives part r of the input of every rank, in rank order.

@@ -53,17 +53,22 @@ CollectiveKernel::CollectiveKernel(OpKernelConstruction* context) : AsyncOpKerne
 
 void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
                               OperationHandle operation, std::shared_ptr<TensorList> tensors) {
-  Call call;
-  call.name = label_;
-  call.group = group_;
-  call.plan = plan_;
-  call.slot = slot_;
+  Call call = MakeCall();
   call.memory = std::move(tensors);
   call.done = [context, done](const Status& status) {
     if (!status.ok()) context->SetStatus(ToTensorFlow(status));
     done();
   };
   tfscale::Submit(std::move(operation), std::move(call));
+}
+
+Call CollectiveKernel::MakeCall() const {
+  Call call;
+  call.name = label_;
+  call.group = group_;
+  call.plan = plan_;
+  call.slot = slot_;
+  return call;
 }
 
 TensorShape WithRows(const TensorShape& like, int64_t rows) {

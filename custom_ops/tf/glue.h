@@ -33,6 +33,8 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   // as long as the operation. `done` runs on the communication thread.
   void Submit(tensorflow::OpKernelContext* context, DoneCallback done, OperationHandle operation,
               std::shared_ptr<TensorList> tensors);
+  // The call without memory and without anyone who waits.
+  Call MakeCall() const;
   // Ranks of the group, as far as the kernel needs to know: given by Python.
   int group_size() const { return group_size_; }
 

@@ -1,7 +1,8 @@
-// TfscaleAllreduce and TfscaleReducescatter.
+// TfscaleAllreduce, TfscaleReducescatter and TfscaleScatterReduce.
 #include <cstdlib>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -51,6 +52,30 @@ REGISTER_OP("TfscaleReducescatter")
     .Doc(
         "Reduces a tensor over the ranks of a group; rank r receives the r-th part of the rows. "
         "The first ranks receive one row more when the rows cannot be shared equally.");
+
+REGISTER_OP("TfscaleScatterReduce")
+    .Input("tensors: n_tensors * T")
+    .TFSCALE_COLLECTIVE_ATTRS.Output("segment: T")
+    .Attr("n_tensors: int >= 1")
+    .Attr("T: {float, double, half, bfloat16, int32, int64}")
+    .Attr("reduce_op: int")
+    .Attr("prescale: string")
+    .Attr("postscale: string")
+    .Attr("group_rank: int")
+    .Attr("counts: list(int) >= 1")
+    .SetShapeFn([](InferenceContext* c) {
+      std::vector<int64_t> counts;
+      int rank = 0;
+      TF_RETURN_IF_ERROR(c->GetAttr("counts", &counts));
+      TF_RETURN_IF_ERROR(c->GetAttr("group_rank", &rank));
+      const bool is_known = rank >= 0 && static_cast<size_t>(rank) < counts.size();
+      c->set_output(
+          0, c->Vector(is_known ? c->MakeDim(counts[static_cast<size_t>(rank)]) : c->UnknownDim()));
+      return absl::OkStatus();
+    })
+    .Doc(
+        "Reduces the elements of all tensors, one tensor after another, over the ranks of a group; "
+        "rank r receives the r-th part of them, counts[r] elements, as a vector.");
 
 // A float attribute has 32 bits only, too few for a mean of float64; so factors
 // are passed as text.
@@ -138,6 +163,59 @@ class ReducescatterOp : public ReduceKernel {
   int group_rank_ = 0;
 };
 
+class ScatterReduceOp : public ReduceKernel {
+ public:
+  explicit ScatterReduceOp(OpKernelConstruction* context) : ReduceKernel(context) {
+    std::vector<int64_t> counts;
+    int rank = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("counts", &counts));
+    OP_REQUIRES_OK(context, context->GetAttr("group_rank", &rank));
+    const bool has_rank = rank >= 0 && static_cast<size_t>(rank) < counts.size();
+    OP_REQUIRES(
+        context, has_rank && static_cast<int>(counts.size()) == group_size(),
+        absl::InvalidArgumentError("scatter_reduce needs a number of elements for each of the " +
+                                   std::to_string(group_size()) +
+                                   " ranks. Received: " + std::to_string(counts.size()) +
+                                   " numbers on rank " + std::to_string(rank)));
+    args_.scatter_counts.assign(counts.begin(), counts.end());
+    own_count_ = counts[static_cast<size_t>(rank)];
+    for (int64_t count : counts) total_ += count;
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    OpInputList inputs;
+    OP_REQUIRES_OK_ASYNC(context, context->input_list("tensors", &inputs), done);
+    ReductionArgs args = args_;
+    args.dtype = ToDType(inputs[0].dtype());
+    auto tensors = std::make_shared<TensorList>();
+    int64_t total = 0;
+    for (const Tensor& input : inputs) {
+      args.inputs.push_back(input.data());
+      args.counts.push_back(static_cast<size_t>(input.NumElements()));
+      total += input.NumElements();
+      tensors->push_back(input);
+    }
+    OP_REQUIRES_ASYNC(
+        context, total == total_,
+        absl::InvalidArgumentError(
+            "The ranks' counts must add up to the elements of all tensors. Received: " +
+            std::to_string(total_) + " for " + std::to_string(total) + " elements."),
+        done);
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(
+        context, context->allocate_output(0, tensorflow::TensorShape({own_count_}), &output), done);
+    args.outputs = {output->data()};
+    tensors->push_back(*output);
+    Submit(context, std::move(done), MakeReduction(std::move(args)), std::move(tensors));
+  }
+
+ private:
+  int64_t own_count_ = 0;
+  int64_t total_ = 0;
+};
+
+TFSCALE_REGISTER_KERNEL("TfscaleScatterReduce", ScatterReduceOp,
+                        .HostMemory("tensors").HostMemory("segment"));
 TFSCALE_REGISTER_KERNEL("TfscaleAllreduce", AllreduceOp, .HostMemory("tensors").HostMemory("sums"));
 TFSCALE_REGISTER_KERNEL("TfscaleReducescatter", ReducescatterOp,
                         .HostMemory("tensor").HostMemory("part"));

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfscale.plan.segments import SegmentedBucket
+
 
 class ReduceOp(enum.IntEnum):
     """How values of several ranks become one. The numbers are those of the C++ engine."""
@@ -119,6 +121,64 @@ class Backend(Protocol):
         self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
     ) -> tf.Tensor:
         """Reduce and keep this member's part of the rows."""
+        ...
+
+    def scatter_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        counts: Sequence[int],
+        call: Call,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> tf.Tensor:
+        """Reduce the elements of all tensors, one after another; keep the next counts[r] as r.
+
+        Args:
+            tensors: Of one dtype.
+            counts: Elements for each member; their sum is that of all tensors.
+            call: Who takes part.
+            op: The reduction.
+            scaling: Factors around it.
+
+        Returns:
+            A vector of counts[own rank] elements.
+        """
+        ...
+
+    def post_gather(
+        self,
+        pieces: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+    ) -> None:
+        """Begin to give variables the values that the members' pieces make up; do not wait.
+
+        Who reads a variable must wait first, by `await_variables`, as `tfscale.futures` does.
+        A failed gather leaves the values as they are, and readers get its error.
+
+        Args:
+            pieces: This member's, as `layout.pieces` of its rank in the group names them.
+            variables: One per entry of `layout.indices`, of dtype `layout.dtype`.
+            layout: How the variables are cut; equal on all members.
+            call: Who takes part.
+        """
+        ...
+
+    def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
+        """Wait until no gather of the variables is under way; any thread, any time.
+
+        Args:
+            handles: Their resource handles.
+            is_write: They get other values next, so a gather that failed is forgotten.
+
+        Raises:
+            tf.errors.OpError: The last gather failed or was given up (not with `is_write`).
+        """
+        ...
+
+    def num_pending(self) -> int:
+        """Return of how many variables a gather is under way."""
         ...
 
     def add_group(self, ranks: Sequence[int]) -> int:

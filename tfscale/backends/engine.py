@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import tensorflow as tf
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
 from tfscale.backends.library import EngineOptions, Event, load
 from tfscale.backends.slots import Slots
+from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
+from tfscale.plan.segments import SegmentedBucket
 
 _WORLD = -1  # instead of the Fortran handle of a communicator
 _EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
@@ -114,6 +117,60 @@ class EngineBackend:
             group_rank=call.group.rank,
             **self._attributes(call, f"reducescatter {op.name}", [tensor]),
         )
+
+    def scatter_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        counts: Sequence[int],
+        call: Call,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> tf.Tensor:
+        """Reduce the elements of all tensors, one after another; keep the next counts[r] as r."""
+        inputs = list(tensors)
+        return self._library.ops.tfscale_scatter_reduce(
+            tensors=inputs,
+            counts=list(counts),
+            reduce_op=int(op),
+            prescale=repr(float(scaling.prescale)),
+            postscale=repr(float(scaling.postscale)),
+            group_rank=call.group.rank,
+            **self._attributes(call, f"scatter_reduce {op.name} {list(counts)}", inputs),
+        )
+
+    def post_gather(
+        self,
+        pieces: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+    ) -> None:
+        """Begin to give variables the values that the members' pieces make up; do not wait."""
+        raw = [raw_variable(v) for v in variables]
+        if any("GPU" in v.device.upper() for v in raw):
+            gather_and_assign(self, pieces, raw, layout, call)
+            return
+        after = tuple(v.handle for v in raw)
+        call = dataclasses.replace(call, after=after, stream=call.stream or "parameters")
+        kind = f"gather {layout.dtype} {layout.offsets} {layout.cuts}"
+        self._library.ops.tfscale_post_gather(
+            pieces=list(pieces),
+            dtype=layout.dtype,
+            piece_offsets=[piece.offset for piece in layout.pieces(call.group.rank)],
+            cuts=list(layout.cuts),
+            variable_offsets=list(layout.offsets),
+            shapes=list(layout.shapes),
+            group_rank=call.group.rank,
+            **self._attributes(call, kind, []),
+        )
+
+    def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
+        """Wait until no gather of the variables is under way; any thread, any time."""
+        self._library.ops.tfscale_await(variables=list(handles), is_write=is_write)
+
+    def num_pending(self) -> int:
+        """Return of how many variables a gather is under way."""
+        return self._library.call("num_pending")
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""

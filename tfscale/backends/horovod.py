@@ -22,6 +22,7 @@ from tfscale.backends.horovod_values import (
     to_wire,
     widen,
 )
+from tfscale.backends.variables import WaitingBackend
 from tfscale.config import Settings
 from tfscale.errors import ExchangeError
 
@@ -52,7 +53,7 @@ def load_horovod() -> Any:
         ) from error
 
 
-class HorovodBackend:
+class HorovodBackend(WaitingBackend):
     """Collectives through Horovod's ops and process sets.
 
     Differences from the engine: MPI, Gloo or NCCL choose the order in which ranks are added, so

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
+from tfscale.backends.variables import WaitingBackend
 
 
-class SingleBackend:
+class SingleBackend(WaitingBackend):
     """The backend of a job with one rank. Results are the inputs, scaled where asked for."""
 
     name = "single"

@@ -6,7 +6,10 @@ import tensorflow as tf
 
 from tfscale.trace.analysis import Key
 
-_PREFIX = "Tfscale"
+
+def has_slot(op: tf.Operation) -> bool:
+    """Return whether an op is a collective or a stamp; one that waits for parameters is not."""
+    return op.type.startswith("Tfscale") and op.type != "TfscaleAwait"
 
 
 def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
@@ -27,7 +30,7 @@ def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
             needed |= reached.get(_producer(tensor), 0)
         for other in op.control_inputs:
             needed |= reached.get(other, 0)
-        if op.type.startswith(_PREFIX):
+        if has_slot(op):
             key = Key(int(op.get_attr("plan")), int(op.get_attr("slot")))
             before[key] = needed
             needed |= 1 << len(keys)

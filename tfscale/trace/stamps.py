@@ -8,9 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import runtime
+from tfscale.backends.variables import raw_variable
+from tfscale.trace.dependencies import has_slot
 from tfscale.trace.recorder import has_events
 
-_PREFIX, _STAMP = "Tfscale", "TfscaleStamp"
+_STAMP = "TfscaleStamp"
 
 
 def stamp_updates(variables: Sequence[Any]) -> None:
@@ -26,8 +28,10 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     if tf.executing_eagerly() or runtime.is_single() or not has_events():
         return
     graph = tf.compat.v1.get_default_graph()
-    own = {handle.name: handle for handle in (graph.capture(v.handle) for v in variables)}
-    ops = [op for op in graph.get_operations() if op.type.startswith(_PREFIX)]
+    own = {
+        handle.name: handle for handle in (graph.capture(raw_variable(v).handle) for v in variables)
+    }
+    ops = [op for op in graph.get_operations() if has_slot(op)]
     n_stamps = sum(op.type == _STAMP for op in ops)
     if not ops:
         return

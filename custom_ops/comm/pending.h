@@ -1,0 +1,76 @@
+// Variables whose new values are on their way, and who waits for them.
+#ifndef TFSCALE_COMM_PENDING_H_
+#define TFSCALE_COMM_PENDING_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "comm/types.h"
+
+namespace tfscale {
+
+// The one list of the process. A key is the address of a variable: whoever
+// begins keeps the variable alive until it ends, so that an address never
+// stands for two. Thread-safe; callbacks run without the lock.
+class PendingVariables {
+ public:
+  using Key = const void*;
+  using Waiter = std::function<void(const Status&)>;
+
+  static PendingVariables& Get();
+
+  // New values are under way; End follows exactly once. A variable may be begun
+  // again before that: it is then pending until the last End.
+  void Begin(const std::vector<Key>& keys);
+  // The values are in place, or never will be. A failure is what readers get
+  // from now on, until the next success or Forget; `anchors`, one per key, are
+  // kept as long and may forget it when the variable is deleted.
+  void End(const std::vector<Key>& keys, const Status& status,
+           std::vector<std::shared_ptr<void>> anchors = {});
+  // Calls `waiter` once nothing is pending for the keys: at once, on this
+  // thread, or later on the one that calls End. With the first failure of them,
+  // if there is one.
+  void Await(const std::vector<Key>& keys, Waiter waiter);
+  // The variable has a value again, or is no more.
+  void Forget(Key key);
+
+  // Nothing is pending and no failure is remembered: a look that takes no lock.
+  bool is_empty() const { return n_entries_.load(std::memory_order_acquire) == 0; }
+  int64_t n_pending();
+  // Blocks until nothing is pending.
+  void WaitForAll();
+
+ private:
+  // A call of Await that waits for several variables.
+  struct Waiting {
+    size_t n_left = 0;
+    Status status;
+    Waiter waiter;
+  };
+  struct Entry {
+    int n_under_way = 0;
+    Status failure;
+    std::shared_ptr<void> anchor;
+    std::vector<std::shared_ptr<Waiting>> waiting;
+  };
+
+  void EndOne(Key key, const Status& status, std::shared_ptr<void>* anchor,
+              std::vector<std::shared_ptr<Waiting>>* ready);
+  void CountEntries() { n_entries_.store(entries_.size(), std::memory_order_release); }
+
+  std::mutex mutex_;
+  std::condition_variable all_ended_;
+  std::unordered_map<Key, Entry> entries_;  // guarded by mutex_
+  int64_t n_pending_ = 0;                   // variables; guarded by mutex_
+  std::atomic<size_t> n_entries_{0};
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_PENDING_H_

@@ -1,0 +1,206 @@
+// TfscalePostGather.
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include "tensorflow/core/framework/op.h"
+#include "tf/variables.h"
+
+namespace tfscale {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+// `after` are the variables that receive new values.
+REGISTER_OP("TfscalePostGather")
+    .Input("pieces: piece_types")
+    .TFSCALE_COLLECTIVE_ATTRS.Attr("piece_types: list(type) >= 0")
+    .Attr("dtype: {numbertype, bool}")
+    .Attr("piece_offsets: list(int) >= 0")
+    .Attr("cuts: list(int) >= 2")
+    .Attr("variable_offsets: list(int) >= 1")
+    .Attr("shapes: list(shape) >= 1")
+    .Attr("group_rank: int")
+    .Doc(
+        "Begins to gather new values of variables, of which each rank of a group has pieces, and "
+        "does not wait: TfscaleAwait does. The values lie in a buffer of cuts[-1] elements, rank "
+        "r's pieces in [cuts[r], cuts[r + 1]).");
+
+constexpr size_t kAlignment = 64;  // of every tensor, in bytes
+
+// Where everything lies in the buffer, in elements.
+struct Layout {
+  tensorflow::DataType dtype;
+  std::vector<int64_t> piece_offsets;
+  std::vector<int64_t> cuts;
+  std::vector<int64_t> variable_offsets;
+  std::vector<TensorShape> shapes;
+  int rank = 0;
+
+  int64_t length() const { return cuts.back(); }
+  size_t element() const { return static_cast<size_t>(tensorflow::DataTypeSize(dtype)); }
+  absl::Status Check(int n_ranks) const;
+};
+
+absl::Status Wrong(const std::string& what) {
+  return absl::InvalidArgumentError("The layout of a gather is wrong: " + what);
+}
+
+absl::Status Layout::Check(int n_ranks) const {
+  if (static_cast<int>(cuts.size()) != n_ranks + 1) return Wrong("one cut more than ranks");
+  if (rank < 0 || rank >= n_ranks) return Wrong("no member of the group");
+  if (cuts[0] != 0) return Wrong("the first cut is at 0");
+  for (size_t i = 1; i < cuts.size(); ++i) {
+    if (cuts[i] < cuts[i - 1]) return Wrong("cuts ascend");
+  }
+  if (shapes.size() != variable_offsets.size()) return Wrong("a shape for each variable");
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const int64_t begin = variable_offsets[i];
+    if (begin < 0 || begin + shapes[i].num_elements() > length()) {
+      return Wrong("variables lie in the buffer");
+    }
+    if (static_cast<size_t>(begin) * element() % kAlignment != 0) {
+      return Wrong("variables begin at multiples of 64 bytes");
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Buffers of one kernel. Fresh memory would cost a page fault per 4 KiB in each
+// step; two are used in turn while readers hold no old values. Thread-safe.
+class Buffers {
+ public:
+  absl::Status Take(OpKernelContext* context, const Layout& layout, Tensor* buffer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Tensor& kept : kept_) {
+      if (!kept.RefCountIsOne()) continue;
+      *buffer = kept;
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(
+        context->allocate_temp(layout.dtype, TensorShape({layout.length()}), buffer));
+    // What no piece covers travels too.
+    std::memset(buffer->data(), 0, static_cast<size_t>(layout.length()) * layout.element());
+    if (kept_.size() < kMax) kept_.emplace_back();
+    kept_[next_++ % kept_.size()] = *buffer;
+    return absl::OkStatus();
+  }
+
+ private:
+  static constexpr size_t kMax = 3;
+  std::mutex mutex_;
+  std::vector<Tensor> kept_;  // guarded by mutex_
+  size_t next_ = 0;           // guarded by mutex_
+};
+
+// What is left to do when the gather has ended.
+struct Delivery {
+  std::shared_ptr<const Layout> layout;
+  VariableList variables;
+  Tensor buffer;
+
+  absl::Status Deliver() const {
+    for (size_t i = 0; i < variables.size(); ++i) {
+      TF_RETURN_IF_ERROR(
+          SetFromSlice(variables[i].get(), buffer, layout->variable_offsets[i], layout->shapes[i]));
+    }
+    return absl::OkStatus();
+  }
+
+  void End(Status status) {
+    if (status.ok()) {
+      const absl::Status delivered = Deliver();
+      if (!delivered.ok()) status = Status::Failed(std::string(delivered.message()));
+    }
+    buffer = Tensor();
+    std::vector<std::shared_ptr<void>> anchors;
+    if (!status.ok()) anchors = AnchorsOf(variables);
+    PendingVariables::Get().End(KeysOf(variables), status, std::move(anchors));
+    variables.clear();
+  }
+};
+
+class PostGatherOp : public CollectiveKernel {
+ public:
+  explicit PostGatherOp(OpKernelConstruction* context) : CollectiveKernel(context) {
+    auto layout = std::make_shared<Layout>();
+    OP_REQUIRES_OK(context, context->GetAttr("dtype", &layout->dtype));
+    OP_REQUIRES_OK(context, context->GetAttr("piece_offsets", &layout->piece_offsets));
+    OP_REQUIRES_OK(context, context->GetAttr("cuts", &layout->cuts));
+    OP_REQUIRES_OK(context, context->GetAttr("variable_offsets", &layout->variable_offsets));
+    OP_REQUIRES_OK(context, context->GetAttr("shapes", &layout->shapes));
+    OP_REQUIRES_OK(context, context->GetAttr("group_rank", &layout->rank));
+    OP_REQUIRES_OK(context, layout->Check(group_size()));
+    layout_ = std::move(layout);
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto delivery = std::make_shared<Delivery>();
+    delivery->layout = layout_;
+    OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
+    OP_REQUIRES_OK_ASYNC(context, CheckInputs(context, *delivery), done);
+    const auto keys = KeysOf(delivery->variables);
+    // Values on their way come first; whether they arrive matters no more.
+    PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
+      OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
+      done();
+    });
+  }
+
+ private:
+  absl::Status CheckInputs(OpKernelContext* context, const Delivery& delivery) const {
+    OpInputList pieces;
+    TF_RETURN_IF_ERROR(context->input_list("pieces", &pieces));
+    if (static_cast<size_t>(pieces.size()) != layout_->piece_offsets.size()) {
+      return Wrong("an offset for each piece");
+    }
+    if (delivery.variables.size() != layout_->shapes.size()) return Wrong("a shape per variable");
+    const size_t rank = static_cast<size_t>(layout_->rank);
+    for (int i = 0; i < pieces.size(); ++i) {
+      const int64_t begin = layout_->piece_offsets[static_cast<size_t>(i)];
+      const int64_t end = begin + pieces[i].NumElements();
+      if (begin < layout_->cuts[rank] || end > layout_->cuts[rank + 1]) {
+        return Wrong("pieces lie in their rank's segment");
+      }
+      if (pieces[i].dtype() != layout_->dtype) return Wrong("one type for all pieces");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Begin(OpKernelContext* context, const std::shared_ptr<Delivery>& delivery) {
+    TF_RETURN_IF_ERROR(buffers_.Take(context, *layout_, &delivery->buffer));
+    OpInputList pieces;
+    TF_RETURN_IF_ERROR(context->input_list("pieces", &pieces));
+    char* data = static_cast<char*>(delivery->buffer.data());
+    const size_t element = layout_->element();
+    for (int i = 0; i < pieces.size(); ++i) {
+      const Tensor& piece = pieces[i];
+      if (piece.NumElements() == 0) continue;
+      const size_t begin = static_cast<size_t>(layout_->piece_offsets[static_cast<size_t>(i)]);
+      std::memcpy(data + begin * element, piece.data(), piece.TotalBytes());
+    }
+    std::vector<size_t> cuts;
+    for (int64_t cut : layout_->cuts) cuts.push_back(static_cast<size_t>(cut) * element);
+    PendingVariables::Get().Begin(KeysOf(delivery->variables));
+    Call call = MakeCall();
+    // A gather that was given up may still write into the buffer.
+    call.memory = std::make_shared<Tensor>(delivery->buffer);
+    call.done = [delivery](const Status& status) { delivery->End(status); };
+    tfscale::Submit(MakeSegmentGather(data, std::move(cuts)), std::move(call));
+    return absl::OkStatus();
+  }
+
+  std::shared_ptr<const Layout> layout_;
+  Buffers buffers_;
+};
+
+// Variables in the memory of a GPU cannot refer to a buffer of the host: Python
+// assigns to them instead.
+REGISTER_KERNEL_BUILDER(Name("TfscalePostGather").Device(tensorflow::DEVICE_CPU), PostGatherOp);
+
+}  // namespace
+}  // namespace tfscale

@@ -1,0 +1,64 @@
+#include "tf/variables.h"
+
+#include <cstring>
+
+#include "tensorflow/core/framework/resource_mgr.h"
+
+namespace tfscale {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernelContext;
+using tensorflow::ResourceHandle;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::Var;
+using tensorflow::core::RefCountPtr;
+using tensorflow::core::WeakPtr;
+
+absl::Status FindVariables(OpKernelContext* context, const char* name, VariableList* variables) {
+  OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  for (const Tensor& handle : handles) {
+    RefCountPtr<Var> variable;
+    TF_RETURN_IF_ERROR(
+        tensorflow::LookupResource(context, handle.scalar<ResourceHandle>()(), &variable));
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<PendingVariables::Key> KeysOf(const VariableList& variables) {
+  std::vector<PendingVariables::Key> keys;
+  for (const auto& variable : variables) keys.push_back(variable.get());
+  return keys;
+}
+
+std::vector<std::shared_ptr<void>> AnchorsOf(const VariableList& variables) {
+  std::vector<std::shared_ptr<void>> anchors;
+  for (const auto& variable : variables) {
+    const PendingVariables::Key key = variable.get();
+    anchors.push_back(std::make_shared<WeakPtr<Var>>(
+        variable.get(), [key] { PendingVariables::Get().Forget(key); }));
+  }
+  return anchors;
+}
+
+absl::Status SetFromSlice(Var* variable, const Tensor& flat, int64_t begin,
+                          const TensorShape& shape) {
+  if (shape.num_elements() == 0) return absl::OkStatus();
+  tensorflow::mutex_lock lock(*variable->mu());
+  Tensor* own = variable->tensor();
+  if (own->dtype() != flat.dtype() || own->shape() != shape) {
+    return absl::InternalError("A variable must keep its type and shape. Received: " +
+                               own->DebugString(0) + " for a " + shape.DebugString());
+  }
+  const Tensor slice = flat.Slice(begin, begin + shape.num_elements());
+  if (variable->copy_on_read_mode.load()) {
+    std::memcpy(own->data(), slice.data(), slice.TotalBytes());
+    return absl::OkStatus();
+  }
+  if (!own->CopyFrom(slice, shape)) return absl::InternalError("A slice has another length.");
+  return absl::OkStatus();
+}
+
+}  // namespace tfscale

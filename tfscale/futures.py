@@ -1,0 +1,243 @@
+"""Parameters as futures: a gather brings their next values, and any read waits for it.
+
+A step of a sharded exchange ends with gathers that are posted and not waited for
+(`Backend.post_gather`). The class of each parameter is replaced by a subclass, `Awaited`, which
+waits before anything reads or writes: eagerly, or by an op that becomes part of the graph that is
+being traced. TensorFlow orders that op by the variable's handle, so layer 1 can begin while the
+parameters of layer 2 are on the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import control_flow_util
+
+from tfscale import runtime
+from tfscale.backends.base import Backend
+from tfscale.backends.variables import raw_variable
+from tfscale.eager import raise_own_errors
+from tfscale.errors import ExchangeError
+from tfscale.retracing import drop_traces
+
+OnAssign = Callable[[Any, Any], None]
+
+_FUTURE = "_tfscale_future"
+
+
+@dataclass(frozen=True)
+class _Future:
+    """What an awaited variable remembers: who gathers, and who is told of assignments."""
+
+    backend: Backend
+    on_assign: OnAssign | None
+
+
+class Awaited:
+    """Mixed into the class of a variable whose next value may be on its way."""
+
+    @property
+    def value(self: Any) -> Any:
+        """The variable or, where Keras casts or replaces it, a tensor; not before it is there.
+
+        Raises:
+            ExchangeError: The gather failed, or XLA compiles the function that reads.
+        """
+        _wait([self])
+        return _base(self).value
+
+    @property
+    def handle(self: Any) -> tf.Tensor:
+        """The resource handle; what it leads to is there."""
+        _wait([self])
+        return self._value.handle
+
+    def _direct_assign(self: Any, value: Any) -> None:
+        future = getattr(self, _FUTURE)
+        _wait([self], is_write=True)
+        _base(self)._direct_assign(value)
+        if future.on_assign is not None:
+            future.on_assign(self, value)
+
+    def _restore_from_tensors(self: Any, restored_tensors: Any) -> Any:
+        future = getattr(self, _FUTURE)
+        _wait([self], is_write=True)
+        restored = _base(self)._restore_from_tensors(restored_tensors)
+        if future.on_assign is not None:
+            future.on_assign(self, tf.convert_to_tensor(self._value))
+        return restored
+
+    def __repr__(self: Any) -> str:
+        """Show the value, unless its gather failed."""
+        try:
+            _wait([self])
+        except ExchangeError as error:
+            return f"<Variable path={self.path}, shape={self.shape}, error={error}>"
+        return _base(self).__repr__()
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle and copy as a variable of the original class, with the value that comes."""
+        _wait([self])
+        state = {k: v for k, v in vars(self).items() if k != _FUTURE}
+        return _new_instance, (_plain_class(self),), state
+
+
+def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
+    """Let every read of some variables wait for gathers that are under way.
+
+    Functions traced before would not wait: see `attach`, which has them traced anew.
+
+    Args:
+        variables: Keras variables that have values. Those that are futures already get the new
+            `on_assign`.
+        on_assign: Called with a variable and its new value after each assignment through Keras
+            (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced.
+    """
+    future = _Future(runtime.backend(), on_assign)
+    for variable in variables:
+        object.__setattr__(variable, _FUTURE, future)
+        if not isinstance(variable, Awaited):
+            variable.__class__ = _awaited_class(variable)
+
+
+def release(variables: Sequence[Any]) -> None:
+    """Make variables ordinary again, after what is under way has arrived.
+
+    Args:
+        variables: Those that are no futures are left alone.
+
+    Raises:
+        ExchangeError: A gather failed; the variables are ordinary nevertheless.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    try:
+        drain(awaited)
+    finally:
+        for variable in awaited:
+            object.__delattr__(variable, _FUTURE)
+            variable.__class__ = _plain_class(variable)
+
+
+def drain(variables: Sequence[Any]) -> None:
+    """Wait until nothing is under way for some variables; from any thread.
+
+    Args:
+        variables: Keras variables.
+
+    Raises:
+        ExchangeError: A gather failed or was given up.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    with tf.init_scope():
+        _wait(awaited)
+
+
+@contextlib.contextmanager
+def plain(variables: Sequence[Any]) -> Iterator[None]:
+    """Make variables ordinary within a block, which must not train nor assign.
+
+    What is traced within does not wait and holds no op of tfscale: saved functions (export,
+    `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
+
+    Args:
+        variables: Keras variables.
+
+    Raises:
+        ExchangeError: A gather failed.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    drain(awaited)
+    for variable in awaited:
+        variable.__class__ = _plain_class(variable)
+    try:
+        yield
+    finally:
+        for variable in awaited:
+            variable.__class__ = _awaited_class(variable)
+
+
+def attach(
+    model: keras.Model, variables: Sequence[Any], on_assign: OnAssign | None = None
+) -> list[str]:
+    """Make variables of a model futures, and mend what would not wait for them.
+
+    Every tf.function that was traced with one of the variables is traced anew at its next call;
+    `model.export` runs under `plain`.
+
+    Args:
+        model: The model, with all its variables built.
+        variables: Keras variables of the model.
+        on_assign: As for `make_futures`.
+
+    Returns:
+        Names of the functions that will be traced anew. Concrete functions that a user keeps
+        cannot be: they go on reading without waiting.
+    """
+    make_futures(variables, on_assign)
+    own = list(variables)
+    if not hasattr(model.export, _FUTURE):
+        export = model.export
+
+        @functools.wraps(export)
+        def export_plain(*args: Any, **kwargs: Any) -> Any:
+            with plain(own):
+                return export(*args, **kwargs)
+
+        setattr(export_plain, _FUTURE, True)
+        model.export = export_plain
+    return drop_traces([raw_variable(v) for v in own])
+
+
+def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
+    """Wait for variables, now or where the function that is being traced will run.
+
+    Raises:
+        ExchangeError: A gather failed, or XLA compiles the function.
+    """
+    if not variables:
+        return
+    backend = getattr(variables[0], _FUTURE).backend
+    handles = [raw_variable(v).handle for v in variables]
+    if tf.executing_eagerly():
+        raise_own_errors(lambda: backend.await_variables(handles, is_write))
+        return
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, FuncGraph):
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ExchangeError(
+            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
+            f"for {graph.name}, which reads {variables[0].path}. Compile with jit_compile=False, "
+            "or call and trace it within tfscale.futures.plain(model.variables)."
+        )
+    # Not once per graph: a function that it calls may have posted in between.
+    backend.await_variables(handles, is_write)
+
+
+def _base(variable: Any) -> Any:
+    """Return what the original class makes of an awaited variable: `super()` for mypy."""
+    return super(Awaited, variable)
+
+
+def _awaited_class(variable: Any) -> type:
+    return _subclass(variable.__class__)
+
+
+@functools.cache
+def _subclass(cls: Any) -> type:
+    return type(f"Awaited{cls.__name__}", (Awaited, cls), {"__module__": __name__})
+
+
+def _new_instance(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _plain_class(variable: Any) -> type:
+    return variable.__class__.__mro__[2]
