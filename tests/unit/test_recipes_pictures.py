@@ -1,0 +1,168 @@
+"""CIFAR-10, HDF5, generated pictures, augmentation and fixed shares."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import datasets
+from datasets import cifar10, generated, hdf5, shards
+from datasets.pictures import LabelledPictures, PictureSets, augmented_batches
+
+from tests.helpers.picture_files import striped, write_cifar10
+from tests.unit.test_global_batches import as_rank
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("below", [False, True])
+def test_cifar10_is_found_in_both_versions(tmp_path, binary, below):
+    labels = write_cifar10(tmp_path, 3, binary=binary)
+    (folder,) = tmp_path.iterdir()
+    train, test, classes = cifar10.load(str(folder if below else tmp_path))
+    assert train.pictures.shape == (20, 32, 32, 3) and train.pictures.dtype == np.uint8
+    assert test.pictures.shape == (4, 32, 32, 3) and classes == 10
+    np.testing.assert_array_equal(train.labels, labels[:5].ravel())
+    np.testing.assert_array_equal(test.labels, labels[5])
+    red = striped(labels[5], 32, 3)
+    np.testing.assert_array_equal(test.pictures, np.stack([red, red // 2, red // 4], axis=-1))
+
+
+def test_damaged_cifar10_files_are_refused(tmp_path):
+    write_cifar10(tmp_path, 0)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_2"
+    whole = path.read_bytes()
+    short = {b"data": np.zeros((3, 3072), np.uint8), b"labels": [0, 1]}
+    high = {b"data": np.zeros((1, 3072), np.uint8), b"labels": [17]}
+    for content in (b"", whole[:-40], pickle.dumps([1]), pickle.dumps(short), pickle.dumps(high)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"data_batch_2: .*Delete the file and get it again"):
+            cifar10.load(str(tmp_path))
+
+
+def test_a_pickle_that_runs_something_is_refused(tmp_path):
+    write_cifar10(tmp_path, 0)
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="test_batch: it names"):
+        cifar10.load(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_cifar10_says_what_to_do(tmp_path, monkeypatch):
+    def no_network():
+        raise Exception("no network in this test")
+
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", no_network)
+    with pytest.raises(FileNotFoundError, match=r"unpack cifar-10-python.*no network in this test"):
+        cifar10.load(str(tmp_path))
+
+
+def _sets(channels):
+    random = np.random.default_rng(0)
+    shape = (28, 28, channels)
+    parts = (random.integers(0, 256, (count, *shape), np.uint8) for count in (7, 4))
+    train, test = (LabelledPictures(x, np.arange(len(x)) % 3) for x in parts)
+    return PictureSets(train, test, 3)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("low", [0.0, -1.0])
+def test_hdf5_as_in_the_paper(tmp_path, channels, low):
+    path, sets = str(tmp_path / "set.h5"), _sets(channels)
+    hdf5.write(path, sets, ["a", "b", "c"])
+    if low < 0:  # CIFAR-10 is stored from -1 to 1.
+        with h5py.File(path, "r+") as file:
+            for part in ("train", "test"):
+                file[f"{part}/images"][...] = file[f"{part}/images"][...] * 2 - 1
+    read = datasets.load(path, "")
+    for own, expected in zip(read[:2], sets[:2], strict=True):
+        np.testing.assert_array_equal(own.pictures, expected.pictures)
+        np.testing.assert_array_equal(own.labels, expected.labels)
+    assert read.classes == 3
+
+
+def test_hdf5_files_without_what_is_needed_are_refused(tmp_path):
+    path = tmp_path / "set.h5"
+    with pytest.raises(FileNotFoundError, match="must name an HDF5 file that exists"):
+        datasets.load(str(path), "")
+    path.write_bytes(b"no HDF5 at all")
+    with pytest.raises(ValueError, match="must have the datasets train/images"):
+        datasets.load(str(path), "")
+    with h5py.File(path, "w") as file:
+        file["train/images"] = np.zeros((2, 1, 28, 28))
+    with pytest.raises(ValueError, match="must have the datasets train/images"):
+        datasets.load(str(path), "")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"cifar10, fashion_mnist, .*Received: cifar11"):
+        datasets.load("cifar11", "")
+
+
+def test_generated_pictures_depend_on_the_seed_only_and_every_class_comes():
+    (one, test, classes), again = generated.load(), generated.load()
+    np.testing.assert_array_equal(one.pictures, again.train.pictures)
+    assert one.pictures.shape == (4096, 32, 32, 3) and one.pictures.dtype == np.uint8
+    assert set(np.bincount(one.labels)) <= {409, 410} and len(test.labels) == 1024
+    assert classes == 10 and (generated.load(seed=1).train.labels != one.labels).any()
+
+
+def _positions(count=10):
+    """Pictures whose pixels say where they are: no two alike, none 0."""
+    pictures = np.arange(1, count * 64 + 1).reshape(count, 8, 8, 1).astype(np.uint16)
+    return LabelledPictures(pictures, np.arange(count))
+
+
+def test_augmentation_shifts_and_mirrors():
+    data = as_rank(augmented_batches(_positions(), batch_size=10, seed=2, border=2), 0, 1)
+    seen = set()
+    for data.epoch in range(40):
+        ((pictures, labels),) = list(data)
+        for picture, label in zip(np.asarray(pictures), np.asarray(labels), strict=True):
+            whole = np.pad(_positions().pictures[label], ((2, 2), (2, 2), (0, 0)))
+            fits = {
+                (top, left, mirrored)
+                for top in range(5) for left in range(5) for mirrored in (False, True)
+                if (whole[top:top + 8, left:left + 8][:, ::-1 if mirrored else 1] == picture).all()
+            }  # fmt: skip
+            assert len(fits) == 1
+            seen |= fits
+    assert len(seen) == 50
+
+
+def test_augmented_batches_of_ranks_are_those_of_one_process():
+    def batches(rank, size):
+        data = augmented_batches(_positions(), batch_size=4, seed=2, border=2)
+        data = as_rank(data, rank, size)
+        data.epoch = 3
+        return [np.asarray(pictures) for pictures, _ in data]
+
+    for whole, *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("order", shards.ORDERS)
+def test_fixed_shards_keep_their_samples_and_shuffle_inside(order, monkeypatch):
+    data = LabelledPictures(np.arange(12)[:, None], np.arange(12) % 2)
+    monkeypatch.setattr(shards.tfscale, "size", lambda: 2)
+    monkeypatch.setattr(shards.tfscale, "rank", lambda: 1)
+    own = shards.FixedShards(data, 4, 0, order)
+    epochs = []
+    for _ in range(3):
+        epochs.append(np.concatenate([own[step][0][:, 0] for step in range(len(own))]))
+        own.on_epoch_end()
+    expected = {1, 3, 5, 7, 9, 11} if order == "sorted_shards" else {6, 7, 8, 9, 10, 11}
+    assert len(own) == 3 and all(set(epoch) == expected for epoch in epochs)
+    assert (epochs[0] != epochs[1]).any()
+    with pytest.raises(ValueError, match="multiple of the number of ranks"):
+        shards.FixedShards(data, 3, 0, order)
