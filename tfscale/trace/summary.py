@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfscale.errors import ConfigError
+from tfscale.tables import grid
 from tfscale.trace.analysis import overlap_percent
 
 FILE_NAME = "communication.jsonl"
@@ -67,9 +68,7 @@ def table(rows: Sequence[Row]) -> str:
         lines += [
             "This backend records no collectives, so only step times are known.",
             "",
-            *_grid(
-                ["rank", "step"], [[r, _ms(_median(own, "step_s"))] for r, own in _ranks(steps)]
-            ),
+            *grid(["rank", "step"], [[r, _ms(_median(own, "step_s"))] for r, own in _ranks(steps)]),
         ]
         return "\n".join([*lines, ""])
     lines += _ranks_grid(steps)
@@ -98,7 +97,7 @@ def _ranks_grid(steps: Sequence[Row]) -> list[str]:
         n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in own)
         shown = "-" if share is None else f"{share:.1f}"
         body.append([rank, *times, shown, f"{n_bytes / 1e6:.2f}"])
-    return _grid(head, body)
+    return grid(head, body)
 
 
 def _slots_grid(slots: Sequence[Row]) -> list[str]:
@@ -118,23 +117,7 @@ def _slots_grid(slots: Sequence[Row]) -> list[str]:
         times = [_ms(took), *(_ms(statistics.median(s[key] for s in own)) for key in names)]
         n_bytes = statistics.median(s["bytes"] for s in own)
         body.append([f"{plan}.{slot}", name, f"{n_bytes / 1e3:.1f}", *times])
-    return _grid(head, body)
-
-
-def _grid(head: Sequence[str], body: Sequence[Sequence[Any]]) -> list[str]:
-    cells = [list(head), *([str(cell).replace("|", "/") for cell in row] for row in body)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    is_text = [column == "name" for column in head]
-    align: list[Callable[[str, int], str]] = [str.ljust if t else str.rjust for t in is_text]
-    lines = [
-        "| " + " | ".join(align[i](cell, widths[i]) for i, cell in enumerate(row)) + " |"
-        for row in cells
-    ]
-    rule = [
-        ":" + "-" * max(w - 1, 2) if t else "-" * max(w - 1, 2) + ":"
-        for w, t in zip(widths, is_text, strict=True)
-    ]
-    return [lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]
+    return grid(head, body)
 
 
 def _ranks(steps: Sequence[Row]) -> list[tuple[Any, list[Row]]]:

@@ -1,0 +1,102 @@
+"""The planner: a plan for every parameter, the same on all ranks, never worse than plain."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_plan_costs import machines
+from tests.unit.test_plan_simulation import tables
+from tfscale.errors import PlanError
+from tfscale.plan.bounds import lower_bound_s, memory_bytes
+from tfscale.plan.choose import choose
+from tfscale.plan.explain import explain
+from tfscale.plan.machines import PRESETS
+from tfscale.plan.parts import KINDS, check_plan
+from tfscale.plan.published import published
+from tfscale.plan.simulate import simulate
+from tfscale.plan.times import Scenario
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(), machines(), st.integers(1, 1024), st.integers(1, 4096))
+def test_a_choice_covers_all_and_is_never_worse(table, machine, n_ranks, batch):
+    scenario = Scenario(table, machine, n_ranks, batch)
+    choice = choose(scenario)
+    check_plan(table, choice.plan)
+    assert choice.predicted == simulate(scenario, choice.plan)
+    plain_s = choice.plain_predicted.step_s
+    assert choice.is_plain or choice.predicted.step_s <= 0.97 * plain_s
+    assert choice.predicted.step_s >= lower_bound_s(scenario) * (1 - 1e-6)
+    again = choose(Scenario(table, machine, n_ranks, batch))
+    assert again == choice
+    assert again.fingerprint() == choice.fingerprint()
+
+
+def test_one_rank_is_plain():
+    choice = choose(Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 1, 64))
+    assert choice.is_plain
+    assert choice.predicted.communication_s == 0
+
+
+def test_the_planner_refuses_where_nothing_is_gained():
+    """A small model on a fast network: plain allreduce, with the reason."""
+    choice = choose(Scenario(published("resnet20"), PRESETS["cori-haswell"], 8, 256))
+    assert choice.is_plain
+    assert "less than it must be" in choice.reason
+
+
+def test_different_scenarios_have_different_fingerprints():
+    table, machine = published("vgg16"), PRESETS["cori-haswell"]
+    prints = {choose(Scenario(table, machine, n, 256)).fingerprint() for n in (1, 16, 256)}
+    assert len(prints) == 3
+
+
+def test_only_allowed_kinds_are_used():
+    scenario = Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 4, 128)
+    for allowed in (("allreduce",), ("allreduce", "replicated"), ("sharded", "partial")):
+        choice = choose(scenario, allowed)
+        kinds = {part.kind for part in choice.plan.parts}
+        assert choice.is_plain or kinds <= set(allowed)
+    assert {part.kind for part in choose(scenario).plan.parts} <= set(KINDS)
+    with pytest.raises(PlanError, match="Allow allreduce or sharded"):
+        choose(scenario, ("partial",))
+
+
+def test_large_dense_layers_do_not_send_weights_over_a_slow_network():
+    scenario = Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 4, 128)
+    choice = choose(scenario)
+    fc1 = next(i for i, p in enumerate(scenario.table.parameters) if p.name == "fc1/kernel")
+    part = next(part for part in choice.plan.parts if fc1 in part.parameters)
+    assert part.kind in ("partial", "replicated")
+    assert not choice.is_plain
+
+
+def test_shards_hold_less_optimizer_state():
+    scenario = Scenario(published("resnet50"), PRESETS["cori-haswell"], 256, 256, n_slots=2)
+    choice = choose(scenario)
+    assert {part.kind for part in choice.plan.parts} <= {"sharded", "partial"}
+    assert memory_bytes(scenario, choice.plan) < memory_bytes(scenario, choice.plain)
+
+
+def test_the_explanation_names_every_parameter_and_alternative():
+    scenario = Scenario(published("vgg16"), PRESETS["cori-haswell"], 256, 256)
+    choice = choose(scenario)
+    text = explain(scenario, choice)
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    for parameter in scenario.table.parameters:
+        assert parameter.name in rows
+    assert "allreduce: +" in rows["fc1/kernel"]
+    # A convolution has no activations to send: two alternatives are dashes.
+    assert rows["conv1_1/kernel"].count(" - ") == 2
+    assert "no plan is faster than" in text
+
+
+def test_auto_beats_the_strategies_of_the_thesis_in_the_simulation():
+    """The acceptance figure: 1.2 times the best single one at 256 nodes."""
+    from tfscale.plan.thesis import STRATEGIES
+
+    for name in ("vgg16", "resnet50"):
+        scenario = Scenario(published(name), PRESETS["cori-haswell"], 256, 256)
+        names = ("allreduce", "allreduce without overlap", "pcnn", "pcnn without overlap")
+        singles = [simulate(scenario, STRATEGIES[s](scenario)).step_s for s in names]
+        assert min(singles) / choose(scenario).predicted.step_s >= 1.2

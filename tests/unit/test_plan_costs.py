@@ -1,0 +1,151 @@
+"""What exchanges cost: the papers' equations by hand, and costs that only grow."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfscale.errors import PlanError
+from tfscale.plan import costs
+from tfscale.plan.machines import PRESETS, LayerTimes, Machine, find_machine
+from tfscale.plan.published import PUBLISHED, published
+
+SIMPLE = Machine("simple", 1.0, 10.0, 4.0, 1e3, 1e3, mpi_s_per_byte=0.5)
+N_BYTES = st.floats(0, 1e9)
+N_RANKS = st.integers(1, 1024)
+ALGORITHMS = ("direct", "ring", "recursive", "mpi")
+
+
+def machines():
+    return st.builds(
+        Machine,
+        name=st.just("any"),
+        latency_s=st.floats(0, 1e-2),
+        bytes_per_s=st.floats(1e5, 1e11),
+        reduce_bytes_per_s=st.floats(1e6, 1e11),
+        flops_per_s=st.floats(1e9, 1e14),
+        memory_bytes_per_s=st.floats(1e8, 1e12),
+        half_batch=st.floats(0, 8),
+        mpi_s_per_byte=st.floats(0, 1e-8),
+        ranks_per_host=st.integers(1, 16),
+        host_latency_s=st.none() | st.floats(0, 1e-2),
+        host_bytes_per_s=st.none() | st.floats(1e5, 1e11),
+    )
+
+
+def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:
+    dense = (64, max(1, int(n_bytes // 4096)))
+    batch = 4 * 1024  # of all ranks together: what is gathered does not shrink with the ranks
+    return [
+        costs.transfer_s(n_bytes, n_ranks, machine.link(n_ranks)),
+        *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS),
+        sum(costs.sharded_s(n_bytes, n_ranks, machine)),
+        sum(costs.replicated_s(dense, batch, n_ranks, machine)),
+        *costs.partial_s(dense, batch, n_ranks, machine)[1:],
+    ]
+
+
+def test_equations_by_hand():
+    """alpha 1 s, beta 0.1 s per byte, gamma 0.25 s per byte, 4 ranks, 8 bytes."""
+    half = 3 * 1.0 + 8 * 0.75 * 0.1
+    assert costs.transfer_s(8, 4, SIMPLE.link(4)) == pytest.approx(half)  # table 4.1
+    assert costs.sharded_s(8, 4, SIMPLE) == pytest.approx((half, 2.0, half))  # eq. 4.9 and the sum
+    assert costs.allreduce_s(8, 4, SIMPLE, "direct") == pytest.approx(2 * half + 2.0)
+    tree, halved = 2 * (1 + 0.8), 4 + 2 * 0.75 * 0.8  # eqs. 4.6 and 4.7
+    assert costs.allreduce_s(8, 4, SIMPLE, "mpi") == pytest.approx(min(tree, halved) + 4.0)
+    assert costs.allreduce_s(8, 4, SIMPLE, "recursive") == pytest.approx(min(tree, halved) + 1.5)
+    spread, errors, weights = costs.partial_s((8, 2), 16, 4, SIMPLE)
+    assert spread == pytest.approx(3 + 4 * 8 * 16 / 4**2 * 3 * 0.1)  # eq. 4.2
+    assert errors == pytest.approx(3 + 4 * 2 * 16 / 4 * 3 * 0.1)  # eq. 4.3
+    assert weights == pytest.approx(3 + 4 * 8 * 2 / 4 * 3 * 0.1)  # eq. 4.4
+    assert costs.replicated_s((8, 2), 16, 4, SIMPLE)[0] == pytest.approx(3 + 512 * 0.75 * 0.1)
+
+
+def test_averaging_shards_moves_less():
+    """[L] eqs. 5 to 8: the averaging moves 1 / group_size of the parameters."""
+    machine = dataclasses.replace(SIMPLE, latency_s=0.0, reduce_bytes_per_s=1e30)
+    whole, sharded = costs.interval_s(100, 4, 8, 2, machine)
+    inside = 2 * 100 * 0.75 * 0.1
+    assert whole == pytest.approx(inside + 2 * 100 * 7 / 8 * 0.1 / 2)
+    assert sharded == pytest.approx(inside + 2 * 25 * 7 / 8 * 0.1 / 2)
+
+
+@given(N_BYTES, N_BYTES, N_RANKS, machines())
+def test_costs_grow_with_bytes(a, b, n_ranks, machine):
+    fewer, more = (every_cost(n, n_ranks, machine) for n in sorted((a, b)))
+    assert all(x <= y * (1 + 1e-12) for x, y in zip(fewer, more, strict=True))
+
+
+@given(N_BYTES, N_RANKS, N_RANKS, machines())
+def test_costs_grow_with_ranks(n_bytes, a, b, machine):
+    fewer, more = (every_cost(n_bytes, n, machine) for n in sorted((a, b)))
+    assert all(x <= y * (1 + 1e-12) for x, y in zip(fewer, more, strict=True))
+
+
+@given(N_BYTES, N_RANKS, st.floats(0, 1e-2), machines())
+def test_costs_grow_with_latency(n_bytes, n_ranks, more_s, machine):
+    slower = dataclasses.replace(machine, latency_s=machine.latency_s + more_s)
+    if slower.host_latency_s is not None:
+        slower = dataclasses.replace(slower, host_latency_s=slower.host_latency_s + more_s)
+    before, after = (every_cost(n_bytes, n_ranks, m) for m in (machine, slower))
+    assert all(x <= y for x, y in zip(before, after, strict=True))
+
+
+def test_ranks_of_a_host_share_its_link():
+    machine = dataclasses.replace(
+        SIMPLE, ranks_per_host=4, host_bytes_per_s=50.0, host_latency_s=0.5
+    )
+    assert machine.link(4) == costs.Link(0.5, 50.0)
+    assert machine.link(8) == costs.Link(1.0, 2.5)
+    assert machine.link_across(4, 2) == costs.Link(1.0, 2.5)
+    assert machine.link_across(2, 2) == costs.Link(0.5, 50.0)
+
+
+def test_a_machine_survives_its_file(tmp_path):
+    times = {"model": LayerTimes(4, {"a": 1.0}, {"a": 2.0}, 0.1)}
+    machine = dataclasses.replace(SIMPLE, layer_times=times, spread={"latency_s": 0.2})
+    machine.save(tmp_path / "machine.json")
+    assert find_machine(str(tmp_path / "machine.json")) == machine
+    assert find_machine("cori-haswell") is PRESETS["cori-haswell"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"name": 1, "speed": 2}'])
+def test_what_is_no_machine_is_refused(tmp_path, content):
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    with pytest.raises(PlanError, match="A machine must be one of cori-haswell"):
+        find_machine(str(path))
+    with pytest.raises(PlanError, match="tfscale tune links"):
+        find_machine(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_rates_must_be_positive(value):
+    with pytest.raises(PlanError, match="bytes_per_s of a machine must be a number above 0"):
+        dataclasses.replace(SIMPLE, bytes_per_s=value)
+
+
+@pytest.mark.parametrize(
+    "name, millions, n_parameters",
+    [
+        ("vgg-a", 132.86, 22),
+        ("vgg16", 138.36, 32),
+        ("resnet50", 25.56, 161),
+        ("resnet20", 0.27, 59),
+    ],
+)
+def test_published_models_have_their_size(name, millions, n_parameters):
+    table = published(name)
+    assert table.n_values / 1e6 == pytest.approx(millions, abs=0.01)
+    assert len(table.parameters) == n_parameters
+
+
+def test_variants_of_vgg_have_the_published_size():
+    """[T] 3.4: 48, 76 and 140 million parameters."""
+    sizes = [round(published(f"vgg-{width}").n_values / 1e6) for width in (128, 256, 512)]
+    assert sizes == [48, 76, 140]
+    with pytest.raises(PlanError, match="A model must be one of"):
+        published("alexnet")
+    assert set(PUBLISHED) >= {"vgg16", "resnet50", "edsr"}

@@ -1,0 +1,194 @@
+"""The simulator: schedules known by hand, and bounds that nothing may beat."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_plan_costs import machines
+from tfscale.errors import PlanError
+from tfscale.plan.bounds import lower_bound_s, memory_bytes
+from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import Machine
+from tfscale.plan.parts import ExchangePlan, Part, bucketed, check_plan, chunked
+from tfscale.plan.published import dense, published
+from tfscale.plan.simulate import simulate, simulate_local_sgd
+from tfscale.plan.step_tasks import step_tasks
+from tfscale.plan.streams import COMMUNICATION, COMPUTE, SUMS, Task, find_rhythm, run
+from tfscale.plan.times import Scenario
+
+# One operation, one byte: one second. Sums and updates take no time, nor do messages.
+UNIT = Machine("unit", 0.0, 1.0, 1e30, 1.0, 1e30)
+
+
+def layer(name: str, n_values: int, flops: float = 1.0) -> Layer:
+    return Layer(name, ((f"{name}/kernel", n_values),), flops)
+
+
+def two_layers() -> LayerTable:
+    return LayerTable("two", (layer("a", 1), layer("b", 1)))
+
+
+def test_priorities_and_streams():
+    """A stream takes what is ready and most urgent, and never two things at a time."""
+    tasks = (
+        Task(COMPUTE, 2.0),
+        Task(COMMUNICATION, 5.0, after=(0,), priority=2),
+        Task(COMMUNICATION, 1.0, after=(0,), priority=1),
+        Task(SUMS, 1.0, after=(2,)),
+    )
+    begins, ends = run([tasks])
+    assert begins == [0.0, 3.0, 2.0, 3.0]
+    assert ends == [2.0, 8.0, 3.0, 4.0]
+
+
+def test_a_circle_is_an_error():
+    with pytest.raises(PlanError, match="must not wait in a circle"):
+        run([(Task(COMPUTE, 1.0, after=(1,)), Task(COMPUTE, 1.0, after=(0,)))])
+
+
+def test_work_that_runs_into_the_next_step_counts():
+    """The communication of a step is hidden behind the next one's computation: 5 s, not 3 s."""
+    step = (Task(COMPUTE, 3.0, after_previous=()), Task(COMMUNICATION, 5.0, after=(0,)))
+    next_waits = (dataclasses.replace(step[0], after_previous=(1,)), step[1])
+    assert find_rhythm([next_waits]).step_s == pytest.approx(8.0)
+    hidden = (*step, Task(COMPUTE, 0.0, after_previous=(1,)))
+    rhythm = find_rhythm([hidden])
+    assert rhythm.step_s >= 5.0 * (1 - 1e-9)
+    assert rhythm.busy_s == (3.0, 5.0, 0.0)
+
+
+def test_allreduce_by_hand():
+    """Forward 2 s, back-propagation 1 + 2 s, 4 bytes from each of two layers over two ranks."""
+    scenario = Scenario(two_layers(), UNIT, 2, 2)
+    assert scenario.compute_s() == pytest.approx(5.0)  # a makes no errors for a layer below
+    send = 2 * 4 * 0.5
+    plan = bucketed(two_layers(), 0)
+    assert len(plan.parts) == 2
+    # b is ready after 4 s, a after 5 s; the wire is busy until 4 + 2 * 4.
+    assert simulate(scenario, plan).step_s == pytest.approx(4 + 2 * send)
+    blocking = dataclasses.replace(plan, overlap=False)
+    assert simulate(scenario, blocking).step_s == pytest.approx(5 + 2 * send)
+    together = bucketed(two_layers(), 10**9)
+    assert simulate(scenario, together).step_s == pytest.approx(5 + 2 * send)
+    assert simulate(scenario, together).exposed_s == pytest.approx(2 * send)
+
+
+def test_gathers_in_forward_order_let_the_next_step_begin_earlier():
+    """Each of three layers sends for 2 s; gradients are ready at 5, 7 and 8 s, of c, b and a.
+
+    Alltoalls end at 7, 9 and 11. Then the gathers of b and c wait, those of a is summed just then:
+    b until 13, a until 15, when the next step begins, c until 17, when its forward pass reaches c.
+    In the order of back-propagation, that of a comes last and ends at 17.
+    """
+    table = LayerTable("three", (layer("a", 1), layer("b", 1), layer("c", 1)))
+    scenario = Scenario(table, UNIT, 2, 2)
+    plan = bucketed(table, 0, "sharded")
+    assert simulate(scenario, plan).step_s == pytest.approx(15.0)
+    backwards = dataclasses.replace(plan, has_forward_gathers=False)
+    assert simulate(scenario, backwards).step_s == pytest.approx(17.0)
+
+
+def test_one_rank_sends_nothing():
+    for kind in ("allreduce", "sharded"):
+        scenario = Scenario(two_layers(), UNIT, 1, 2)
+        predicted = simulate(scenario, bucketed(two_layers(), 0, kind))
+        assert predicted.step_s == pytest.approx(scenario.compute_s())
+        assert predicted.overlap_percent is None
+
+
+def test_replicated_layers_pay_for_the_whole_batch():
+    table = LayerTable("dense", (dense("a", 3, 5),))
+    scenario = Scenario(table, dataclasses.replace(UNIT, bytes_per_s=1e30), 4, 8)
+    plan = chunked(table, 1, replicated=1)
+    weights = 2 * 3 * 5 * 8
+    assert simulate(scenario, plan).compute_s == pytest.approx(2 * 3 * 5 * 2 + weights)
+    sharded = bucketed(table, None, "sharded", {0: "partial"})
+    assert simulate(scenario, sharded).compute_s == pytest.approx(2 * 3 * 5 * 2 + weights / 4)
+
+
+def tables():
+    sizes = st.tuples(st.integers(1, 10**6), st.floats(1, 1e9), st.booleans(), st.integers(1, 999))
+
+    def build(rows):
+        layers = [
+            dense(f"l{i}", n % 997 + 1, n_out) if is_dense else layer(f"l{i}", n, flops)
+            for i, (n, flops, is_dense, n_out) in enumerate(rows)
+        ]
+        return LayerTable("any", tuple(layers))
+
+    return st.lists(sizes, min_size=1, max_size=6).map(build)
+
+
+@st.composite
+def plans(draw, table: LayerTable) -> ExchangePlan:
+    """Any plan: kinds at random, neighbours together or alone, all switches."""
+    special = {}
+    for place, own in enumerate(table.layers):
+        kind = draw(st.sampled_from(("partial", "replicated", None))) if own.dense else None
+        if kind:
+            special[place] = kind
+    plan = bucketed(table, draw(st.sampled_from((0, 10**5, 10**9))), "sharded", special)
+    parts = tuple(
+        Part(draw(st.sampled_from(("allreduce", "sharded"))), part.parameters)
+        if part.kind == "sharded"
+        else part
+        for part in plan.parts
+    )
+    return ExchangePlan(
+        parts,
+        overlap=draw(st.booleans()),
+        lazy=draw(st.sampled_from(((), ("sharded", "partial"), ("allreduce", "replicated")))),
+        has_forward_gathers=draw(st.booleans()),
+        has_early_gradients=draw(st.booleans()),
+        piece_bytes=draw(st.sampled_from((0, 10**5))),
+        algorithm=draw(st.sampled_from(("direct", "ring", "recursive", "mpi"))),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), tables(), machines(), st.integers(1, 1024), st.integers(1, 4096))
+def test_nothing_beats_the_lower_bound(data, table, machine, n_ranks, batch):
+    plan = data.draw(plans(table))
+    check_plan(table, plan)
+    scenario = Scenario(table, machine, n_ranks, batch)
+    predicted = simulate(scenario, plan)
+    least = max(predicted.compute_s, predicted.communication_s)
+    assert predicted.step_s >= least * (1 - 1e-6)
+    assert predicted.step_s >= lower_bound_s(scenario) * (1 - 1e-6)
+    assert memory_bytes(scenario, plan) >= 2 * 4 * table.n_values
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), tables(), machines(), st.integers(1, 64), st.integers(1, 8))
+def test_local_sgd_averages_less_often(data, table, machine, group_size, interval):
+    plan = data.draw(plans(table))
+    scenario = Scenario(table, machine, group_size, 4 * group_size)
+    alone = simulate(scenario, plan)
+    averaged = simulate_local_sgd(scenario, plan, n_groups=4, interval=interval)
+    assert averaged.communication_s >= alone.communication_s * (1 - 1e-9)
+    assert averaged.step_s >= averaged.communication_s * (1 - 1e-6)
+    rarely = simulate_local_sgd(scenario, plan, n_groups=4, interval=2 * interval)
+    assert rarely.communication_s <= averaged.communication_s * (1 + 1e-9)
+
+
+def test_a_plan_must_fit_its_model():
+    table = two_layers()
+    with pytest.raises(PlanError, match="Each of the 2 parameters must be in one part"):
+        simulate(Scenario(table, UNIT, 2, 2), ExchangePlan((Part("allreduce", (0, 0)),)))
+    with pytest.raises(PlanError, match="Only one dense layer can be partial"):
+        simulate(Scenario(table, UNIT, 2, 2), ExchangePlan((Part("partial", (0, 1)),)))
+    with pytest.raises(PlanError, match="must have trainable variables"):
+        LayerTable("none", (Layer("pool"),))
+    with pytest.raises(PlanError, match="must be 1 or more"):
+        Scenario(table, UNIT, 0, 2)
+
+
+def test_a_thousand_ranks_are_as_few_events_as_two():
+    """Simulated ranks are all alike: a step of 161 parameters is some hundred tasks."""
+    table = published("resnet50")
+    plan = bucketed(table, 0, "sharded")
+    n_tasks = [len(step_tasks(Scenario(table, UNIT, n, 1024), plan)) for n in (2, 1024)]
+    assert n_tasks[0] == n_tasks[1] < 2 * 108 + 4 * 161
+    assert simulate(Scenario(table, UNIT, 1024, 1024), plan).is_steady

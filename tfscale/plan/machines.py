@@ -1,0 +1,216 @@
+"""A cluster as numbers: what a message, a sum and an operation cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfscale.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one rank to the others of its group: alpha and 1 / beta of [T] eq. 4.1."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Measured seconds per layer of one model.
+
+    Attributes:
+        batch: Samples per rank they were measured with.
+        forward_s: By name of layer.
+        backward_s: By name of layer; errors and weight gradients together.
+        rest_s: Part of a step that belongs to no layer.
+    """
+
+    batch: int
+    forward_s: Mapping[str, float]
+    backward_s: Mapping[str, float]
+    rest_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal hosts. Bandwidths are per host and direction.
+
+    Attributes:
+        name: What tables call it.
+        latency_s: Of a message between hosts.
+        bytes_per_s: Of a host's link, shared by its ranks.
+        reduce_bytes_per_s: Input of a local sum, per rank.
+        flops_per_s: Of a rank, for large matrix products.
+        memory_bytes_per_s: Of a rank, for what reads and writes only.
+        half_batch: Samples per rank at which matrix products run at half of `flops_per_s`: the
+            curve is batch / (batch + half_batch).
+        mpi_s_per_byte: What MPI's own allreduce takes longer than its messages, per byte.
+        ranks_per_host: Ranks that share a host.
+        host_latency_s: Between ranks of one host; None: as between hosts.
+        host_bytes_per_s: Of a rank within its host; None: as between hosts.
+        step_s: Part of every step that no layer accounts for.
+        layer_times: Measured times by model, instead of those from operations.
+        spread: Relative half width of what was measured, by the name of the field.
+        note: Where the numbers come from.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    reduce_bytes_per_s: float
+    flops_per_s: float
+    memory_bytes_per_s: float
+    half_batch: float = 0.0
+    mpi_s_per_byte: float = 0.0
+    ranks_per_host: int = 1
+    host_latency_s: float | None = None
+    host_bytes_per_s: float | None = None
+    step_s: float = 0.0
+    layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            PlanError: A rate is not positive, or a time is negative.
+        """
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, int | float):
+                continue
+            least = 0.0 if item.name in _MAY_BE_ZERO else math.ulp(0.0)
+            if not least <= value < math.inf:
+                raise PlanError(
+                    f"{item.name} of a machine must be a number above 0, times 0 or more. "
+                    f"Received: {item.name}={value!r}. Measure it with tfscale tune links."
+                )
+
+    def link(self, n_ranks: int) -> Link:
+        """Return the link that the slowest of the first `n_ranks` ranks has to the others."""
+        if n_ranks <= self.ranks_per_host:
+            return self._inside()
+        return self._between(min(n_ranks, self.ranks_per_host))
+
+    def link_across(self, group_size: int, n_groups: int) -> Link:
+        """Return the link between ranks with equal places in groups of neighbouring ranks."""
+        if group_size * n_groups <= self.ranks_per_host:
+            return self._inside()
+        return self._between(min(group_size * n_groups, self.ranks_per_host))
+
+    def _inside(self) -> Link:
+        """Never slower than between hosts with all of a host's ranks talking."""
+        latency = self.latency_s if self.host_latency_s is None else self.host_latency_s
+        rate = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
+        return Link(min(latency, self.latency_s), max(rate, self.bytes_per_s / self.ranks_per_host))
+
+    def _between(self, n_sharing: int) -> Link:
+        return Link(self.latency_s, min(self.bytes_per_s / n_sharing, self._inside().bytes_per_s))
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, spread included."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: There is no such file, or it describes no machine.
+        """
+        try:
+            content: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+            times = content.pop("layer_times", {})
+            times = {name: LayerTimes(**own) for name, own in times.items()}
+            return Machine(**content, layer_times=times)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"A machine must be one of {', '.join(PRESETS)} or a file that tfscale tune links "
+                f"wrote. Received: {path} ({error})."
+            ) from error
+
+
+_MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_latency_s")
+
+# Cori's numbers are fitted to the published speedups, see docs/thesis-scaling.md; the others are
+# round numbers of such hardware: measure your own.
+PRESETS: dict[str, Machine] = {
+    "cori-haswell": Machine(
+        name="cori-haswell",
+        latency_s=1.4e-6,
+        bytes_per_s=2.2e9,
+        reduce_bytes_per_s=20e9,
+        flops_per_s=0.93e12,
+        memory_bytes_per_s=24e9,
+        half_batch=1.0,
+        mpi_s_per_byte=1.9e-9,
+        note="[T] chapter 4: one rank per host of 32 cores",
+    ),
+    "ethernet-1g": Machine(
+        name="ethernet-1g",
+        latency_s=50e-6,
+        bytes_per_s=117e6,
+        reduce_bytes_per_s=4e9,
+        flops_per_s=200e9,
+        memory_bytes_per_s=15e9,
+        half_batch=1.0,
+        note="1 Gbit/s between hosts of 8 cores",
+    ),
+    "ethernet-10g": Machine(
+        name="ethernet-10g",
+        latency_s=30e-6,
+        bytes_per_s=1.1e9,
+        reduce_bytes_per_s=8e9,
+        flops_per_s=600e9,
+        memory_bytes_per_s=40e9,
+        half_batch=1.0,
+        note="10 Gbit/s between hosts of 16 cores",
+    ),
+    "infiniband-hdr": Machine(
+        name="infiniband-hdr",
+        latency_s=3e-6,
+        bytes_per_s=22e9,
+        reduce_bytes_per_s=20e9,
+        flops_per_s=2.5e12,
+        memory_bytes_per_s=150e9,
+        half_batch=1.0,
+        note="200 Gbit/s between hosts of 64 cores",
+    ),
+}
+PRESETS["cori-haswell-2017"] = dataclasses.replace(
+    PRESETS["cori-haswell"],
+    name="cori-haswell-2017",
+    flops_per_s=0.275e12,
+    half_batch=0.6,
+    note="[T] chapter 3: the same hosts, earlier and slower kernels",
+)
+PRESETS["cori-knl"] = dataclasses.replace(
+    PRESETS["cori-haswell"],
+    name="cori-knl",
+    latency_s=3e-6,
+    reduce_bytes_per_s=10e9,
+    flops_per_s=0.8e12,
+    memory_bytes_per_s=80e9,
+    half_batch=2.0,
+    note="[L] IV: one rank per host of 68 slow cores; not fitted, the paper prints no times",
+)
+
+
+def find_machine(name: str) -> Machine:
+    """Return a preset, or what a file describes.
+
+    Args:
+        name: A key of `PRESETS`, or a path.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    return PRESETS[name] if name in PRESETS else Machine.load(name)

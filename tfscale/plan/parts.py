@@ -1,0 +1,164 @@
+"""Who exchanges which parameters how: the plan that is simulated, chosen and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tfscale.errors import PlanError
+from tfscale.plan.buckets import build_buckets
+from tfscale.plan.chunks import build_chunks
+from tfscale.plan.costs import Algorithm
+from tfscale.plan.layers import LayerTable, digest
+from tfscale.plan.specs import GradientSpec
+
+Kind = Literal["allreduce", "sharded", "partial", "replicated"]
+KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that travel together.
+
+    Attributes:
+        kind: "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates
+            its segment, then parameters are gathered. "partial": a dense layer's activations are
+            spread and its errors gathered, each rank computes and updates its part of the weights.
+            "replicated": both are gathered, and every rank computes the whole gradient.
+        parameters: Positions in the table's parameters; the kernel and bias of one dense layer
+            for the last two kinds.
+    """
+
+    kind: Kind
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """An exchange of all parameters of a model.
+
+    Attributes:
+        parts: In the order in which their gradients become ready; each parameter in one of them.
+        overlap: False sends nothing before back-propagation ends, and begins no step before all is
+            over.
+        lazy: Kinds for which the next forward pass waits layer by layer, not as a whole.
+        has_forward_gathers: Whether updated parameters are gathered in the order of the next
+            forward pass; False: in that of back-propagation.
+        has_early_gradients: Whether a gradient made of gathered activations and errors is computed
+            as soon as these are there; False: behind back-propagation, as [T] 4.4.1 does.
+        piece_bytes: Largest vector whose exchange others cannot overtake; 0: any, as with blocking
+            MPI calls.
+        algorithm: How whole gradients are summed.
+    """
+
+    parts: tuple[Part, ...]
+    overlap: bool = True
+    lazy: tuple[Kind, ...] = ("sharded", "partial")
+    has_forward_gathers: bool = True
+    has_early_gradients: bool = True
+    piece_bytes: int = 32 * 2**20  # the engine's window, TFSCALE_WINDOW_BYTES
+    algorithm: Algorithm = "direct"
+
+    def fingerprint(self) -> str:
+        """Return a digest: equal plans have equal ones."""
+        return digest(self)
+
+
+def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
+    """Require that a plan fits a model.
+
+    Args:
+        table: The model.
+        plan: The plan.
+
+    Raises:
+        PlanError: A parameter is in no part or in two, or a layer is no dense one.
+    """
+    chosen = sorted(p for part in plan.parts for p in part.parameters)
+    if chosen != list(range(len(table.parameters))):
+        raise PlanError(
+            f"Each of the {len(table.parameters)} parameters must be in one part. Received: "
+            f"{len(chosen)} in {len(plan.parts)} parts."
+        )
+    for part in plan.parts:
+        owners = {table.parameters[p].layer for p in part.parameters}
+        if part.kind in ("partial", "replicated") and (
+            len(owners) > 1 or table.layers[min(owners)].dense is None
+        ):
+            raise PlanError(f"Only one dense layer can be {part.kind}. Received: {part}.")
+
+
+def specs_of(table: LayerTable) -> list[GradientSpec]:
+    """Return what the planners of buckets and chunks want to know."""
+    return [GradientSpec(p.name, (p.n_values,), "float32") for p in table.parameters]
+
+
+def dense_layers(table: LayerTable) -> list[int]:
+    """Return the positions of dense layers."""
+    return [place for place, layer in enumerate(table.layers) if layer.dense and layer.weights]
+
+
+def bucketed(
+    table: LayerTable,
+    bucket_bytes: int | None,
+    kind: Kind = "allreduce",
+    special: dict[int, Kind] | None = None,
+) -> ExchangePlan:
+    """Return a plan of buckets of neighbouring parameters.
+
+    Args:
+        table: The model.
+        bucket_bytes: Largest bucket; 0 sends each parameter alone, None each layer.
+        kind: "allreduce" or "sharded".
+        special: "partial" or "replicated" for some dense layers, by position of the layer.
+    """
+    specs = specs_of(table)
+    special = special or {}
+    rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
+    chosen = [specs[i] for i in rest]
+    if bucket_bytes is None:
+        groups = [bucket.indices for bucket in build_chunks(chosen, 1, "per_layer")]
+    else:
+        groups = [bucket.indices for bucket in build_buckets(chosen, bucket_bytes)]
+    parts = [Part(kind, tuple(rest[i] for i in group)) for group in groups]
+    return with_dense(table, ExchangePlan(tuple(parts)), special)
+
+
+def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> ExchangePlan:
+    """Return the plan of `tfscale.Chunked`.
+
+    Args:
+        table: The model.
+        first: Layers in the first chunk, counted without replicated ones.
+        chunks: Number of chunks.
+        replicated: How many of the first dense layers gather activations and errors.
+
+    Source: [T] chapter 3.
+    """
+    special: dict[int, Kind] = dict.fromkeys(dense_layers(table)[:replicated], "replicated")
+    specs = specs_of(table)
+    rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
+    groups = build_chunks([specs[i] for i in rest], first, chunks) if rest else ()
+    parts = [Part("allreduce", tuple(rest[i] for i in bucket.indices)) for bucket in groups]
+    return with_dense(table, ExchangePlan(tuple(parts)), special)
+
+
+def with_dense(table: LayerTable, plan: ExchangePlan, special: dict[int, Kind]) -> ExchangePlan:
+    """Add dense layers that send activations and errors to a plan of the others.
+
+    Args:
+        table: The model.
+        plan: Of all other parameters.
+        special: Kind by position of the layer.
+    """
+    parts = list(plan.parts)
+    for place, kind in special.items():
+        own = tuple(i for i, p in enumerate(table.parameters) if p.layer == place)
+        parts.append(Part(kind, own))
+    return replace(plan, parts=in_ready_order(parts))
+
+
+def in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Return parts in the order in which back-propagation completes them."""
+    return tuple(sorted(parts, key=lambda part: (min(part.parameters), part.kind), reverse=True))

@@ -1,0 +1,168 @@
+"""A discrete-event simulation: tasks with dependencies on streams that run one task at a time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfscale.errors import PlanError
+
+COMPUTE, COMMUNICATION, SUMS = range(3)
+N_STREAMS = 3
+_SHORT, _LONG = 6, 32  # cycles: a rhythm mostly has come after the first number of them
+_ALIKE = 3  # cycles in a row must be alike; the last one, which none follows, is not
+_SAME = 1e-9  # relative
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of one step.
+
+    Attributes:
+        stream: COMPUTE, COMMUNICATION or SUMS.
+        duration_s: How long it takes.
+        after: Tasks of the same step that must end first, by position.
+        after_previous: Tasks of the step before that must end first; the first step has none.
+        priority: Of the tasks that are ready a stream takes the smallest number, then the earliest
+            step's, then the first of the step.
+        name: For pictures.
+    """
+
+    stream: int
+    duration_s: float
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    priority: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How a step repeats.
+
+    Attributes:
+        step_s: Seconds per step.
+        busy_s: Seconds per step that each stream works.
+        begins_s: When each task of the last cycle began, from the begin of the cycle.
+        is_steady: Whether the steps came to repeat exactly; else step_s is a mean with the first
+            step's delay in it, hence an upper bound.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    begins_s: tuple[float, ...]
+    is_steady: bool
+
+
+def find_rhythm(steps: Sequence[Sequence[Task]]) -> Rhythm:
+    """Repeat a cycle of steps until it has a rhythm.
+
+    The step time is taken from cycles each task of which begins as much later than in the cycle
+    before. Such cycles go on for ever, and each stream works off exactly one cycle's tasks in each,
+    so that a step lasts at least as long as each stream is busy. Any other difference of two times
+    may be shorter than that: work left over from one step then counts for none.
+
+    Args:
+        steps: The tasks of each step of a cycle; `after_previous` speaks of the step before, for
+            the first one of the last of the cycle, and may name its tasks only if both have the
+            same number of them.
+
+    Returns:
+        Times per step.
+    """
+    flat = [task for step in steps for task in step]
+    n_tasks, n_steps = len(flat), len(steps)
+    busy = tuple(
+        sum(task.duration_s for task in flat if task.stream == stream) / n_steps
+        for stream in range(N_STREAMS)
+    )
+    for n_cycles in (_SHORT, _LONG):
+        begins, ends = run([step for _ in range(n_cycles) for step in steps])
+        step_s = max(ends) / (n_cycles * n_steps)
+        middle = begins[-(_ALIKE + 2) * n_tasks : -n_tasks]
+        delays = [b - a for a, b in zip(middle[:-n_tasks], middle[n_tasks:], strict=True)]
+        is_steady = max(delays) - min(delays) <= _SAME * max(ends)
+        if is_steady:
+            step_s = delays[0] / n_steps
+            break
+    last = middle[-n_tasks:]
+    return Rhythm(step_s, busy, tuple(begin - min(last) for begin in last), is_steady)
+
+
+def run(steps: Sequence[Sequence[Task]]) -> tuple[list[float], list[float]]:
+    """Run steps one after another, each task as soon as it may.
+
+    Args:
+        steps: The tasks of each step.
+
+    Returns:
+        When each task of each step begins and ends, in seconds.
+
+    Raises:
+        PlanError: Tasks wait for each other in a circle.
+    """
+    clock = _Clock(steps)
+    clock.run()
+    if clock.n_done < len(clock.begins):
+        n_waiting = len(clock.begins) - clock.n_done
+        raise PlanError(f"Tasks must not wait in a circle. Received: {n_waiting} that do.")
+    return clock.begins, clock.ends
+
+
+class _Clock:
+    """The state of a simulation. A task is known by its place: those of the first step first."""
+
+    def __init__(self, steps: Sequence[Sequence[Task]]) -> None:
+        self.tasks = [task for step in steps for task in step]
+        self.begins, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
+        self.missing = [len(task.after) for task in self.tasks]
+        self.followers: list[list[int]] = [[] for _ in self.tasks]
+        self.numbers = [number for number, step in enumerate(steps) for _ in step]
+        self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(N_STREAMS)]
+        self.is_idle = [True] * N_STREAMS
+        self.running: list[tuple[float, int]] = []
+        self.n_done = 0
+        begin, before = 0, -1
+        for step in steps:
+            for place, task in enumerate(step, start=begin):
+                for other in task.after:
+                    self.followers[begin + other].append(place)
+                if before >= 0 and task.after_previous:
+                    self.missing[place] += len(task.after_previous)
+                    for other in task.after_previous:
+                        self.followers[before + other].append(place)
+            begin, before = begin + len(step), begin
+
+    def run(self) -> None:
+        """Let time pass until nothing runs."""
+        for place, count in enumerate(self.missing):
+            if count == 0:
+                self._queue(place)
+        self._start(0.0)
+        while self.running:
+            now = self.running[0][0]
+            while self.running and self.running[0][0] <= now:
+                self._finish(heapq.heappop(self.running)[1])
+            self._start(now)
+
+    def _queue(self, place: int) -> None:
+        task = self.tasks[place]
+        heapq.heappush(self.queues[task.stream], (task.priority, self.numbers[place], place))
+
+    def _start(self, now: float) -> None:
+        for stream, queue in enumerate(self.queues):
+            if queue and self.is_idle[stream]:
+                place = heapq.heappop(queue)[2]
+                self.is_idle[stream] = False
+                end = now + self.tasks[place].duration_s
+                self.begins[place], self.ends[place] = now, end
+                heapq.heappush(self.running, (end, place))
+
+    def _finish(self, place: int) -> None:
+        self.is_idle[self.tasks[place].stream] = True
+        self.n_done += 1
+        for follower in self.followers[place]:
+            self.missing[follower] -= 1
+            if self.missing[follower] == 0:
+                self._queue(follower)

@@ -1,0 +1,76 @@
+"""The strategies that the papers measured, as plans.
+
+They differ from tfscale's own in what their software did: blocking MPI calls in one thread,
+MPI's own allreduce, one exchange per layer, and updates where the next forward pass needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tfscale.plan.bounds import sent_bytes
+from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers
+from tfscale.plan.times import Scenario
+
+# [T] counts pooling layers in k. So many layers of VGG-A and its variants are behind each of them.
+_BEHIND_POOLINGS = (3, 6, 9, 12, 14)
+
+
+def data_parallel(scenario: Scenario) -> ExchangePlan:
+    """Return "DP" of [T] chapter 3: one allreduce of everything, behind back-propagation."""
+    return _blocking(bucketed(scenario.table, 2**62), overlap=False)
+
+
+def per_layer_allreduce(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
+    """Return "allreduce" of [T] 4.5.4, "DP+Overlap" of 3.4.4: hidden behind the next step, too.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        overlap: False: "allreduce_no_overlap".
+    """
+    plan = _blocking(bucketed(scenario.table, None), overlap)
+    return replace(plan, lazy=("allreduce",))
+
+
+def chunked_2017(scenario: Scenario, k: int = 9, f: int = 2) -> ExchangePlan:
+    """Return "parallel CNN" of [T] chapter 3, algorithm 2, for VGG-A and its variants.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        k: Layers of the first chunk, counted with poolings and with replicated layers.
+        f: Dense layers whose gradients are replicated, and delayed to the next forward pass.
+    """
+    n_poolings = sum(n_behind < k for n_behind in _BEHIND_POOLINGS)
+    first = max(1, k - n_poolings - f)
+    plan = _blocking(chunked(scenario.table, first, 2, f), overlap=True)
+    return replace(plan, lazy=("replicated",))
+
+
+def pcnn(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
+    """Return "pcnn" of [T] chapter 4: each layer sharded, dense layers by eq. 4.8.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        overlap: False: "pcnn_no_overlap".
+    """
+    special: dict[int, Kind] = {}
+    for place in dense_layers(scenario.table):
+        if sent_bytes(scenario, place, "partial") < sent_bytes(scenario, place, "sharded"):
+            special[place] = "partial"
+    plan = bucketed(scenario.table, None, "sharded", special)
+    return replace(plan, overlap=overlap, has_early_gradients=False, piece_bytes=0)
+
+
+def _blocking(plan: ExchangePlan, overlap: bool) -> ExchangePlan:
+    return replace(plan, overlap=overlap, algorithm="mpi", piece_bytes=0)
+
+
+STRATEGIES: dict[str, Callable[[Scenario], ExchangePlan]] = {
+    "data parallel": data_parallel,
+    "allreduce without overlap": lambda scenario: per_layer_allreduce(scenario, overlap=False),
+    "allreduce": per_layer_allreduce,
+    "chunked": chunked_2017,
+    "pcnn without overlap": lambda scenario: pcnn(scenario, overlap=False),
+    "pcnn": pcnn,
+}
