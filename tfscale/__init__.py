@@ -13,7 +13,7 @@ from tfscale.end_of_job import watch_from_import
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("callbacks", "data", "elastic", "keras")
+_SUBMODULES = ("callbacks", "data", "elastic", "keras", "optimizers")
 _NAMES_BY_MODULE = {
     "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
     "collectives": ("allreduce", "barrier", "broadcast", "grouped_allreduce"),
@@ -22,6 +22,7 @@ _NAMES_BY_MODULE = {
     "exchange.allreduce": ("Allreduce",),
     "exchange.chunked": ("Chunked",),
     "exchange.compression": ("Compression",),
+    "exchange.sharded": ("Sharded",),
     "gathers": (
         "allgather",
         "alltoall",

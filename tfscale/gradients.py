@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,6 @@ from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.sparse import deduplicate
 from tfscale.plan.chunks import owner_of
 from tfscale.process_sets import ProcessSet
-from tfscale.reduce_ops import Average, Sum
 from tfscale.tuning.first_chunk import FirstChunkProbe
 
 
@@ -48,12 +47,17 @@ class GradientReducer:
         Raises:
             ConfigError: An option does not fit.
         """
-        _check(options, process_set)
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigError(
+                f"process_set must be a ProcessSet. Received: {process_set!r}. "
+                "Make one with tfscale.add_process_set(ranks)."
+            )
         self.process_set = process_set
         self.options = options
         self.strategy = strategy
         self._scale_local_gradients = scale_local_gradients
         self._local: list[Any] = []
+        self._exchange: Callable[..., list[Any]] | None = None
         self._wired: weakref.ref[keras.Model] | None = None
         self._probe: FirstChunkProbe | None = None
 
@@ -97,6 +101,14 @@ class GradientReducer:
         strategy: Any = self.strategy
         self.strategy = dataclasses.replace(strategy, first_chunk_layers=first)
         return True
+
+    def route(self, exchange: Callable[..., list[Any]]) -> None:
+        """Let gradients go another way than the strategy's own.
+
+        Args:
+            exchange: Called like the strategy's `exchange`.
+        """
+        self._exchange = exchange
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
@@ -158,21 +170,25 @@ class GradientReducer:
                 results[i] = _divide(gradient, group.size)
         if not shared:
             return results
+        self._require_prepared()
+        if not tf.executing_eagerly():
+            note_traced_gradients()
+        own = [gradients[i] for i in shared]
+        if skips_non_finite:
+            own[-1] = _spoil(own[-1], [g for g, v in pairs if g is not None and self.is_local(v)])
+        exchange = self._exchange or self.strategy.exchange
+        reduced = exchange(own, [variables[i] for i in shared], group, self.options)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
+        return results
+
+    def _require_prepared(self) -> None:
         if getattr(self.strategy, "replicated_dense", 0) and self._wired is None:
             raise PlanError(
                 "Dense layers must be prepared before they exchange activations. Received: a step "
                 "of a model that was not. Call tfscale.prepare(model) after compile(), or give fit "
                 "a tfscale callback; a tape cannot: use DistributedOptimizer."
             )
-        if not tf.executing_eagerly():
-            note_traced_gradients()
-        own = [gradients[i] for i in shared]
-        if skips_non_finite:
-            own[-1] = _spoil(own[-1], [g for g, v in pairs if g is not None and self.is_local(v)])
-        reduced = self.strategy.exchange(own, [variables[i] for i in shared], group, self.options)
-        for i, gradient in zip(shared, reduced, strict=True):
-            results[i] = gradient
-        return results
 
 
 def first_exchanged(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -181,47 +197,6 @@ def first_exchanged(gradients: Sequence[Any]) -> list[tf.Tensor]:
         return []
     ready = [g for g in gradients if g is not None][-1:]
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in ready]
-
-
-def _check(options: GradientOptions, process_set: Any) -> None:
-    """Check what users choose.
-
-    Raises:
-        ConfigError: Something does not fit.
-    """
-    if options.op not in (Average, Sum):
-        raise ConfigError(f"op must be Average or Sum for gradients. Received: op={options.op!r}.")
-    if options.predivide != 1.0 and options.op != Average:
-        raise ConfigError(
-            "gradient_predivide_factor needs op=Average. "
-            f"Received: gradient_predivide_factor={options.predivide}, op={options.op}."
-        )
-    if not options.predivide > 0:
-        raise ConfigError(
-            "gradient_predivide_factor must be greater than 0. "
-            f"Received: gradient_predivide_factor={options.predivide}."
-        )
-    if not hasattr(options.compression, "compress"):
-        raise ConfigError(
-            "compression must be Compression.none, Compression.fp16 or Compression.bf16. "
-            f"Received: compression={options.compression!r}."
-        )
-    groups = [] if options.groups is None else options.groups
-    is_list = isinstance(groups, list | tuple)
-    if (
-        options.num_groups < 0
-        or not is_list
-        or not all(isinstance(g, list | tuple) for g in groups)
-    ):
-        raise ConfigError(
-            "groups must be a number of 0 or more, or lists of variables that travel together. "
-            f"Received: num_groups={options.num_groups}, groups={options.groups!r}."
-        )
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError(
-            f"process_set must be a ProcessSet. Received: {process_set!r}. "
-            "Make one with tfscale.add_process_set(ranks)."
-        )
 
 
 def _spoil(gradient: Any, local: list[Any]) -> Any:

@@ -19,6 +19,12 @@ def scaled_by(scaler: Any) -> Any:
     return scaler.inner_optimizer if is_scaler else None
 
 
+def update_rule(optimizer: Any) -> Any:
+    """Return the optimizer that holds the update rule, below loss scaling."""
+    inner = scaled_by(optimizer)
+    return optimizer if inner is None else update_rule(inner)
+
+
 def refuse_outer(distributed: type) -> None:
     """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone.
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
-import wrapt
 
 from tfscale.accumulation import Accumulator
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import Exchange, GradientOptions
 from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
-from tfscale.gradients import GradientReducer, first_exchanged
+from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import refuse_outer
+from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
+from tfscale.proxy import OptimizerProxy
 from tfscale.reduce_ops import Average
 from tfscale.trace.stamps import stamp_updates
+from tfscale.update import choose_update
 
 
-class DistributedOptimizer(wrapt.ObjectProxy):
+class DistributedOptimizer(CompleteState, OptimizerProxy):
     """A Keras optimizer that applies gradients reduced over all ranks.
 
     A transparent proxy: every attribute, the class included, is the wrapped optimizer's, so
@@ -91,6 +91,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         self._self_reducer = GradientReducer(
             resolve(exchange), options, process_set, scale_local_gradients
         )
+        self._self_update: Any = None
         self._self_accumulator = None
         self._self_local_layers: list[keras.layers.Layer] = []
         if backward_passes_per_step > 1:
@@ -119,7 +120,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             self._apply_reduced(list(grads), variables)
             return
         if not inner.built:
-            inner.build(variables)
+            self.build(variables)
         self._self_accumulator.add(
             grads,
             variables,
@@ -135,12 +136,25 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 if not self._self_reducer.is_local(variable):
                     self._self_reducer.register_local_var(variable)
         is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
-        reduced = self._self_reducer.reduce(gradients, variables, skips_non_finite=is_scaler)
-        # A step that is given up because another rank stopped must change nothing, not even
-        # `iterations`, so all of the update waits for the first gradient that is through.
-        with tf.control_dependencies(first_exchanged(reduced)):
-            self.__wrapped__.apply(reduced, variables)
+        self._update().apply(self.__wrapped__, gradients, variables, is_scaler)
         stamp_updates(variables)
+
+    def _update(self) -> Any:
+        if self._self_update is None:
+            self._self_update = choose_update(self._self_reducer, self.__wrapped__)
+        return self._self_update
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the optimizer's state, or this rank's part of it.
+
+        Args:
+            variables: What it will train; values must be equal on all ranks.
+        """
+        self._update().build(self.__wrapped__, variables)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Set the final values of variables at the end of `fit`, as Keras does."""
+        self._update().finalize(self.__wrapped__, var_list)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Reduce and apply; see `apply`.
@@ -192,22 +206,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Return whether a variable may differ between ranks."""
         return self._self_reducer.is_local(variable)
 
-    def from_config(self, config: dict[str, Any]) -> DistributedOptimizer:
-        """Return an optimizer made from a config, wrapped as this one.
-
-        Args:
-            config: What `get_config` of an optimizer of the same class returned.
-        """
-        return self._around(self.__wrapped__.from_config(config))
-
-    def __copy__(self) -> DistributedOptimizer:
-        """Copy the wrapped optimizer and wrap it in the same way."""
-        return self._around(copy.copy(self.__wrapped__))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
-        """Copy the wrapped optimizer and wrap it in the same way; a cycle begins anew."""
-        return self._around(copy.deepcopy(self.__wrapped__, memo))
-
     def _around(self, inner: Any) -> DistributedOptimizer:
         other = DistributedOptimizer(inner)
         other._self_reducer = self._self_reducer.copy()
@@ -215,10 +213,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if self._self_accumulator is not None:
             other._self_accumulator = self._self_accumulator.copy_empty()
         return other
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the wrapped optimizer."""
-        return self.__wrapped__.__reduce_ex__(protocol)
 
 
 def _refuse_replicated(exchange: Any) -> None:

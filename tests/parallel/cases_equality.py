@@ -101,6 +101,7 @@ def trained(build, optimizer, samples, batches, **options) -> list[np.ndarray]:
     if batches is None:
         for i in range(0, len(x), BATCH):
             model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH])
+        model.optimizer.finalize_variable_values(model.trainable_weights)
     else:
         start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(batches, verbose=0, callbacks=[start])

@@ -16,6 +16,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "tfscale/collectives.py:allreduce": 8,
     "tfscale/collectives.py:grouped_allreduce": 7,
     "tfscale/optimizer.py:DistributedOptimizer.__init__": 15,
+    "tfscale/optimizers/lars.py:LARS.__init__": 7,
     "tfscale/tape.py:DistributedGradientTape.__init__": 12,
     "tfscale/callbacks/learning_rate.py:LearningRateScheduleCallback.__init__": 7,
     "tfscale/data/global_batches.py:GlobalBatches.__init__": 7,

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfscale.exchange.shard_state import slots_of
 from tfscale.process_sets import ProcessSet, global_process_set
 
 ACCUMULATORS = "_accumulated_gradients"
@@ -68,33 +69,29 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = N
 
 
 def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int]:
-    """Collect the ids of the optimizer slots that belong to `variables`.
-
-    Keras keeps every kind of slot in a list as long as the list of the optimizer's trainable
-    variables and in the same order, so position identifies the slot and names are not needed.
-    """
+    """Collect the ids of the optimizer slots that belong to `variables`."""
     wanted = {id(variable) for variable in variables}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if wanted else ():
-        inner = unwrap(optimizer)
-        trainable = getattr(inner, "_trainable_variables", [])
-        for value in list(vars(inner).values()):
-            if isinstance(value, (list, tuple)) and len(value) == len(trainable):
-                pairs = zip(trainable, value, strict=True)
-                slots |= {id(slot) for owner, slot in pairs if id(owner) in wanted}
+        rule = unwrap(optimizer)
+        trainable = getattr(rule, "_trainable_variables", [])
+        owners = slots_of(rule) if trainable else {}
+        slots |= {slot for slot, index in owners.items() if id(trainable[index]) in wanted}
     return slots - wanted
 
 
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     """Return learning rates, step counts and slots of all optimizers of the model.
 
-    Gradient accumulators are left out: between two updates they hold this rank's own sums.
+    What differs between ranks is left out: gradient accumulators, which hold this rank's own sums
+    between two updates, and slots of which each rank has a part (`tfscale.Sharded`).
     """
     variables: list[keras.Variable] = []
     partial: set[int] = set()
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
         partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
+        partial |= {id(item) for item in getattr(optimizer, "parts", ())}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 
 

@@ -8,8 +8,9 @@ from tfscale.errors import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
+from tfscale.exchange.sharded import Sharded
 
-_BY_NAME = {"allreduce": Allreduce, "chunked": Chunked}
+_BY_NAME = {"allreduce": Allreduce, "chunked": Chunked, "sharded": Sharded}
 
 
 def resolve(exchange: Any) -> Exchange:

@@ -1,0 +1,142 @@
+"""Each rank updates its own part of the parameters: equal to one process, float64, 1e-10."""
+
+import keras
+import numpy as np
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import (
+    OPTIMIZERS,
+    TOLERANCE,
+    EmbeddingModel,
+    GhostBatchNormalization,
+    conv_model,
+    dense_model,
+    float64,
+    inputs_of,
+    norm_model,
+    trained,
+)
+
+SHARDED = {
+    "momentum without Nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
+    "lars": lambda: tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    **OPTIMIZERS,
+}
+
+
+def check(build, make_optimizer, strategy=None, local_build=None, **options) -> None:
+    """Train sharded and in one process; compare weights and the optimizer's complete state."""
+    strategy = strategy or tfscale.Sharded(overlap_forward=False)
+    with float64():
+        x = inputs_of(build)
+        y = np.random.default_rng(8).normal(size=(len(x), 3))
+        batches = tfscale.data.GlobalBatches(x, y, batch_size=24, shuffle=False)
+        wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=strategy)
+        ours = trained(local_build or build, wrapped, (x, y), batches, **options)
+        alone = trained(build, make_optimizer(), (x, y), None, **options)
+        n_weights = len(alone) - len(wrapped.variables)
+        ours = ours[:n_weights] + wrapped.full_state()
+    assert len(ours) == len(alone)
+    for i, (mine, single) in enumerate(zip(ours, alone, strict=True)):
+        message = f"{wrapped.name} variable {i} of {n_weights} weights"
+        np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE, err_msg=message)
+    for mine, others in zip(ours, zip(*tfscale.allgather_object(ours), strict=True), strict=True):
+        for other in others:
+            np.testing.assert_array_equal(mine, other)
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_every_optimizer():
+    for make in SHARDED.values():
+        check(dense_model, make)
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_every_model():
+    for build in (conv_model, EmbeddingModel):
+        for name in ("adam", "lars"):
+            check(build, SHARDED[name])
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_clipping():
+    for options in (
+        {"clipnorm": 0.02},
+        {"global_clipnorm": 0.05},
+        {"clipvalue": 0.01},
+        {"global_clipnorm": 0.05, "gradient_accumulation_steps": 2},
+        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    ):
+        check(dense_model, lambda options=options: keras.optimizers.Adam(0.01, **options))
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_weight_decay_with_exclusions():
+    def excluded_by_name() -> keras.optimizers.Optimizer:
+        rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        rule.exclude_from_weight_decay(var_names=["bias"])
+        return rule
+
+    check(dense_model, excluded_by_name)
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_sizes_of_buckets():
+    for bucket_mb in (0, 1e-4, 64):
+        strategy = tfscale.Sharded(
+            bucket_mb=bucket_mb, overlap_forward=False, overlap=bucket_mb > 0
+        )
+        check(dense_model, SHARDED["adam"], strategy)
+
+
+def constrained_model() -> keras.Model:
+    """A model with a constraint that needs whole columns."""
+    limit = keras.constraints.MaxNorm(0.5)
+    dense = keras.layers.Dense(7, activation="tanh", kernel_constraint=limit)
+    return keras.Sequential([keras.Input((6,)), dense, keras.layers.Dense(3)])
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_constraints_and_shared_layers():
+    check(constrained_model, SHARDED["adam"])
+
+    def sharing() -> keras.Model:
+        inputs = keras.Input((6,))
+        layer = keras.layers.Dense(6, activation="tanh")
+        return keras.Model(inputs, keras.layers.Dense(3)(layer(layer(inputs))))
+
+    check(sharing, SHARDED["momentum"])
+
+
+@sizes(4, timeout_s=120)
+def case_fewer_parameters_than_ranks():
+    def tiny() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, use_bias=False)])
+
+    for name in ("adam", "lamb"):
+        check(tiny, SHARDED[name])
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_batch_normalization():
+    plain, synchronised = (
+        norm_model(layer)
+        for layer in (keras.layers.BatchNormalization, tfscale.SyncBatchNormalization)
+    )
+    check(plain, SHARDED["adam"], local_build=synchronised)
+    check(
+        norm_model(lambda: GhostBatchNormalization(tfscale.size())),
+        SHARDED["momentum"],
+        local_build=plain,
+    )

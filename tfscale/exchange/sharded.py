@@ -1,0 +1,84 @@
+"""Sharded parameters: each rank reduces, updates and keeps the optimizer state of its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from tfscale.backends.base import Group
+from tfscale.errors import ConfigError
+from tfscale.exchange.allreduce import Allreduce
+from tfscale.exchange.base import GradientOptions
+
+DENSE = ("auto", "weights", "partial", "replicated")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Gradients go to the ranks that own the parameters; updated parameters come back.
+
+    Parameters lie in flat buffers that are cut into one segment for each rank. A rank receives the
+    gradients of its own segment from all others, sums them, updates that segment (the optimizer's
+    state exists for it alone) and sends the updated parameters to all. The values that travel are
+    those of an allreduce, but the second half of them travels behind the next forward pass.
+
+    Attributes:
+        bucket_mb: Largest bucket in MiB; "auto" cuts the model into about eight; 0 gives each
+            variable its own.
+        dense: How the gradients of Dense kernels are made: "weights" exchanges them like all
+            others.
+        overlap_forward: Let a step end before the parameters have arrived; whoever reads one waits
+            for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
+        overlap: False waits for all gradients before any is sent: the baseline of the papers.
+
+    Source: [T] chapter 4, without dense layers' own exchange, and 5.2.
+    """
+
+    bucket_mb: float | Literal["auto"] = "auto"
+    dense: Literal["auto", "weights", "partial", "replicated"] = "auto"
+    overlap_forward: bool = True
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: An option does not fit.
+        """
+        is_number = isinstance(self.bucket_mb, int | float) and self.bucket_mb >= 0
+        if self.bucket_mb != "auto" and not is_number:
+            raise ConfigError(
+                "bucket_mb must be 'auto' or a number of MiB, 0 or more. "
+                f"Received: bucket_mb={self.bucket_mb!r}."
+            )
+        if self.dense not in DENSE:
+            raise ConfigError(
+                f"dense must be one of {', '.join(map(repr, DENSE))}. Received: {self.dense!r}."
+            )
+
+    def exchange(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        group: Group,
+        options: GradientOptions,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Return the reduced gradients, whole: what a tape or an unknown optimizer gets.
+
+        `DistributedOptimizer` goes another way where it can: see `tfscale.sharded_update`.
+
+        Args:
+            gradients: Tensors or IndexedSlices, one per variable; no None.
+            variables: The variables they belong to.
+            group: Who takes part.
+            options: How they are reduced.
+
+        Raises:
+            PlanError: A gradient's shape is not known.
+            ExchangeError: Communication failed.
+        """
+        whole = Allreduce(self.bucket_mb, self.overlap)
+        return whole.exchange(gradients, variables, group, options)

@@ -1,0 +1,235 @@
+"""The parameters a rank owns: variables of their own, beside the model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.backends.base import Call, Group
+from tfscale.errors import ConfigError
+from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.bucketed import name_of
+from tfscale.exchange.sharded import Sharded
+from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.segments import Piece, SegmentedBucket, build_segments
+from tfscale.plan.specs import GradientSpec
+from tfscale.reduce_ops import scaling_of
+
+_STREAM = "parameters"  # gathers never wait for gradients
+
+
+class Shards:
+    """Pieces of a model's variables, in buckets.
+
+    Every variable has a piece, so that an optimizer built on the pieces has its slots in the order
+    of one built on the variables; pieces that lie in other ranks' segments are empty.
+
+    Attributes:
+        variables: The model's, in forward order.
+        pieces: One for each variable: flat, or of the variable's shape where one rank owns it all.
+        group: The ranks that share.
+        arrived: What the last `exchange` received, one flat tensor for each bucket.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        group: Group,
+        strategy: Sharded,
+        whole: frozenset[int] = frozenset(),
+    ) -> None:
+        """Cut the variables and copy the own pieces.
+
+        Args:
+            variables: What is trained; values must be equal on all ranks.
+            group: The ranks that share; this process is one of them.
+            strategy: Sizes of buckets, and what overlaps.
+            whole: Positions of variables that must not be cut.
+        """
+        self.variables = list(variables)
+        self.group = group
+        self._strategy = strategy
+        self._whole = whole
+        self.arrived: list[tf.Tensor] = []
+        self._places = {id(v): i for i, v in enumerate(self.variables)}
+        specs = [GradientSpec(name_of(v), tuple(v.shape), v.dtype) for v in self.variables]
+        size = strategy.bucket_mb
+        n_bytes = auto_bucket_bytes(specs) if size == "auto" else int(size * 2**20)
+        self.buckets = build_segments(specs, group.size, n_bytes, whole)
+        self._owned = {p.variable: p for b in self.buckets for p in b.pieces(group.rank)}
+        with tf.init_scope():
+            self.pieces = [self._make_piece(i) for i in range(len(self.variables))]
+
+    def owned(self, index: int) -> Piece | None:
+        """Return what this rank owns of a variable, or None."""
+        return self._owned.get(index)
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether one rank owns all of a variable."""
+        return index in self._whole
+
+    def place(self, variable: Any) -> int:
+        """Return the position of a variable.
+
+        Raises:
+            ConfigError: The optimizer was built for others.
+        """
+        if id(variable) not in self._places:
+            raise ConfigError(
+                "An optimizer must be given the variables that it was built for. Received: "
+                f"{name_of(variable)}. Compile the model again after changing what is trainable."
+            )
+        return self._places[id(variable)]
+
+    def _make_piece(self, index: int) -> keras.Variable:
+        variable = self.variables[index]
+        piece = keras.Variable(
+            self._part(index, variable.numpy()), dtype=variable.dtype, name=variable.name
+        )
+        piece._path = variable.path
+        if index in self._whole:
+            piece.constraint = variable.constraint
+        return piece
+
+    def _part(self, index: int, value: Any) -> Any:
+        """Return the own part of a value of a variable's shape, shaped as its piece."""
+        owned = self._owned.get(index)
+        if index in self._whole and len(value.shape) > 0:
+            return value if owned else value[:0]
+        flat = tf.reshape(value, [-1]) if tf.is_tensor(value) else np.reshape(value, -1)
+        return flat[owned.start : owned.stop] if owned else flat[:0]
+
+    def refresh(self, variable: keras.Variable, value: Any) -> None:
+        """Follow an assignment to a model's variable.
+
+        Args:
+            variable: One of `variables`.
+            value: Its new value, equal on all ranks.
+        """
+        index = self.place(variable)
+        if self._owned.get(index):
+            self.pieces[index].assign(self._part(index, tf.convert_to_tensor(value)))
+
+    def refresh_all(self) -> None:
+        """Follow assignments that went past Keras, such as those of tf.train.Checkpoint."""
+        for variable in self.variables:
+            self.refresh(variable, variable.value)
+
+    def exchange(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        group: Group,
+        options: GradientOptions,
+    ) -> list[tf.Tensor]:
+        """Return the reduced gradients of the own pieces.
+
+        Args:
+            gradients: Tensors or IndexedSlices, one per variable; no None.
+            variables: Some or all of `self.variables`.
+            group: As given on construction.
+            options: How they are reduced.
+
+        Returns:
+            One gradient for each variable, of the shape of its piece.
+
+        Raises:
+            ConfigError: A variable is none of those the optimizer was built for.
+            ExchangeError: Communication failed.
+        """
+        del group
+        dense = [_dense(g) for g in gradients]
+        if not self._strategy.overlap and not tf.executing_eagerly():
+            with tf.control_dependencies(dense):
+                dense = [tf.identity(g) for g in dense]
+        packed = [options.compression.compress(g) for g in dense]
+        given = {self.place(v): i for i, v in enumerate(variables)}
+        results: dict[int, tf.Tensor] = {}
+        self.arrived = []
+        for bucket in reversed(self.buckets):
+            members = [i for i in bucket.indices if i in given]
+            if members:
+                chosen = {i: packed[given[i]][0] for i in members}
+                self._reduce(bucket, chosen, options, results)
+        contexts = [context for _, context in packed]
+        return [
+            options.compression.decompress(results[self.place(v)], contexts[i])
+            for i, v in enumerate(variables)
+        ]
+
+    def _reduce(
+        self,
+        bucket: SegmentedBucket,
+        gradients: dict[int, tf.Tensor],
+        options: GradientOptions,
+        results: dict[int, tf.Tensor],
+    ) -> None:
+        counts = [
+            sum(p.count for p in bucket.pieces(rank) if p.variable in gradients)
+            for rank in range(self.group.size)
+        ]
+        tensors = list(gradients.values())
+        scaling = scaling_of(options.op, options.factors(), self.group.size, tensors)
+        call = self._call("gradients", [self.variables[i] for i in gradients])
+        flat = scatter_now(tensors, counts, call, scaling)
+        self.arrived.append(flat)
+        begin = 0
+        for index, gradient in gradients.items():
+            owned = self._owned.get(index)
+            n = owned.count if owned else 0
+            part = flat[begin : begin + n]
+            if index in self._whole and len(gradient.shape) > 0:
+                shape = gradient.shape if owned else [0, *gradient.shape[1:]]
+                part = tf.reshape(part, shape)
+            results[index] = part
+            begin += n
+
+    def _call(self, what: str, variables: Sequence[Any], stream: str = "") -> Call:
+        names = [name_of(v) for v in variables]
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        return Call(self.group, f"{what} of {label}", tuple(v.handle for v in variables), stream)
+
+    def publish(self) -> None:
+        """Send the own pieces to all ranks and receive theirs, in forward order."""
+        for bucket in self.buckets:
+            variables = [self.variables[i] for i in bucket.indices]
+            own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
+            call = self._call("parameters", variables, _STREAM)
+            gather_now(bucket, own, variables, call)
+
+
+def gather_now(
+    bucket: SegmentedBucket, own: Sequence[tf.Tensor], variables: Sequence[Any], call: Call
+) -> None:
+    """Assemble variables from all ranks' pieces, and wait for them.
+
+    Args:
+        bucket: How they lie in the buffer.
+        own: This rank's pieces, in the order of the buffer.
+        variables: Those of the bucket.
+        call: Who takes part.
+    """
+    flat = tf.concat([tf.reshape(p, [-1]) for p in own], 0) if own else tf.zeros([0], bucket.dtype)
+    gathered, _ = runtime.backend().allgather(flat, call)
+    begin = 0
+    for variable, shape in zip(variables, bucket.shapes, strict=True):
+        n = math.prod(shape)
+        variable._value.assign(tf.reshape(gathered[begin : begin + n], shape))
+        begin += n
+
+
+def _dense(gradient: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(gradient)
+
+
+def scatter_now(tensors: list[tf.Tensor], counts: list[int], call: Call, scaling: Any) -> tf.Tensor:
+    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0) * scaling.prescale
+    parts, _ = runtime.backend().alltoall(flat, tf.constant(counts, tf.int64), call)
+    own = counts[call.group.rank]
+    return tf.reduce_sum(tf.reshape(parts, [call.group.size, own]), 0) * scaling.postscale

@@ -1,0 +1,5 @@
+"""Update rules that Keras lacks."""
+
+from tfscale.optimizers.lars import LARS
+
+__all__ = ["LARS"]

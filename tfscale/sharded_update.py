@@ -1,0 +1,168 @@
+"""An optimizer that updates and keeps the state of this rank's own part of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.backends.base import Call, ReduceOp, Scaling
+from tfscale.exchange.clipping import clip
+from tfscale.exchange.shard_state import ShardState
+from tfscale.exchange.sharded import Sharded
+from tfscale.exchange.shards import Shards
+from tfscale.gradients import GradientReducer
+from tfscale.loss_scale import update_rule
+from tfscale.optimizers.lars import LARS
+
+_rules = keras.optimizers
+# The update of a value depends on that value's gradient and state alone.
+ELEMENTWISE = (
+    _rules.SGD,
+    _rules.RMSprop,
+    _rules.Adam,
+    _rules.AdamW,
+    _rules.Adadelta,
+    _rules.Adagrad,
+    _rules.Adamax,
+    _rules.Nadam,
+    _rules.Ftrl,
+    _rules.Lion,
+)
+# The update needs all of a variable, but of no other.
+LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)
+
+
+def why_whole(rule: Any) -> str:
+    """Return why an update rule cannot work on parts of the parameters, or an empty string."""
+    if type(rule) in ELEMENTWISE + LAYERWISE:
+        return ""
+    return f"it is not known whether {type(rule).__name__} can update parts of them"
+
+
+class ShardedUpdate:
+    """Takes the place of an optimizer's own `apply`.
+
+    The optimizer is built on the pieces of `Shards` instead of the model's variables. Its clipping
+    and, for loss scaling, its look at whether gradients are finite are replaced by ones that ask
+    all ranks.
+
+    Attributes:
+        shards: The own pieces; None until `build`.
+        state: Their optimizer's state; None until `build`.
+    """
+
+    def __init__(self, reducer: GradientReducer, strategy: Sharded) -> None:
+        """Keep what does not change.
+
+        Args:
+            reducer: How gradients are reduced, and between whom.
+            strategy: Options of the exchange.
+        """
+        self._reducer = reducer
+        self._strategy = strategy
+        self.shards: Shards | None = None
+        self.state: ShardState | None = None
+        self._shown: list[int] = []  # positions of the gradients that the optimizer sees
+
+    def build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+        """Build an optimizer on the pieces of variables.
+
+        Args:
+            optimizer: A Keras optimizer that is not built yet.
+            variables: What it will train.
+        """
+        rule = update_rule(optimizer)
+        shared = [v for v in variables if not self._reducer.is_local(v)]
+        whole = frozenset(
+            i for i, v in enumerate(shared) if type(rule) in LAYERWISE or v.constraint is not None
+        )
+        group = self._reducer.process_set.group()
+        self.shards = Shards(shared, group, self._strategy, whole)
+        _exclude_pieces(rule, self.shards)
+        self._reducer.route(self.shards.exchange)
+        with tf.init_scope():
+            optimizer.build([self.target(v) for v in variables])
+        rule._clip_gradients = lambda gradients: self._clip(rule, gradients)
+        if rule is not optimizer:
+            optimizer.check_finite = self._all_finite
+        self.state = ShardState(optimizer, rule, self.shards)
+
+    def target(self, variable: keras.Variable) -> keras.Variable:
+        """Return the variable that the optimizer updates instead of a model's."""
+        if self._reducer.is_local(variable):
+            return variable
+        assert self.shards is not None
+        return self.shards.pieces[self.shards.place(variable)]
+
+    def apply(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool
+    ) -> None:
+        """Reduce gradients, update the own pieces, send them to all.
+
+        Args:
+            optimizer: What `build` built.
+            gradients: This rank's, one per variable.
+            variables: Some or all of those given to `build`.
+            skips: The optimizer skips a step with an infinite gradient; all ranks agree on it.
+        """
+        del skips
+        if self.shards is None:
+            self.build(optimizer, variables)
+        shards = self.shards
+        assert shards is not None
+        reduced = self._reducer.reduce(gradients, variables)
+        chosen = [
+            (g, self.target(v), self._position(v))
+            for g, v in zip(reduced, variables, strict=True)
+            if g is not None
+        ]
+        # Empty pieces cost ops and change nothing; one is left where a rank owns nothing else.
+        useful = [c for c in chosen if c[2] < 0 or shards.owned(c[2])] or chosen[:1]
+        self._shown = [position for _, _, position in useful]
+        arrived = [] if tf.executing_eagerly() else shards.arrived[:1]
+        with tf.control_dependencies(arrived):
+            optimizer.apply([g for g, _, _ in useful], [target for _, target, _ in useful])
+        shards.publish()
+
+    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Let the optimizer set final values (averages, with use_ema). Collective.
+
+        Args:
+            optimizer: What `build` built.
+            variables: The model's.
+        """
+        if self.shards is None or not update_rule(optimizer).use_ema:
+            return
+        optimizer.finalize_variable_values([self.target(v) for v in variables])
+        self.shards.publish()
+
+    def _position(self, variable: Any) -> int:
+        assert self.shards is not None
+        return -1 if self._reducer.is_local(variable) else self.shards.place(variable)
+
+    def _clip(self, rule: Any, gradients: list[Any]) -> list[Any]:
+        assert self.shards is not None
+        return clip(rule, gradients, self._shown, self.shards)
+
+    def _all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """Return whether the gradients of all ranks are finite."""
+        assert self.shards is not None
+        checks = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
+        own = tf.cast(tf.reduce_all(tf.stack(checks)), tf.int32)
+        call = Call(self.shards.group, "are gradients finite")
+        (least,) = runtime.backend().allreduce([own], call, ReduceOp.MIN, Scaling())
+        return tf.cast(least, tf.bool)
+
+
+def _exclude_pieces(rule: Any, shards: Shards) -> None:
+    """Let no weight decay where it was excluded for a variable given as such.
+
+    Exclusion by name needs nothing: a piece has its variable's name.
+    """
+    excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
+    pairs = zip(shards.variables, shards.pieces, strict=True)
+    excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
