@@ -18,6 +18,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "tfscale/optimizer.py:DistributedOptimizer.__init__": 15,
     "tfscale/optimizers/lars.py:LARS.__init__": 7,
     "tfscale/tape.py:DistributedGradientTape.__init__": 12,
+    "tfscale/callbacks/adaptive_batch_size.py:AdaptiveBatchSize.__init__": 17,
     "tfscale/callbacks/learning_rate.py:LearningRateScheduleCallback.__init__": 7,
     "tfscale/data/global_batches.py:GlobalBatches.__init__": 7,
     "tfscale/data/global_batches.py:GlobalBatches.from_dataset": 7,

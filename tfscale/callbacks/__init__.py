@@ -1,5 +1,6 @@
 """Keras callbacks for training on several ranks."""
 
+from tfscale.callbacks.adaptive_batch_size import AdaptiveBatchSize
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
@@ -15,6 +16,7 @@ from tfscale.callbacks.parameter_averaging import ParameterAveraging
 from tfscale.callbacks.rank_zero import RankZero
 
 __all__ = [
+    "AdaptiveBatchSize",
     "BackupAndRestore",
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",

@@ -99,3 +99,20 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
         grown = max(int(sizes[-1] * factor), sizes[-1] + 1)
         sizes.append(min(grown, maximum))
     return tuple(sizes)
+
+
+def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> GrowthSettings:
+    """Limit the interval so that half of the epochs are left for the largest batch.
+
+    Args:
+        settings: What was chosen.
+        epochs: Planned, the warm-up included; None if nobody knows.
+
+    Returns:
+        Settings whose rule has a largest interval, at least 1.
+    """
+    n_growths = len(settings.sizes) - 1
+    if epochs is None or not n_growths:
+        return settings
+    high = max(1, (epochs - settings.warmup_epochs) // (2 * n_growths))
+    return dataclasses.replace(settings, rule=dataclasses.replace(settings.rule, high=high))

@@ -1,0 +1,133 @@
+"""What a `fit` with growing batches refuses, before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfscale import runtime
+from tfscale.callbacks import building
+from tfscale.callbacks.backup_and_restore import BackupAndRestore
+from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+from tfscale.callbacks.metric_average import MetricAverageCallback
+from tfscale.callbacks.model_state import unwrap
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.errors import ConfigError
+from tfscale.scalable_schedule import ScalableSchedule
+
+JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
+
+
+def check_data(data: Any) -> None:
+    """Refuse data whose batch size cannot change.
+
+    Raises:
+        ConfigError: It is not GlobalBatches.
+    """
+    if not isinstance(data, GlobalBatches):
+        raise ConfigError(
+            "The batch size can change inside of one fit only where tfscale cuts the batches; "
+            "repeated or batched datasets would keep serving the old size. Received: "
+            f"data={type(data).__name__}. Use tfscale.data.GlobalBatches(x, y, ...), or "
+            "GlobalBatches.from_dataset(records, ...) with the dataset not batched or repeated."
+        )
+
+
+def check_sizes(data: GlobalBatches, sizes: Sequence[int]) -> None:
+    """Refuse batch sizes that the data or the ranks cannot serve.
+
+    Raises:
+        ConfigError: The maximum is above the data, or a size cannot be shared out.
+    """
+    if sizes[-1] > data.samples:
+        raise ConfigError(
+            "max_batch_size must not be larger than the number of samples, or an epoch has no "
+            f"step. Received: max_batch_size={sizes[-1]}, samples={data.samples}. Use a smaller "
+            "max_batch_size, or more data."
+        )
+    for size in sizes:
+        try:
+            data.steps_for(size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"Every batch size on the way, {list(sizes)}, must suit the ranks. Received: "
+                f"{error} Choose start_batch_size, factor and max_batch_size accordingly, or "
+                'active_ranks="grow", where a batch may be smaller than the number of ranks.'
+            ) from error
+
+
+def check_fit(callback: Any, data: GlobalBatches, warmup_epochs: int) -> None:
+    """Refuse a `fit` in which batch size and rate could not be controlled.
+
+    Args:
+        callback: Whose `on_train_begin` calls this.
+        data: What it controls.
+        warmup_epochs: Epochs in which another callback may set the learning rate.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if data_of_fit() is not data:
+        raise ConfigError(
+            f"{type(callback).__name__} must be given the data that fit trains on. Received: "
+            f"another object, {type(data_of_fit()).__name__}, in fit. Pass the same GlobalBatches "
+            "to both."
+        )
+    if not building.is_built(callback.model):
+        raise ConfigError(
+            "The first parameters must be known when training begins. Received: "
+            f"model={callback.model.name!r}, which is not built. Call it on a batch before fit, "
+            "or use tfscale.prepare(model, sample_batch=...)."
+        )
+    check_rate(type(callback).__name__, callback.model)
+    _check_order(callback, callbacks_of_fit(), warmup_epochs)
+
+
+def check_rate(name: str, model: keras.Model) -> None:
+    """Refuse a learning rate that cannot be set.
+
+    Raises:
+        ConfigError: It is a schedule without a wrapper.
+    """
+    rate = unwrap(model.optimizer)._learning_rate
+    if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
+        raise ConfigError(
+            f"{name} changes the learning rate, which a schedule counted in steps would not "
+            f"follow. Received: learning_rate={type(rate).__name__}. Use a number, or "
+            "tfscale.ScalableSchedule(schedule)."
+        )
+
+
+def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
+    place = {id(callback): index for index, callback in enumerate(callbacks)}
+    averages = [place[id(c)] for c in callbacks if isinstance(c, MetricAverageCallback)]
+    for callback in callbacks:
+        name, index = type(callback).__name__, place[id(callback)]
+        is_early = not averages or index < averages[0]
+        if runtime.size() > 1 and isinstance(callback, JUDGES) and is_early:
+            raise ConfigError(
+                "What stops or slows training must see metrics of all ranks, or ranks decide "
+                f"differently. Received: {name} before MetricAverageCallback. Put "
+                "MetricAverageCallback before it."
+            )
+        if isinstance(callback, SETTERS) or _sets_rate_later(callback, warmup_epochs):
+            raise ConfigError(
+                f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "
+                "Remove it; use decay_epochs or saturation for decays, warmup_epochs for epochs "
+                "in which another callback may set the rate."
+            )
+        if isinstance(callback, BackupAndRestore) and index > place.get(id(own), index):
+            raise ConfigError(
+                "A backup must be restored before training begins. Received: BackupAndRestore "
+                f"behind {type(own).__name__}. Put BackupAndRestore first."
+            )
+
+
+def _sets_rate_later(callback: Any, warmup_epochs: int) -> bool:
+    if not isinstance(callback, LearningRateScheduleCallback):
+        return False
+    return callback.end_epoch is None or callback.end_epoch > warmup_epochs

@@ -1,0 +1,163 @@
+"""What an epoch of a run with growing batches is judged by, the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale import objects, runtime
+from tfscale.callbacks import model_state
+from tfscale.errors import ConfigError
+from tfscale.gradient_norms import GradientNorms
+from tfscale.tuning.growth import Measures
+from tfscale.tuning.memory import MemoryGuard
+from tfscale.tuning.noise_scale import noise_scale
+
+
+@dataclass(frozen=True)
+class EpochBatch:
+    """How the batches of an epoch were shared.
+
+    Attributes:
+        size: Samples over all ranks.
+        active: Ranks that shared in them.
+        next_local: Samples per active rank of the next larger batch; None if there is none.
+    """
+
+    size: int
+    active: int
+    next_local: int | None
+
+    @property
+    def local(self) -> int:
+        """Samples per active rank."""
+        return self.size // self.active
+
+
+class EpochMeasures:
+    """Collects cost, distance, noise scale and memory, and averages them over the ranks.
+
+    Args:
+        has_noise_scale: Whether to measure the gradient noise scale.
+    """
+
+    def __init__(self, has_noise_scale: bool) -> None:
+        self._norms = GradientNorms() if has_noise_scale else None
+        self._guard = MemoryGuard()
+        self._has_begun = False
+        self._origin: list[np.ndarray] | None = None
+        self._first_cost = math.nan
+        self._is_common = False  # whether first_cost is the mean over ranks
+
+    def watch(self, model: keras.Model) -> None:
+        """Let the optimizer of a model take the norms of gradients, if they are needed."""
+        if self._norms is not None:
+            self._norms.watch(model)
+
+    def start(self) -> None:
+        """Begin a run."""
+        self._guard, self._has_begun = MemoryGuard(), False
+        self._origin, self._first_cost, self._is_common = None, math.nan, False
+        if self._norms is not None:
+            self._norms.reset()
+
+    def begin_batch(self, model: keras.Model) -> None:
+        """Remember the parameters and the memory before the first step of the run."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._guard.start()
+            if self._origin is None:
+                self._origin = [np.array(v.numpy()) for v in _variables(model)]
+
+    def end_batch(self, logs: dict[str, Any] | None) -> None:
+        """Remember the loss of the first batch of the run."""
+        if not self._is_common and math.isnan(self._first_cost):
+            self._first_cost = _loss(logs)
+
+    def end_epoch(
+        self, model: keras.Model, logs: dict[str, Any] | None, batch: EpochBatch
+    ) -> Measures:
+        """Average over the ranks. Collective.
+
+        Args:
+            model: The model.
+            logs: Of the epoch; their loss may have been averaged already.
+            batch: How the epoch's batches were shared.
+
+        Returns:
+            The measures, equal on all ranks.
+
+        Raises:
+            ConfigError: The logs have no loss.
+        """
+        own: dict[str, Any] = {
+            "first": self._first_cost,
+            "cost": _loss(logs),
+            "distance": self._distance(model),
+            "fits": batch.next_local is None or self._guard.fits(batch.local, batch.next_local),
+            "norms": self._norms.take() if self._norms is not None else None,
+        }
+        every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
+        if not self._is_common:
+            self._first_cost, self._is_common = _mean([e["first"] for e in every]), True
+        norms = [e["norms"] for e in every]
+        return Measures(
+            first_cost=self._first_cost,
+            cost=_mean([e["cost"] for e in every]),
+            distance=_mean([e["distance"] for e in every]),
+            noise_scale=math.nan if self._norms is None else _noise_of(norms, batch),
+            fits=all(e["fits"] for e in every),
+        )
+
+    def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Return what `restore` takes."""
+        return {"first_cost": self._first_cost}, list(self._origin or [])
+
+    def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:
+        """Go on where `state` was taken."""
+        self._first_cost = state["first_cost"]
+        self._is_common = not math.isnan(self._first_cost)
+        self._origin = list(origin) or None
+
+    def _distance(self, model: keras.Model) -> float:
+        pairs = zip(_variables(model), self._origin or [], strict=False)
+        return math.sqrt(math.fsum(float(_square(v.numpy(), origin)) for v, origin in pairs))
+
+
+def _square(value: np.ndarray, origin: np.ndarray) -> float:
+    difference = value.astype(np.float64) - origin
+    return float(np.vdot(difference, difference))
+
+
+def _variables(model: keras.Model) -> list[keras.Variable]:
+    return model_state.distinct(model.trainable_variables)
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean; that of equal values is their value, whatever their number."""
+    is_finite = all(map(math.isfinite, values))
+    return math.fsum(values) / len(values) if is_finite else math.nan
+
+
+def _loss(logs: dict[str, Any] | None) -> float:
+    if logs is None or "loss" not in logs:
+        raise ConfigError(
+            "The training loss must be in the logs. Received: "
+            f"logs={sorted(logs or {})}. Let train_step return 'loss'."
+        )
+    return float(logs["loss"])
+
+
+def _noise_of(norms: list[list[float]], batch: EpochBatch) -> float:
+    """Return the noise scale from what the ranks have summed over the epoch."""
+    steps = norms[0][2]
+    if batch.active < 2 or not steps:
+        return math.nan
+    # Active ranks are weighted with size / active, the others with 0.
+    size = len(norms)
+    local = math.fsum(n[0] for n in norms) * batch.active / size**2 / steps
+    return noise_scale(local, batch.local, norms[0][1] / steps, batch.size)

@@ -1,0 +1,102 @@
+"""Norms of each rank's gradient and of their mean, taken while they are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.errors import ConfigError
+from tfscale.exchange.dense import is_whole
+from tfscale.exchange.sparse import deduplicate
+from tfscale.optimizer import is_distributed
+from tfscale.reduce_ops import Average
+
+
+class GradientNorms:
+    """Sums of squared norms over steps, from what an exchange sees anyway: nothing is sent.
+
+    Dense layers whose gradient is that of the whole batch on every rank (`replicated_dense`) are
+    left out, and so are steps with gradients that are not finite.
+    """
+
+    def __init__(self) -> None:
+        # Squared norm of this rank's gradient, of the mean over ranks; number of steps.
+        self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+
+    def watch(self, model: keras.Model) -> None:
+        """Look at the gradients of a model from the next tracing on.
+
+        Args:
+            model: Compiled with a DistributedOptimizer.
+
+        Raises:
+            ConfigError: No two gradients can be compared here.
+        """
+        optimizer: Any = model.optimizer
+        if runtime.size() < 2:
+            raise ConfigError(
+                "The gradient noise scale is estimated from gradients of several ranks. Received: "
+                "one process. Start two ranks or more, or use signal='theta'."
+            )
+        reducer = getattr(optimizer, "_self_reducer", None)
+        if not is_distributed(optimizer) or reducer is None:
+            raise ConfigError(
+                "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
+                f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
+            )
+        if not hasattr(reducer.strategy, "exchange") or optimizer._self_accumulator is not None:
+            raise ConfigError(
+                "The gradient noise scale needs the sum of whole gradients in every step. "
+                f"Received: exchange={reducer.strategy}, or backward_passes_per_step above 1. Use "
+                "exchange='allreduce' or 'chunked', or signal='theta'."
+            )
+
+        def exchange(own: list[Any], variables: list[Any], group: Any, options: Any) -> list[Any]:
+            reduced = reducer.strategy.exchange(own, variables, group, options)
+            scale = 1 if options.op == Average else group.size
+            self._add(own, reduced, variables, scale)
+            return reduced
+
+        reducer.route(exchange)
+        model.train_function = None  # one that was traced before would not look
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self._sums.assign(tf.zeros(3, tf.float64))
+
+    def take(self) -> list[float]:
+        """Return what was summed since the last call: own, mean, steps; and begin anew."""
+        sums = [float(value) for value in self._sums.numpy()]
+        self.reset()
+        return sums
+
+    def _add(
+        self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any], scale: int
+    ) -> None:
+        chosen = [i for i, variable in enumerate(variables) if not is_whole(variable)]
+        local = _square([own[i] for i in chosen])
+        mean = _square([reduced[i] for i in chosen]) / scale**2
+        values = tf.stack([local, mean, tf.ones((), tf.float64)])
+        self._sums.assign_add(
+            tf.where(tf.reduce_all(tf.math.is_finite(values)), values, tf.zeros_like(values))
+        )
+
+
+def _square(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the squared L2 norm of all gradients together."""
+    squares = [tf.zeros((), tf.float64)]
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = deduplicate(gradient).values
+        square = tf.reduce_sum(tf.square(tf.cast(gradient, _wide(gradient.dtype))))
+        squares.append(tf.cast(square, tf.float64))
+    return tf.add_n(squares)
+
+
+def _wide(dtype: tf.DType) -> tf.DType:
+    """Return the type to add up squares in: float16 would overflow."""
+    return dtype if dtype == tf.float64 else tf.float32
