@@ -3,11 +3,13 @@
 from tfscale.callbacks.adaptive_batch_size import AdaptiveBatchSize
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
+from tfscale.callbacks.batch_size_schedule import BatchSizeSchedule
 from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
 from tfscale.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from tfscale.callbacks.communication_report import CommunicationReport
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+from tfscale.callbacks.learning_rate_scaling import LearningRateScaling
 from tfscale.callbacks.learning_rate_warmup import LearningRateWarmupCallback
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.model_checkpoint import ModelCheckpoint
@@ -18,11 +20,13 @@ from tfscale.callbacks.rank_zero import RankZero
 __all__ = [
     "AdaptiveBatchSize",
     "BackupAndRestore",
+    "BatchSizeSchedule",
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "Callback",
     "CommunicationReport",
     "ConsistencyCheck",
+    "LearningRateScaling",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

@@ -1,0 +1,201 @@
+"""What AdaptiveBatchSize refuses, with the remedy; and memory that does not suffice."""
+
+import json
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.unit.callback_models import single_job  # noqa: F401
+from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
+from tests.unit.test_global_batches import as_rank
+from tfscale import runtime
+from tfscale.callbacks import (
+    BackupAndRestore,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+from tfscale.callbacks.adaptive_checks import check_sizes
+from tfscale.errors import ConfigError
+from tfscale.tuning import memory
+
+
+def refused(text, *callbacks, data=None, optimizer=None, model=None, before=(), **options):
+    """Return the message of a fit that is refused."""
+    data = data or make_data()
+    fit_options = options.pop("fit", {})
+    with pytest.raises(ConfigError, match=text) as error:
+        callback = adaptive(data, **options)
+        (model or make_model(optimizer)).fit(
+            fit_options.pop("x", data), verbose=0, callbacks=[*before, callback, *callbacks],
+            **fit_options,
+        )  # fmt: skip
+    return str(error.value)
+
+
+def test_maximum_above_the_data():
+    text = refused("Received: max_batch_size=96, samples=48", maximum=96)
+    assert "Use a smaller max_batch_size" in text
+
+
+def test_maximum_below_the_start():
+    assert "start_batch_size=6, max_batch_size=3" in refused("grows from", maximum=3)
+
+
+def test_a_batch_that_the_ranks_cannot_share():
+    data = as_rank(make_data(batch_size=6), 0, 2)
+    with pytest.raises(ConfigError, match=r"\[6, 9, 18\].*Received.*batch_size=9, size=2") as error:
+        check_sizes(data, [6, 9, 18])
+    assert 'active_ranks="grow"' in str(error.value)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_data_that_tfscale_does_not_cut(repeats):
+    dataset = tf.data.Dataset.from_tensor_slices(arrays()).batch(6)
+    text = refused("Received: data=", data=dataset.repeat() if repeats else dataset)
+    assert "GlobalBatches" in text and "not batched or repeated" in text
+
+
+def test_a_repeated_dataset_of_records():
+    records = tf.data.Dataset.from_tensor_slices(arrays()).repeat()
+    with pytest.raises(ConfigError, match=r"Remove repeat\(\)"):
+        tfscale.data.GlobalBatches.from_dataset(records, batch_size=6)
+
+
+def test_other_data_than_fit_trains_on():
+    text = refused("another object, GlobalBatches", fit={"x": make_data()})
+    assert "Pass the same GlobalBatches to both" in text
+
+
+def test_steps_per_epoch():
+    text = refused("Received: steps_per_epoch", fit={"steps_per_epoch": 3})
+    assert "Leave it out" in text
+
+
+def test_a_schedule_outside_of_the_wrapper():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    text = refused("learning_rate=ExponentialDecay", optimizer=keras.optimizers.SGD(schedule))
+    assert "tfscale.ScalableSchedule(schedule)" in text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
+        LearningRateScheduleCallback(0.1, 0.5),
+        LearningRateWarmupCallback(0.1, warmup_epochs=3),
+        keras.callbacks.ReduceLROnPlateau(),
+    ],
+)
+def test_two_callbacks_that_set_the_rate(other):
+    text = refused("One callback sets the learning rate", other, warmup_epochs=2)
+    assert type(other).__name__ in text and "Remove it" in text
+
+
+@pytest.mark.parametrize("before", [[], [MetricAverageCallback()]])
+def test_early_stopping_before_metric_averaging(before, monkeypatch):
+    from tfscale.callbacks import adaptive_checks
+
+    stop = keras.callbacks.EarlyStopping(monitor="loss")
+    monkeypatch.setattr(adaptive_checks.runtime, "size", lambda: 2)
+    own = object()
+    if before:
+        adaptive_checks._check_order(own, [*before, own, stop], 0)
+    with pytest.raises(ConfigError, match="EarlyStopping before MetricAverageCallback"):
+        adaptive_checks._check_order(own, [own, stop, *before], 0)
+
+
+def test_a_backup_behind(tmp_path):
+    assert "Put BackupAndRestore first" in refused(
+        "BackupAndRestore behind", BackupAndRestore(str(tmp_path / "backup"))
+    )
+
+
+def test_a_model_that_is_not_built():
+    class Deferred(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.out(x)
+
+    model = Deferred()
+    model.compile("sgd", "mse")
+    assert "Call it on a batch" in refused("which is not built", model=model)
+
+
+def test_noise_scale_on_one_process():
+    text = refused("Received: one process", signal="noise_scale")
+    assert "signal='theta'" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"active_ranks": "some"}, "active_ranks='some'"),
+        ({"rule": "best"}, "rule='best'"),
+        ({"signal": "loss"}, "signal='loss'"),
+        ({"factor": 1}, "factor=1"),
+        ({"interval": 0}, "interval=0"),
+        ({"interval": (4, 2)}, "low=4, high=2"),
+        ({"start_batch_size": 30}, "start_batch_size=30"),
+    ],
+)
+def test_arguments(options, text):
+    with pytest.raises(ConfigError, match=text):
+        adaptive(make_data(), **options)
+
+
+def test_a_loss_that_is_not_there():
+    class Silent(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+            return {"other": 0.0}
+
+    model = Silent([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    assert "Let train_step return 'loss'" in refused("logs=", model=model)
+
+
+# Memory
+
+
+def test_memory_is_read_from_the_system():
+    assert memory.used_bytes() > 1 << 20
+    assert memory.free_bytes() > 0
+
+
+def guard(monkeypatch, before, now, free, ranks=1):
+    used = iter([before, now, now, now])
+    monkeypatch.setattr(memory, "used_bytes", lambda: next(used))
+    monkeypatch.setattr(memory, "free_bytes", lambda: free)
+    monkeypatch.setattr(runtime, "local_size", lambda: ranks)
+    made = memory.MemoryGuard()
+    made.start()
+    return made
+
+
+def test_memory_grows_with_the_local_batch(monkeypatch, caplog):
+    """40 bytes were taken for 8 samples: 8 more need 40, 16 more 80."""
+    assert guard(monkeypatch, 100, 140, 40).fits(8, 16)
+    assert not guard(monkeypatch, 100, 140, 39).fits(8, 16)
+    assert "A local batch of 16 is expected to need" in caplog.text
+    assert not guard(monkeypatch, 100, 140, 79).fits(8, 24)
+    assert guard(monkeypatch, 100, 140, 0).fits(8, 8)
+    assert guard(monkeypatch, 100, 140, None).fits(8, 999)
+    assert not guard(monkeypatch, 100, 140, 79, ranks=2).fits(8, 16)
+
+
+def test_growth_stops_instead_of_a_crash(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
+    data, path = make_data(), tmp_path / "adaptive.jsonl"
+    model = make_model()
+    history = model.fit(
+        data, epochs=6, verbose=0, callbacks=[adaptive(data, log_path=path)]
+    ).history
+    assert history["batch_size"] == [6, 6, 12, 12, 12, 12]
+    reasons = [json.loads(line)["reasons"] for line in path.read_text().splitlines()]
+    assert reasons[3] == ["the batch stays at 12: 24 is not expected to fit memory"]

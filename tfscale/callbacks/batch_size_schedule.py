@@ -1,0 +1,70 @@
+"""Batch sizes that are set beforehand, at a rate of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfscale.callbacks.adaptive_checks import check_data, check_sizes
+from tfscale.callbacks.base import Callback
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import data_of_fit
+from tfscale.data.slices import check_integer
+from tfscale.errors import ConfigError
+
+
+class BatchSizeSchedule(Callback):
+    """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
+
+    The learning rate is left alone: growing the batch takes the place of its decay. Before the
+    first epoch named, the data's own batch size holds. `fit` must train on
+    `tfscale.data.GlobalBatches`. The size is added to the logs as `batch_size`.
+
+    Collective: all ranks must pass it to `fit`, with the same arguments.
+
+    Args:
+        sizes: Epoch, counted from 0, and samples of a step over all ranks from there on.
+
+    Raises:
+        ConfigError: Epochs or sizes are not whole numbers; when training begins, also if the data
+            or the ranks do not suit a size.
+
+    Source: Smith et al., Don't Decay the Learning Rate, Increase the Batch Size (2018); [T] 5.4.
+    """
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        super().__init__()
+        if not sizes:
+            raise ConfigError("sizes must name an epoch. Received: none. Example: {30: 512}.")
+        self.sizes = {
+            check_integer("epoch", epoch, 0): check_integer("batch_size", sizes[epoch], 1)
+            for epoch in sorted(sizes)
+        }
+        self._data: GlobalBatches | None = None
+        self._first_size = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse what cannot be served."""
+        super().on_train_begin(logs)
+        data = data_of_fit()
+        check_data(data)
+        if data is not self._data:
+            self._data, self._first_size = data, data.batch_size
+        check_sizes(data, sorted({self._first_size, *self.sizes.values()}))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the size of the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        assert self._data is not None
+        self._data.batch_size = self.size_of(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the size to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if logs is not None:
+            logs["batch_size"] = self.size_of(epoch)
+
+    def size_of(self, epoch: int) -> int:
+        """Return the batch size of an epoch."""
+        reached = [size for begin, size in self.sizes.items() if begin <= epoch]
+        return reached[-1] if reached else self._first_size
