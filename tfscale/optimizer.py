@@ -136,8 +136,10 @@ class DistributedOptimizer(CompleteState, OptimizerProxy):
                 if not self._self_reducer.is_local(variable):
                     self._self_reducer.register_local_var(variable)
         is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
-        self._update().apply(self.__wrapped__, gradients, variables, is_scaler)
-        stamp_updates(variables)
+        update = self._update()
+        if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
+            self.build(variables)
+        stamp_updates(update.apply(self.__wrapped__, gradients, variables, is_scaler))
 
     def _update(self) -> Any:
         if self._self_update is None:
@@ -150,7 +152,7 @@ class DistributedOptimizer(CompleteState, OptimizerProxy):
         Args:
             variables: What it will train; values must be equal on all ranks.
         """
-        self._update().build(self.__wrapped__, variables)
+        self.__wrapped__ = self._update().build(self.__wrapped__, variables)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Set the final values of variables at the end of `fit`, as Keras does."""
@@ -179,7 +181,13 @@ class DistributedOptimizer(CompleteState, OptimizerProxy):
         Returns:
             Whether functions of the model must be traced anew.
         """
-        return self._self_reducer.wire(model)
+        has_changed = self._self_reducer.wire(model)
+        update = self._update()
+        if update.is_sharded and all(layer.built for layer in model._flatten_layers()):
+            if update.shards is None:
+                self.build(model.trainable_variables)
+            update.attach(model)
+        return has_changed
 
     def after_step(self) -> bool:
         """Let an exchange that measures look at a step; `fit` calls this after each.

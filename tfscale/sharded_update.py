@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
+from tfscale import futures, runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
 from tfscale.exchange.clipping import clip
 from tfscale.exchange.shard_state import ShardState
@@ -55,6 +55,8 @@ class ShardedUpdate:
         state: Their optimizer's state; None until `build`.
     """
 
+    is_sharded = True
+
     def __init__(self, reducer: GradientReducer, strategy: Sharded) -> None:
         """Keep what does not change.
 
@@ -66,15 +68,32 @@ class ShardedUpdate:
         self._strategy = strategy
         self.shards: Shards | None = None
         self.state: ShardState | None = None
+        self._is_attached = False  # whoever reads a parameter waits for it
         self._shown: list[int] = []  # positions of the gradients that the optimizer sees
 
-    def build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+    def build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
         """Build an optimizer on the pieces of variables.
 
         Args:
-            optimizer: A Keras optimizer that is not built yet.
+            optimizer: A Keras optimizer.
             variables: What it will train.
+
+        Returns:
+            The optimizer; one like it, with the same state, if it was built on whole variables.
         """
+        with tf.init_scope():
+            state = None
+            if optimizer.built:
+                state = [v.numpy() for v in optimizer.variables]
+                variables = update_rule(optimizer)._trainable_variables
+                optimizer = _unbuilt(optimizer)
+            self._build(optimizer, variables)
+            if state is not None:
+                assert self.state is not None
+                self.state.load(state)
+        return optimizer
+
+    def _build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         rule = update_rule(optimizer)
         shared = [v for v in variables if not self._reducer.is_local(v)]
         whole = frozenset(
@@ -82,14 +101,25 @@ class ShardedUpdate:
         )
         group = self._reducer.process_set.group()
         self.shards = Shards(shared, group, self._strategy, whole)
+        futures.make_futures(shared, self.shards.refresh)
         _exclude_pieces(rule, self.shards)
         self._reducer.route(self.shards.exchange)
-        with tf.init_scope():
-            optimizer.build([self.target(v) for v in variables])
+        optimizer.build([self.target(v) for v in variables])
         rule._clip_gradients = lambda gradients: self._clip(rule, gradients)
         if rule is not optimizer:
             optimizer.check_finite = self._all_finite
         self.state = ShardState(optimizer, rule, self.shards)
+
+    def attach(self, model: keras.Model) -> None:
+        """Let steps end before the parameters have arrived.
+
+        Args:
+            model: The model whose variables are sharded.
+        """
+        assert self.shards is not None
+        if not self._is_attached and self._strategy.overlap_forward:
+            self._is_attached = True
+            futures.attach(model, self.shards.variables, self.shards.refresh)
 
     def target(self, variable: keras.Variable) -> keras.Variable:
         """Return the variable that the optimizer updates instead of a model's."""
@@ -100,7 +130,7 @@ class ShardedUpdate:
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool
-    ) -> None:
+    ) -> list[Any]:
         """Reduce gradients, update the own pieces, send them to all.
 
         Args:
@@ -108,10 +138,11 @@ class ShardedUpdate:
             gradients: This rank's, one per variable.
             variables: Some or all of those given to `build`.
             skips: The optimizer skips a step with an infinite gradient; all ranks agree on it.
+
+        Returns:
+            What was updated.
         """
         del skips
-        if self.shards is None:
-            self.build(optimizer, variables)
         shards = self.shards
         assert shards is not None
         reduced = self._reducer.reduce(gradients, variables)
@@ -124,9 +155,11 @@ class ShardedUpdate:
         useful = [c for c in chosen if c[2] < 0 or shards.owned(c[2])] or chosen[:1]
         self._shown = [position for _, _, position in useful]
         arrived = [] if tf.executing_eagerly() else shards.arrived[:1]
+        targets = [target for _, target, _ in useful]
         with tf.control_dependencies(arrived):
-            optimizer.apply([g for g, _, _ in useful], [target for _, target, _ in useful])
-        shards.publish()
+            optimizer.apply([g for g, _, _ in useful], targets)
+        shards.publish(waits=not self._is_attached)
+        return targets
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Let the optimizer set final values (averages, with use_ema). Collective.
@@ -138,7 +171,7 @@ class ShardedUpdate:
         if self.shards is None or not update_rule(optimizer).use_ema:
             return
         optimizer.finalize_variable_values([self.target(v) for v in variables])
-        self.shards.publish()
+        self.shards.publish(waits=True)
 
     def _position(self, variable: Any) -> int:
         assert self.shards is not None
@@ -166,3 +199,13 @@ def _exclude_pieces(rule: Any, shards: Shards) -> None:
     excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
     pairs = zip(shards.variables, shards.pieces, strict=True)
     excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
+
+
+def _unbuilt(optimizer: Any) -> Any:
+    """Return an optimizer with the same settings and no state."""
+    other = type(optimizer).from_config(optimizer.get_config())
+    old, new = update_rule(optimizer), update_rule(other)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+    return other

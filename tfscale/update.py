@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfscale.exchange.sharded import Sharded
@@ -19,19 +20,24 @@ logger = logging.getLogger("tfscale")
 class WholeUpdate:
     """Every rank updates every variable, with equal gradients."""
 
+    is_sharded = False
     shards = state = None
 
     def __init__(self, reducer: GradientReducer) -> None:
         """Keep how gradients are reduced."""
         self._reducer = reducer
 
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Build the optimizer on the model's variables."""
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> Any:
+        """Build the optimizer on the model's variables, and return it."""
         optimizer.build(list(variables))
+        return optimizer
+
+    def attach(self, model: keras.Model) -> None:
+        """Change nothing: steps end when all is updated."""
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool
-    ) -> None:
+    ) -> Sequence[Any]:
         """Reduce gradients and apply them.
 
         Args:
@@ -39,12 +45,16 @@ class WholeUpdate:
             gradients: This rank's, one per variable.
             variables: What they belong to.
             skips: The optimizer skips a step with an infinite gradient.
+
+        Returns:
+            What was updated.
         """
         reduced = self._reducer.reduce(gradients, variables, skips_non_finite=skips)
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so all of the update waits for the first gradient that is through.
         with tf.control_dependencies(first_exchanged(reduced)):
             optimizer.apply(reduced, variables)
+        return variables
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Let the optimizer set final values."""

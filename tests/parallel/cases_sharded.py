@@ -37,7 +37,7 @@ SHARDED = {
 
 def check(build, make_optimizer, strategy=None, local_build=None, **options) -> None:
     """Train sharded and in one process; compare weights and the optimizer's complete state."""
-    strategy = strategy or tfscale.Sharded(overlap_forward=False)
+    strategy = strategy or tfscale.Sharded()
     with float64():
         x = inputs_of(build)
         y = np.random.default_rng(8).normal(size=(len(x), 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import runtime
-from tfscale.backends.base import Call, Group
+from tfscale.backends.base import Call, Group, ReduceOp
+from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import name_of
@@ -20,8 +20,6 @@ from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.segments import Piece, SegmentedBucket, build_segments
 from tfscale.plan.specs import GradientSpec
 from tfscale.reduce_ops import scaling_of
-
-_STREAM = "parameters"  # gathers never wait for gradients
 
 
 class Shards:
@@ -114,12 +112,13 @@ class Shards:
         """
         index = self.place(variable)
         if self._owned.get(index):
-            self.pieces[index].assign(self._part(index, tf.convert_to_tensor(value)))
+            value = tf.cast(value, self.pieces[index].dtype)
+            self.pieces[index].assign(self._part(index, value))
 
     def refresh_all(self) -> None:
         """Follow assignments that went past Keras, such as those of tf.train.Checkpoint."""
         for variable in self.variables:
-            self.refresh(variable, variable.value)
+            self.refresh(variable, tf.convert_to_tensor(variable.value))
 
     def exchange(
         self,
@@ -176,8 +175,8 @@ class Shards:
         ]
         tensors = list(gradients.values())
         scaling = scaling_of(options.op, options.factors(), self.group.size, tensors)
-        call = self._call("gradients", [self.variables[i] for i in gradients])
-        flat = scatter_now(tensors, counts, call, scaling)
+        call = self._call("gradients", list(gradients))
+        flat = runtime.backend().scatter_reduce(tensors, counts, call, ReduceOp.SUM, scaling)
         self.arrived.append(flat)
         begin = 0
         for index, gradient in gradients.items():
@@ -190,46 +189,35 @@ class Shards:
             results[index] = part
             begin += n
 
-    def _call(self, what: str, variables: Sequence[Any], stream: str = "") -> Call:
-        names = [name_of(v) for v in variables]
+    def _call(self, what: str, indices: Sequence[int]) -> Call:
+        names = [name_of(self.variables[i]) for i in indices]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-        return Call(self.group, f"{what} of {label}", tuple(v.handle for v in variables), stream)
+        after = tuple(self.pieces[i].handle for i in indices)
+        return Call(self.group, f"{what} of {label}", after, what)
 
-    def publish(self) -> None:
-        """Send the own pieces to all ranks and receive theirs, in forward order."""
+    def publish(self, waits: bool) -> None:
+        """Send the own pieces to all ranks and receive theirs, in forward order.
+
+        Args:
+            waits: Wait for all of them; otherwise readers do, who must know (`tfscale.futures`).
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        backend = runtime.backend()
+        handles = []
         for bucket in self.buckets:
-            variables = [self.variables[i] for i in bucket.indices]
+            raw = [raw_variable(self.variables[i]) for i in bucket.indices]
             own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
-            call = self._call("parameters", variables, _STREAM)
-            gather_now(bucket, own, variables, call)
-
-
-def gather_now(
-    bucket: SegmentedBucket, own: Sequence[tf.Tensor], variables: Sequence[Any], call: Call
-) -> None:
-    """Assemble variables from all ranks' pieces, and wait for them.
-
-    Args:
-        bucket: How they lie in the buffer.
-        own: This rank's pieces, in the order of the buffer.
-        variables: Those of the bucket.
-        call: Who takes part.
-    """
-    flat = tf.concat([tf.reshape(p, [-1]) for p in own], 0) if own else tf.zeros([0], bucket.dtype)
-    gathered, _ = runtime.backend().allgather(flat, call)
-    begin = 0
-    for variable, shape in zip(variables, bucket.shapes, strict=True):
-        n = math.prod(shape)
-        variable._value.assign(tf.reshape(gathered[begin : begin + n], shape))
-        begin += n
+            call = self._call("parameters", bucket.indices)
+            if tf.executing_eagerly():
+                gather_and_assign(backend, own, raw, bucket, call)
+            else:
+                backend.post_gather(own, raw, bucket, call)
+                handles += [variable.handle for variable in raw]
+        if waits and handles:
+            backend.await_variables(handles)
 
 
 def _dense(gradient: Any) -> tf.Tensor:
     return tf.convert_to_tensor(gradient)
-
-
-def scatter_now(tensors: list[tf.Tensor], counts: list[int], call: Call, scaling: Any) -> tf.Tensor:
-    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0) * scaling.prescale
-    parts, _ = runtime.backend().alltoall(flat, tf.constant(counts, tf.int64), call)
-    own = counts[call.group.rank]
-    return tf.reduce_sum(tf.reshape(parts, [call.group.size, own]), 0) * scaling.postscale
