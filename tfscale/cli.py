@@ -1,4 +1,4 @@
-"""The command `tfscale`: run, doctor, build, report and tune."""
+"""The command `tfscale`: run, doctor, build, report, plan and tune."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from tfscale.config import environment
 from tfscale.doctor import examine
 from tfscale.errors import ConfigError
+from tfscale.forecast.command import add_plan
 from tfscale.job import count_cores, find_mpi, run_job, thread_variables
 from tfscale.mpi_command import LaunchSpec, build_command, parse_hosts
 from tfscale.native import build as native_build
@@ -156,7 +157,7 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
 
 
 # One entry per command: adds its parser, whose `handler` takes the options and returns a code.
-COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, _add_tune)
+COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, add_plan, _add_tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

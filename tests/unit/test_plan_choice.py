@@ -74,7 +74,7 @@ def test_large_dense_layers_do_not_send_weights_over_a_slow_network():
 def test_shards_hold_less_optimizer_state():
     scenario = Scenario(published("resnet50"), PRESETS["cori-haswell"], 256, 256, n_slots=2)
     choice = choose(scenario)
-    assert {part.kind for part in choice.plan.parts} <= {"sharded", "partial"}
+    assert "sharded" in {part.kind for part in choice.plan.parts}
     assert memory_bytes(scenario, choice.plan) < memory_bytes(scenario, choice.plain)
 
 

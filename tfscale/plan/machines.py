@@ -145,13 +145,13 @@ _MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_lat
 PRESETS: dict[str, Machine] = {
     "cori-haswell": Machine(
         name="cori-haswell",
-        latency_s=1.4e-6,
-        bytes_per_s=2.2e9,
+        latency_s=1.7e-6,
+        bytes_per_s=2.5e9,
         reduce_bytes_per_s=20e9,
         flops_per_s=0.93e12,
         memory_bytes_per_s=24e9,
         half_batch=1.0,
-        mpi_s_per_byte=1.9e-9,
+        mpi_s_per_byte=2.0e-9,
         note="[T] chapter 4: one rank per host of 32 cores",
     ),
     "ethernet-1g": Machine(

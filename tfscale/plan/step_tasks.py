@@ -152,8 +152,11 @@ class _Builder:
         """Sum and update the own segment, then gather all."""
         scenario, n_bytes = self.scenario, self._n_bytes(part)
         segment = n_bytes / scenario.n_ranks
-        duration = summed_s + scenario.update_s(segment / BYTES_PER_VALUE)
-        done = self._add(SUMS, duration, after, "sum and update", self._order(part))
+        if summed_s:
+            after = (self._add(SUMS, summed_s, after, "sum", self._order(part)),)
+        priority = -1 if self.plan.has_early_gradients else self._order(part)
+        duration = scenario.update_s(segment / BYTES_PER_VALUE)
+        done = self._add(COMPUTE, duration, after, "update", priority)
         done = self._average(part, segment, done)
         link = scenario.machine.link(scenario.n_ranks)
         gather = costs.transfer_s(n_bytes, scenario.n_ranks, link)

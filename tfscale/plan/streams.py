@@ -24,8 +24,8 @@ class Task:
         duration_s: How long it takes.
         after: Tasks of the same step that must end first, by position.
         after_previous: Tasks of the step before that must end first; the first step has none.
-        priority: Of the tasks that are ready a stream takes the smallest number, then the earliest
-            step's, then the first of the step.
+        priority: Of the tasks that are ready a stream takes the earliest step's, of these the one
+            with the smallest number, of these the first.
         name: For pictures.
     """
 
@@ -148,7 +148,7 @@ class _Clock:
 
     def _queue(self, place: int) -> None:
         task = self.tasks[place]
-        heapq.heappush(self.queues[task.stream], (task.priority, self.numbers[place], place))
+        heapq.heappush(self.queues[task.stream], (self.numbers[place], task.priority, place))
 
     def _start(self, now: float) -> None:
         for stream, queue in enumerate(self.queues):

@@ -1,0 +1,165 @@
+"""`tfscale plan`: its table, its picture, and what it says of models of one's own."""
+
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from models.edsr import edsr
+from models.resnet import resnet
+from models.resnet50 import resnet50
+from models.vgg import VGG_16, vgg
+
+from tfscale import cli
+from tfscale.errors import ConfigError
+from tfscale.forecast.curves import AUTO, LOCAL_SGD, forecast, winners
+from tfscale.plan.machines import PRESETS
+from tfscale.plan.published import published
+from tfscale.plan.times import Scenario
+from tfscale.tuning.model_layers import find_model, read_layers
+
+
+def small_model() -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, padding="same", name="conv")(inputs)
+    x = layers.Flatten()(layers.BatchNormalization(name="norm")(x))
+    return keras.Model(inputs, layers.Dense(10, name="top")(x), name="small")
+
+
+def test_a_keras_model_is_read():
+    table = read_layers(small_model())
+    assert [p.name for p in table.parameters] == [
+        "conv/kernel",
+        "conv/bias",
+        "norm/gamma",
+        "norm/beta",
+        "top/kernel",
+        "top/bias",
+    ]
+    named = {layer.name: layer for layer in table.layers}
+    assert named["conv"].flops == 2 * 3 * 3 * 3 * 4 * 64
+    assert named["top"].flops == 2 * 256 * 10
+    assert named["top"].dense == (256, 10)
+
+
+def test_reading_leaves_a_model_as_it_was():
+    model = small_model()
+    before = model.get_weights()
+    read_layers(model)
+    assert all("call" not in vars(layer) for layer in model.layers)
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_rows_frozen_and_shared_layers():
+    inputs = keras.Input((5, 6))
+    shared = keras.layers.Dense(6, name="shared")
+    x = shared(shared(inputs))
+    frozen = keras.layers.Dense(3, name="frozen", trainable=False)(x)
+    table = read_layers(keras.Model(inputs, keras.layers.Dense(2, name="rows")(frozen)))
+    named = {layer.name: layer for layer in table.layers}
+    assert named["shared"].dense is None  # its activations are those of two calls
+    assert named["shared"].flops >= 2 * (2 * 36 * 5)
+    assert named["rows"].rows == 5
+    assert not any("frozen" in p.name for p in table.parameters)
+
+
+class Own(keras.Model):
+    """A model in a class of its own, with a weight that belongs to no layer."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.dense = keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(1,), name="scale")
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return self.scale * self.dense(inputs)
+
+
+def test_models_in_classes_of_their_own():
+    table = read_layers(Own(), (7,))
+    assert sorted(p.n_values for p in table.parameters) == [1, 3, 21]
+    with pytest.raises(ConfigError, match="own must be built"):
+        read_layers(Own())
+
+
+@pytest.mark.parametrize(
+    "model, name, shape",
+    [
+        (lambda: vgg(VGG_16), "vgg16", None),
+        (resnet50, "resnet50", None),
+        (lambda: resnet(20), "resnet20", None),
+        (edsr, "edsr16", (32, 32, 1)),
+    ],
+)
+def test_published_tables_agree_with_the_recipes(model, name, shape):
+    """The same parameters, and operations within 3 %: norms count as traffic in one, not both."""
+    table, other = read_layers(model(), shape), published(name)
+    assert sorted(p.n_values for p in table.parameters) == sorted(
+        p.n_values for p in other.parameters
+    )
+    flops, expected = (sum(layer.flops for layer in t.layers) for t in (table, other))
+    assert flops == pytest.approx(expected, rel=0.03)
+
+
+def test_open_dimensions_must_be_named():
+    with pytest.raises(ConfigError, match="Pass --input-shape"):
+        read_layers(edsr())
+
+
+def test_models_are_found(tmp_path):
+    small_model().save(tmp_path / "model.keras")
+    assert find_model(None, str(tmp_path / "model.keras")).count_params() > 0
+    assert find_model("tests.unit.test_forecast:small_model", None).name == "small"
+    for name in ("tests.unit.test_forecast:nothing", "no_such_module:f"):
+        with pytest.raises(ConfigError, match="saved file or module:function"):
+            find_model(name, None)
+    with pytest.raises(ConfigError, match="must return a Keras model"):
+        find_model("builtins:dict", None)
+
+
+def test_auto_is_never_far_from_the_best():
+    """Within the 3 % that the planner wants to gain before it leaves plain allreduce."""
+    scenario = Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 1, 128)
+    points = forecast(scenario, (1, 2, 16), n_groups=2)
+    best = winners(points)
+    for point in points:
+        if point.exchange == AUTO:
+            assert point.predicted.step_s <= best[point.n_ranks].predicted.step_s / 0.97
+    assert {p.n_ranks for p in points if p.exchange == LOCAL_SGD} == {2, 16}
+    assert all(p.speedup == pytest.approx(1.0, rel=0.05) for p in points if p.n_ranks == 1)
+
+
+def test_the_command_writes_table_and_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--model", "resnet20", "--ranks", "1,4", "--global-batch", "64"]
+    assert cli.main(["plan", *arguments, "--output", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown == (tmp_path / "plan.md").read_text()
+    assert "Which exchange wins" in shown and "sharded" in shown
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_explains(capsys):
+    assert cli.main(["plan", "--model", "vgg-a", "--explain", "4"]) == 0
+    assert "fc1/kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--model", "alexnet"], "A model must be one of"),
+        (["--model", "vgg-a", "--machine", "nowhere"], "A machine must be one of"),
+        (["--model", "vgg-a", "--ranks", "1,x"], "--ranks must be numbers"),
+        (["--model", "vgg-a", "--global-batch", "0"], "global_batch must be 1 or more"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, text, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err

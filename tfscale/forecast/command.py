@@ -1,0 +1,119 @@
+"""The command `tfscale plan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tfscale.errors import ConfigError
+from tfscale.forecast.curves import forecast, report
+from tfscale.plan.choose import choose
+from tfscale.plan.explain import explain
+from tfscale.plan.layers import LayerTable
+from tfscale.plan.machines import PRESETS, find_machine
+from tfscale.plan.published import PUBLISHED, published
+from tfscale.plan.times import Scenario
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    """Add the parser of `tfscale plan`."""
+    plan = commands.add_parser("plan", help="predict step times and choose exchanges")
+    which = plan.add_mutually_exclusive_group(required=True)
+    names = ", ".join(PUBLISHED)
+    which.add_argument(
+        "--model", metavar="NAME", help=f"{names}, or module:function that returns a Keras model"
+    )
+    which.add_argument("--model-file", metavar="FILE", help="a saved Keras model")
+    plan.add_argument(
+        "--input-shape",
+        metavar="R,C,...",
+        help="of one sample, where the model leaves dimensions open",
+    )
+    plan.add_argument("--ranks", default="1,2,4,8,16,32,64,128,256", metavar="N,...")
+    plan.add_argument("--global-batch", type=int, default=256, help="samples of all ranks per step")
+    plan.add_argument(
+        "--machine",
+        default="ethernet-1g",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or a file of tfscale tune links",
+    )
+    plan.add_argument("--slots", type=int, default=1, help="optimizer state per parameter: Adam 2")
+    plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
+    plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")
+    plan.add_argument(
+        "--explain", type=int, default=0, metavar="N", help="show the plan for N ranks only"
+    )
+    plan.add_argument("--output", metavar="DIR", help="folder for plan.md and plan.png")
+    plan.set_defaults(handler=_plan)
+
+
+def read_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Return numbers of 1 or more that are written with commas between them.
+
+    Args:
+        text: Such as "1,2,4".
+        name: Of the option, for the error.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"{name} must be numbers of 1 or more with commas between them. "
+            f"Received: {name} {text}. Example: {name} 1,2,4"
+        )
+    return numbers
+
+
+def find_table(options: argparse.Namespace) -> LayerTable:
+    """Return the model that `--model`, `--model-file` and `--input-shape` name.
+
+    Args:
+        options: Of the command line.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    if options.model and ":" not in options.model:
+        return published(options.model)
+    # Imported here: TensorFlow takes seconds.
+    from tfscale.tuning.model_layers import find_model, read_layers
+
+    shape = read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
+    return read_layers(find_model(options.model, options.model_file), shape)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        scenario = Scenario(
+            find_table(options),
+            find_machine(options.machine),
+            max(1, options.explain),
+            options.global_batch,
+            options.slots,
+        )
+        if options.explain:
+            sys.stdout.write(explain(scenario, choose(scenario)))
+            return 0
+        ranks = read_numbers(options.ranks, "--ranks")
+        points = forecast(scenario, ranks, options.groups, options.interval)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a PlanError: the command line's own kind
+        raise ConfigError(str(error)) from error
+    text = report(scenario, points)
+    sys.stdout.write(text)
+    if options.output:
+        from tfscale.forecast.picture import draw
+
+        folder = Path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.md").write_text(text, "utf-8")
+        title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
+        draw(points, f"{title} per step: predicted", folder / "plan.png")
+    return 0
