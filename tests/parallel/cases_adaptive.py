@@ -1,0 +1,183 @@
+"""Growing batches on several ranks: one fit equals one process, and goes on after interruptions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tfscale import runtime
+from tfscale.callbacks import (
+    AdaptiveBatchSize,
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+)
+from tfscale.data.slices import epoch_order
+
+SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks
+SIZES = (48, 48, 96, 96, 192, 192, 384, 384, 384)
+
+
+def arrays():
+    random = np.random.default_rng(5)
+    x = random.normal(size=(SAMPLES, 6))
+    return x, np.tanh(x @ random.normal(size=(6, 3))) + 0.1 * random.normal(size=(SAMPLES, 3))
+
+
+def build():
+    inputs = keras.Input((6,))
+    left = keras.layers.Dense(16, activation="tanh")(inputs)
+    right = keras.layers.Dense(16, activation="relu")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.add([left, right])))
+
+
+def by_hand(make_optimizer, batch_sizes, scales):
+    """Train one plain model; return its variables, losses of epochs, and theta of each epoch."""
+    keras.utils.set_random_seed(3)
+    model = build()
+    model.compile(make_optimizer(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    x, y = arrays()
+    initial = float(model.optimizer.learning_rate)
+    first, start, thetas = None, [v.numpy() for v in model.trainable_variables], []
+    for epoch, (size, scale) in enumerate(zip(batch_sizes, scales, strict=True)):
+        model.optimizer.learning_rate = initial * scale
+        losses = []
+        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
+            losses.append(float(np.mean((model(x[rows]) - y[rows]) ** 2)))
+            first = losses[0] if first is None else first
+            model.train_on_batch(x[rows], y[rows])
+        pairs = zip(model.trainable_variables, start, strict=True)
+        distance = math.sqrt(sum(float(np.sum((v.numpy() - s) ** 2)) for v, s in pairs))
+        thetas.append((first - float(np.mean(losses))) / distance)
+    return model, thetas
+
+
+def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
+    """Train with growing batches; return the model and its history."""
+    keras.utils.set_random_seed(seed + runtime.rank())
+    model = build()
+    model.compile(tfscale.DistributedOptimizer(make_optimizer(), exchange=exchange), "mse")
+    x, y = arrays()
+    data = tfscale.data.GlobalBatches(x, y, batch_size=START, seed=7)
+    options = {"interval": 2, "momentum_correction": False, "decay_epochs": (8,), **options}
+    callbacks = [
+        *extra,
+        BroadcastGlobalVariablesCallback(0),
+        MetricAverageCallback(),
+        AdaptiveBatchSize(data, MAXIMUM, log_path=path, **options),
+    ]
+    with contextlib.suppress(Interruption):
+        history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
+        return model, history
+    return model, {}
+
+
+def close(model, other, tolerance=1e-10):
+    mine = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    theirs = [v.numpy() for v in [*other.variables, *other.optimizer.variables]]
+    for own, single in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(own, single, rtol=0, atol=tolerance)
+
+
+def check_equality(make_optimizer, exchange):
+    scales = [*(size / START for size in SIZES[:-1]), 0.1]
+    with float64(), shared_folder() as folder:
+        model, history = fit(make_optimizer, folder / "adaptive.jsonl", exchange)
+        alone, thetas = by_hand(make_optimizer, SIZES, scales)
+        lines = [json.loads(s) for s in (folder / "adaptive.jsonl").read_text().splitlines()]
+    assert tuple(history["batch_size"]) == SIZES
+    close(model, alone)
+    require_equal_ranks([*model.variables, *model.optimizer.variables])
+    np.testing.assert_allclose(history["theta"], thetas, rtol=1e-9)
+    assert [line["theta"] for line in lines] == history["theta"]
+    assert [line["batch_size"] for line in lines] == list(SIZES)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+def adam():
+    return keras.optimizers.Adam(0.001)
+
+
+@sizes(1, 2, 3, 4, timeout_s=180)
+def case_growing_batches_equal_one_process():
+    for make_optimizer in (momentum, adam):
+        check_equality(make_optimizer, "allreduce")
+
+
+@sizes(2, 3, 4, timeout_s=180)
+def case_growing_batches_equal_one_process_with_chunks():
+    check_equality(momentum, tfscale.Chunked(first_chunk_layers=1))
+    check_equality(momentum, tfscale.Chunked(first_chunk_layers=1, replicated_dense=1))
+
+
+@sizes(2, 3, 4, timeout_s=120)
+def case_ranks_agree_although_their_losses_differ():
+    """theta is near a threshold nowhere, but every rank sees another loss."""
+    with float64(), shared_folder() as folder:
+        options = {"interval": None, "decay_epochs": (), "saturation": 0.5}
+        _, history = fit(momentum, folder / "adaptive.jsonl", **options)
+        every = tfscale.allgather_object([history["batch_size"], history["theta"]])
+    assert all(other == every[0] for other in every)
+    assert history["batch_size"][-1] > START
+
+
+class Interruption(Exception):
+    """Ends fit on all ranks at the same place."""
+
+
+class InterruptIn(keras.callbacks.Callback):
+    def __init__(self, epoch):
+        super().__init__()
+        self.at, self.epoch = epoch, -1
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == self.at:
+            raise Interruption
+
+
+@sizes(1, 2, 3, timeout_s=180)
+def case_a_run_goes_on():
+    """Bit by bit, while K is still looked for and later; seeds of the other ranks differ."""
+    options = {"interval": None, "rule": "robust", "decay_epochs": (), "saturation": 0.3}
+    with float64(), shared_folder() as folder:
+        whole, history = fit(adam, folder / "whole.jsonl", **options)
+        for at in (2, 5):
+            path = folder / f"cut-{at}.jsonl"
+            backup = f"{folder}/backup-{at}" + ("" if runtime.rank() == 0 else "-not-there")
+            fit(adam, path, extra=[BackupAndRestore(backup), InterruptIn(at)], **options)
+            model, rest = fit(adam, path, extra=[BackupAndRestore(backup)], seed=50, **options)
+            for own, value in zip(model.get_weights(), whole.get_weights(), strict=True):
+                np.testing.assert_array_equal(own, value)
+            assert rest["batch_size"] == history["batch_size"][at:]
+            assert rest["theta"] == history["theta"][at:]
+            tfscale.barrier()
+            assert path.read_text() == (folder / "whole.jsonl").read_text()
+            tfscale.barrier()
+
+
+@sizes(2, 3, 4)
+def case_a_batch_smaller_than_the_ranks_is_an_error():
+    def train():
+        x, y = arrays()
+        data = tfscale.data.GlobalBatches(x, y, batch_size=START, seed=7)
+        model = build()
+        model.compile(tfscale.DistributedOptimizer(momentum()), "mse")
+        callback = AdaptiveBatchSize(data, MAXIMUM, start_batch_size=1, log_path=None)
+        model.fit(data, verbose=0, callbacks=[callback])
+
+    require_error(train, "batch_size=1, size=", 'active_ranks="grow"')
