@@ -1,0 +1,124 @@
+"""A model whose parameters are gathered by hand: what the cases about futures share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tfscale import futures, runtime
+from tfscale.backends.base import Call
+from tfscale.plan.segments import SegmentedBucket, build_segments
+from tfscale.plan.specs import GradientSpec
+
+X = np.arange(24).reshape(4, 6) % 11
+Y = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
+DELAY_S = 0.1
+
+
+def build() -> keras.Model:
+    """Return a compiled model with a variable that is read sparsely."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(11, 4),
+            layers.Flatten(),
+            layers.Dense(5, activation="tanh"),
+            layers.Dense(3),
+        ]
+    )
+    model.compile("sgd", loss="mse", metrics=["mae"])
+    return model
+
+
+class Posts:
+    """Gathers of variables, one per bucket, in which each rank has its own pieces only."""
+
+    def __init__(self, variables: list[Any], bucket_bytes: int = 150) -> None:
+        """Lay the variables out and remember their values."""
+        self.variables = variables
+        self.base = [np.array(v.numpy()) for v in variables]
+        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in variables]
+        self.layouts = build_segments(specs, tfscale.size(), bucket_bytes)
+        self.run = tf.function(self.post)
+
+    def expected(self, step: int) -> list[np.ndarray]:
+        """Return the values that the gathers of a step bring."""
+        return [(base + step).astype(base.dtype) for base in self.base]
+
+    @property
+    def step_spec(self) -> tf.TensorSpec:
+        """Of the argument of `post`."""
+        return tf.TensorSpec([], tf.float32)
+
+    def post(self, step: Any) -> None:
+        """Post all gathers; eagerly or while tracing."""
+        for layout in self.layouts:
+            self.post_one(layout, step)
+
+    def post_one(self, layout: SegmentedBucket, step: Any) -> None:
+        """Post one bucket."""
+        pieces = []
+        for piece in layout.pieces(tfscale.rank()):
+            flat = tf.constant(self.base[piece.variable].reshape(-1)[piece.start : piece.stop])
+            pieces.append(flat + tf.cast(step, flat.dtype))
+        own = [self.variables[i] for i in layout.indices]
+        runtime.backend().post_gather(pieces, own, layout, Call(runtime.world(), own[0].path))
+
+    def post_late(self, step: int, late: int, delay_s: float = DELAY_S) -> None:
+        """Post on all ranks; on rank `late` a while after the others have found theirs pending."""
+        argument = tf.constant(step, tf.float32)
+        if tfscale.rank() == late:
+            tfscale.barrier()
+            time.sleep(delay_s)
+            self.run(argument)
+            return
+        self.run(argument)
+        assert runtime.backend().num_pending() == len(self.variables)
+        tfscale.barrier()
+
+
+class Subject:
+    """The model, its gathers, and an ordinary model that shows what reads must give."""
+
+    def __init__(self, before: Callable[[keras.Model], Any] | None = None) -> None:
+        """Build; `before` runs with the model before its parameters become futures."""
+        self.model, self.twin = build(), build()
+        if before is not None:
+            before(self.model)
+        self.assigned: list[str] = []
+        self.names = futures.attach(
+            self.model,
+            self.model.trainable_variables,
+            lambda variable, value: self.assigned.append(variable.path),
+        )
+        self.posts = Posts(self.model.trainable_variables)
+        self.step = 0
+
+    def check(self, name: str, read: Callable[[keras.Model], Any]) -> None:
+        """Read the model while gathers are pending; compare with the ordinary model."""
+        begin = time.monotonic()
+        read(self.model)
+        # A read that traces or writes files takes as long: it is to begin before the values come.
+        delay_s = 0.05 + 2 * (time.monotonic() - begin)
+        self.step += 1
+        self.twin.set_weights(self.posts.expected(self.step))
+        self.posts.post_late(self.step, self.step % tfscale.size(), delay_s)
+        found = read(self.model)
+        futures.drain(self.model.variables)
+        for a, b in zip(flatten(found), flatten(read(self.twin)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=name)
+        for v, value in zip(self.posts.variables, self.posts.expected(self.step), strict=True):
+            np.testing.assert_array_equal(v.numpy(), value, err_msg=f"after {name}")
+
+
+def flatten(values: Any) -> list[np.ndarray]:
+    """Return arrays; variables are not read again."""
+    return [np.array(value) for value in tf.nest.flatten(values)]
