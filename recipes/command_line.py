@@ -10,7 +10,7 @@ FlagsParser = Callable[[Sequence[str]], list[str]]
 
 
 def flags_parser(
-    smoke_sizes: Mapping[str, object], values: flags.FlagValues = flags.FLAGS
+    smoke_sizes: Mapping[str, object] | None = None, values: flags.FlagValues = flags.FLAGS
 ) -> FlagsParser:
     """Return what `app.run(main, flags_parser=...)` calls to read the command line.
 
@@ -18,7 +18,8 @@ def flags_parser(
     flags named in `smoke_sizes` those values, save where the command line says otherwise.
 
     Args:
-        smoke_sizes: Flag name and value: a size that runs in under a minute on two cores.
+        smoke_sizes: Flag name and value: a size that runs in under a minute on two cores; None
+            where there is no `--smoke`.
         values: Where the flags are defined.
 
     Returns:
@@ -31,7 +32,7 @@ def flags_parser(
             rest = values([argv[0], *(_underscores(arg) for arg in argv[1:])])
         except flags.Error as error:
             sys.exit(f"{error}\nPass --helpshort to see the flags of this recipe.")
-        if values["smoke"].value:
+        if smoke_sizes and values["smoke"].value:
             for name, value in smoke_sizes.items():
                 if not values[name].present:
                     values[name].value = value

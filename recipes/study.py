@@ -1,0 +1,82 @@
+"""Run a table of configurations, and write what came out as a table and a picture.
+
+    python recipes/study.py global_shuffling
+    python recipes/study.py global_shuffling --only "2 ranks" --seeds 1
+    python recipes/study.py path/of/my_study.py --draw        # what is there, nothing is run
+
+Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;
+what was interrupted goes on after its last epoch; what was run with other flags is run anew. A
+run that fails is reported, and the next one begins. Results go to `recipes/results/<study>.md`,
+`.png` and `.json`; the file `.json` holds every epoch of every run.
+
+A study is a Python file, `recipes/studies/<study>.py` or any other path, that defines:
+
+    TITLE = "Global shuffling against fixed shards"      # heading
+    SHOWS = "Text above the table: what for, after which figure of which paper."
+    RECIPE = "lenet"                                     # recipes/lenet.py
+    RANKS = 2                                            # 1: without a launcher
+    FLAGS = {"data": "fashion_mnist", "epochs": 20}      # of all runs, as the recipe has them
+    CONFIGURATIONS = {                                   # the first: what others are compared with
+        "1 process": {"ranks": 1},                       # flags; `ranks` and `recipe` override
+        "fixed shards": {"shuffle": "shards"},
+    }
+    SEEDS = (1, 2, 3)                                    # each is a run of its own
+    METRIC = "val_accuracy"                              # a name in metrics.jsonl; last epoch
+    THRESHOLD = ("val_loss", 0.5)                        # ends the time of the total speedup
+    COLUMNS = {"largest batch": function}                # optional, more columns: see below
+
+A loss reaches a threshold from above, anything else from below. With THRESHOLD = None there is no
+total speedup. A function of COLUMNS gets a list with the epochs of a run, each a dict as in
+`metrics.jsonl`, and returns a number; the table shows the mean over seeds. All runs get `--resume`;
+those on several ranks `--report` as well, which measures compute and communication.
+
+Speedups, as [F] has them: the epoch speedup compares seconds of training per epoch, medians; the
+total speedup seconds of training until the threshold, which contains what the configuration loses
+in convergence. Validation is in neither. Compare times of configurations of equal accuracy only.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+import study_picture
+import study_report
+import study_runs
+from command_line import flags_parser
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("only", "", "Run the configurations whose names contain this.")
+flags.DEFINE_list("seeds", [], "Run these seeds only.")
+flags.DEFINE_bool("draw", False, "Run nothing; write table and picture of what is there.")
+flags.DEFINE_string("data_dir", ".cache/data", "Passed to the recipes.")
+flags.DEFINE_string("run_dir", "runs/studies", "Folder of the runs.")
+flags.DEFINE_string("results_dir", str(study_runs.RECIPES / "results"), "Folder of the results.")
+
+
+def main(arguments: list[str]) -> None:
+    """Run what is missing, then write the results."""
+    if len(arguments) != 2:
+        sys.exit(f"A study must be named. Received: {arguments[1:]}. See --help.")
+    study = study_runs.load(arguments[1])
+    folder = Path(FLAGS.run_dir) / study.name
+    failed = 0
+    for run in study_runs.runs(study, folder):
+        is_chosen = FLAGS.only in run.configuration
+        is_chosen &= not FLAGS.seeds or str(run.seed) in FLAGS.seeds
+        if FLAGS.draw or not is_chosen:
+            continue
+        failed += not study_runs.finish(run, [f"--data_dir={FLAGS.data_dir}"])
+    outcomes = study_runs.outcomes(study, folder)
+    if outcomes:
+        where = Path(FLAGS.results_dir) / study.name
+        where.parent.mkdir(parents=True, exist_ok=True)
+        text = study_report.write(study, outcomes, where)
+        study_picture.draw(study, outcomes, where.with_suffix(".png"))
+        print(f"{text}\nResults are in {where}.md, .png and .json.")
+    if failed or not outcomes:
+        sys.exit(f"{failed} runs failed, {len(outcomes)} are there.")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=flags_parser())

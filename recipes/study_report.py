@@ -1,0 +1,176 @@
+"""The numbers of a study: per run, per configuration, as a table in Markdown and as JSON."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from study_runs import Outcome, Study, command
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One configuration over its seeds; None where something was not measured.
+
+    Attributes:
+        name: Of the configuration.
+        ranks: Processes.
+        seeds: Finished runs.
+        metric: The study's metric after the last epoch, one per seed.
+        epochs: Epochs until the end, mean.
+        epochs_to_threshold: Epochs until the threshold, mean; None if a seed never reached it.
+        seconds_to_threshold: Seconds of training until then, mean.
+        epoch_s: Seconds of training of an epoch: median over epochs, mean over seeds.
+        exposed_share: Part of the time of a step in which ranks wait for communication.
+        more: The study's own columns, means.
+    """
+
+    name: str
+    ranks: int
+    seeds: int
+    metric: list[float]
+    epochs: float
+    epochs_to_threshold: float | None
+    seconds_to_threshold: float | None
+    epoch_s: float
+    exposed_share: float | None
+    more: list[float]
+
+
+def summaries(study: Study, outcomes: Sequence[Outcome]) -> list[Summary]:
+    """Return one summary per configuration that has a finished run, in the study's order."""
+    result = []
+    for name in study.configurations:
+        own = [outcome for outcome in outcomes if outcome.run.configuration == name]
+        if own:
+            result.append(_summary(study, name, own))
+    return result
+
+
+def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
+    reached = [epochs_to(study.threshold, outcome.epochs) for outcome in own]
+    numbers = [number for number in reached if number is not None]
+    seconds = [
+        sum(line["train_seconds"] for line in outcome.epochs[:number])
+        for outcome, number in zip(own, reached, strict=True)
+    ]
+    is_reached = len(numbers) == len(own)
+    steps = [step for outcome in own for step in outcome.steps if "exposed_s" in step]
+    exposed, total = (sum(step[key] for step in steps) for key in ("exposed_s", "step_s"))
+    return Summary(
+        name=name,
+        ranks=own[0].run.ranks,
+        seeds=len(own),
+        metric=[outcome.epochs[-1][study.metric] for outcome in own],
+        epochs=statistics.mean(len(outcome.epochs) for outcome in own),
+        epochs_to_threshold=statistics.mean(numbers) if is_reached else None,
+        seconds_to_threshold=statistics.mean(seconds) if is_reached else None,
+        epoch_s=statistics.mean(
+            statistics.median(line["train_seconds"] for line in outcome.epochs) for outcome in own
+        ),
+        exposed_share=exposed / total if total else None,
+        more=[statistics.mean(f(o.epochs) for o in own) for f in study.columns.values()],
+    )
+
+
+def epochs_to(
+    threshold: tuple[str, float] | None, epochs: Sequence[dict[str, float]]
+) -> int | None:
+    """Return after how many epochs a threshold is reached: from above by a loss, else from below.
+
+    Args:
+        threshold: Metric and value.
+        epochs: Lines of `metrics.jsonl`.
+
+    Returns:
+        None if it is never reached, or there is none.
+    """
+    if threshold is None:
+        return None
+    metric, value = threshold
+    sign = -1 if "loss" in metric else 1
+    hits = (n for n, line in enumerate(epochs, 1) if sign * line[metric] >= sign * value)
+    return next(hits, None)
+
+
+def speedup(base: float | None, own: float | None) -> float | None:
+    """Return how many times shorter `own` is; None if one of them is unknown."""
+    return base / own if base and own else None
+
+
+def write(study: Study, outcomes: Sequence[Outcome], where: Path) -> str:
+    """Write `where`.md and `where`.json; return the text of the former."""
+    text = _page(study, outcomes, where.name)
+    where.with_suffix(".md").write_text(text, encoding="utf-8")
+    runs = [
+        {
+            "configuration": outcome.run.configuration,
+            "command": " ".join(command(outcome.run)),
+            "ranks": outcome.run.ranks,
+            **outcome.made,
+            "epochs": outcome.epochs,
+        }
+        for outcome in outcomes
+    ]
+    summary = [dataclasses.asdict(s) for s in summaries(study, outcomes)]
+    content = {"study": study.name, "metric": study.metric, "summary": summary, "runs": runs}
+    where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return text
+
+
+def _page(study: Study, outcomes: Sequence[Outcome], name: str) -> str:
+    rows = summaries(study, outcomes)
+    own_titles = list(study.columns)
+    head = ["configuration", "ranks", "seeds", f"{study.metric}, last epoch", "epochs", *own_titles]
+    head += ["s/epoch", "waiting for communication", "epoch speedup"]
+    if study.threshold:
+        metric, value = study.threshold
+        head += [f"epochs to {metric} {value:g}", "s to it", "total speedup"]
+    lines = [f"# {study.title}", "", study.shows.strip(), "", f"![{study.title}]({name}.png)", ""]
+    lines += [_row(head), _row(["---"] * len(head))]
+    lines += [_row(_cells(study, row, rows[0])) for row in rows]
+    lines += [
+        "",
+        f"Speedups are over “{rows[0].name}”, by seconds of training without validation.",
+        "",
+    ]
+    lines += _made(study, outcomes)
+    return "\n".join(lines) + "\n"
+
+
+def _cells(study: Study, row: Summary, base: Summary) -> list[str]:
+    spread = f" ± {statistics.stdev(row.metric):.4g}" if len(row.metric) > 1 else ""
+    cells = [row.name, str(row.ranks), str(row.seeds)]
+    cells += [f"{statistics.mean(row.metric):.4g}{spread}", f"{row.epochs:g}"]
+    cells += [_shown(value) for value in row.more]
+    share = None if row.exposed_share is None else f"{100 * row.exposed_share:.0f} %"
+    cells += [f"{row.epoch_s:.3g}", share or "-", _shown(speedup(base.epoch_s, row.epoch_s))]
+    if study.threshold:
+        total = speedup(base.seconds_to_threshold, row.seconds_to_threshold)
+        cells += [_shown(v) for v in (row.epochs_to_threshold, row.seconds_to_threshold, total)]
+    return cells
+
+
+def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what made the numbers: commands, seeds, commits, machines."""
+    lines = ["Made by:", "", "```", f"python recipes/study.py {study.name}", "```", ""]
+    for title, key in (("Commit", "commit"), ("Machine", "machine"), ("Versions", "versions")):
+        values = sorted({outcome.made.get(key, "unknown") for outcome in outcomes})
+        lines.append(f"* {title}: {'; '.join(values)}")
+    seeds = sorted({outcome.run.seed for outcome in outcomes})
+    lines += [f"* Seeds: {', '.join(map(str, seeds))}", "", "Runs of the first seed:", "", "```"]
+    first = [outcome.run for outcome in outcomes if outcome.run.seed == seeds[0]]
+    for run in first:
+        launch = "python" if run.ranks == 1 else f"tfscale run -np {run.ranks} python"
+        lines.append(f"{launch} {' '.join(command(run))}")
+    return [*lines, "```"]
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,155 @@
+"""Studies: what is run, what is not run again, and the numbers of the table."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import machine
+import study_picture
+import study_report
+import study_runs
+
+STUDY = """
+TITLE = "Two batches"
+SHOWS = "Nothing."
+RECIPE = "fake"
+FLAGS = {"epochs": 3, "augment": False}
+CONFIGURATIONS = {"small batch": {"batch_size": 4}, "Large: 16": {"batch_size": 16, "report": True}}
+SEEDS = (1, 2)
+METRIC = "val_accuracy"
+THRESHOLD = ("val_loss", 0.5)
+COLUMNS = {"largest batch": lambda epochs: max(line["batch_size"] for line in epochs)}
+"""
+# Halves its loss per epoch; fails where a file says so.
+FAKE = """
+import json, pathlib, sys
+flags = dict(a[2:].split("=") for a in sys.argv[1:] if "=" in a)
+folder = pathlib.Path(flags["run_dir"]) / flags["run_name"]
+with open(folder / "metrics.jsonl", "w") as file:
+    for epoch in range(1, 4):
+        batch = int(flags["batch_size"])
+        line = {"epoch": epoch, "train_seconds": 8 / batch, "batch_size": batch}
+        line |= {"val_loss": batch / 4 / 2**epoch, "val_accuracy": 0.5 + 0.1 * int(flags["seed"])}
+        file.write(json.dumps(line) + "\\n")
+if (pathlib.Path(__file__).parent / "fail").exists():
+    sys.exit(3)
+(folder / "run.json").write_text(json.dumps({"seconds": 1.0}))
+with open(folder / "calls", "a") as file:
+    file.write("x")
+"""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_runs, "RECIPES", tmp_path)
+    (tmp_path / "fake.py").write_text(FAKE)
+    (tmp_path / "mine.py").write_text(STUDY)
+    return study_runs.load(str(tmp_path / "mine.py"))
+
+
+def _calls(runs):
+    return [len((run.folder / "calls").read_text()) for run in runs]
+
+
+def test_runs_are_configurations_times_seeds(study, tmp_path):
+    runs = list(study_runs.runs(study, tmp_path / "runs"))
+    names = ["small-batch-seed1", "large-16-seed1", "small-batch-seed2", "large-16-seed2"]
+    assert [run.folder.name for run in runs] == names
+    assert study_runs.command(runs[1]) == [
+        "recipes/fake.py", "--epochs=3", "--noaugment", "--batch_size=16", "--report", "--seed=1",
+    ]  # fmt: skip
+
+
+def test_what_is_finished_is_not_run_again_and_other_flags_are(study, tmp_path):
+    runs = list(study_runs.runs(study, tmp_path / "runs"))
+    assert all(study_runs.finish(run) for run in runs for _ in range(2))
+    assert _calls(runs) == [1, 1, 1, 1]
+    (tmp_path / "mine.py").write_text(STUDY.replace("16,", "32,"))
+    changed = list(study_runs.runs(study_runs.load(str(tmp_path / "mine.py")), tmp_path / "runs"))
+    assert [study_runs.is_finished(run) for run in changed] == [True, False, True, False]
+    assert study_runs.finish(changed[1]) and _calls(changed) == [1, 1, 1, 1]
+
+
+def test_a_failed_run_is_no_outcome_and_is_taken_up_again(study, tmp_path, capsys):
+    run, *_ = study_runs.runs(study, tmp_path / "runs")
+    (tmp_path / "fail").touch()
+    assert not study_runs.finish(run)
+    assert "exit code 3" in capsys.readouterr().out
+    assert study_runs.outcomes(study, tmp_path / "runs") == []
+    (tmp_path / "fail").unlink()
+    (run.folder / "kept").touch()  # a backup, say
+    assert study_runs.finish(run) and (run.folder / "kept").exists()
+    assert len(study_runs.outcomes(study, tmp_path / "runs")) == 1
+
+
+def test_table_json_and_picture(study, tmp_path):
+    for run in study_runs.runs(study, tmp_path / "runs"):
+        assert study_runs.finish(run)
+    outcomes = study_runs.outcomes(study, tmp_path / "runs")
+    outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
+    text = study_report.write(study, outcomes, tmp_path / "mine")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    # Losses 1/2, 1/4 and 2, 1, 1/2: the threshold after one epoch of 2 s and three of 0.5 s.
+    assert rows[2:] == [
+        "| small batch | 1 | 2 | 0.65 ± 0.07071 | 3 | 4 | 2 | - | 1 | 1 | 2 | 1 |",
+        "| Large: 16 | 1 | 2 | 0.65 ± 0.07071 | 3 | 16 | 0.5 | 25 % | 4 | 3 | 1.5 | 1.33 |",
+    ]
+    assert (tmp_path / "mine.md").read_text() == text
+    for part in ("Commit: ", "Machine: ", "Seeds: 1, 2", "python recipes/fake.py --epochs=3"):
+        assert part in text
+    content = json.loads((tmp_path / "mine.json").read_text())
+    assert len(content["runs"]) == 4 and len(content["runs"][0]["epochs"]) == 3
+    study_picture.draw(study, outcomes, tmp_path / "mine.png")
+    assert (tmp_path / "mine.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(("val_loss", 0.3), 2), (("val_loss", 0.1), None), (("psnr", 40.0), 3), (None, None)],
+)
+def test_a_loss_reaches_a_threshold_from_above_anything_else_from_below(threshold, expected):
+    lines = [{"val_loss": loss, "psnr": 10 / loss} for loss in (0.9, 0.3, 0.2)]
+    assert study_report.epochs_to(threshold, lines) == expected
+
+
+def test_a_configuration_of_which_one_seed_misses_the_threshold_has_no_total_speedup(study):
+    run = study_runs.Run("small batch", 1, 1, "fake", {}, Path())
+    line = {"val_accuracy": 0.5, "train_seconds": 1.0, "batch_size": 1}
+    hit, miss = ([{**line, "val_loss": loss}] for loss in (0.1, 0.9))
+    outcomes = [study_runs.Outcome(run, epochs, [], {}) for epochs in (hit, miss)]
+    (summary,) = study_report.summaries(study, outcomes)
+    assert summary.epochs_to_threshold is None and summary.seconds_to_threshold is None
+
+
+def test_files_that_are_no_study_are_refused(tmp_path, study):
+    with pytest.raises(SystemExit, match="must be one of .*Received: none_such"):
+        study_runs.load("none_such")
+    path = tmp_path / "wrong.py"
+    for text, message in ((STUDY + "BATCHES = 1", "it defines BATCHES"), ("", "missing")):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            study_runs.load(str(path))
+
+
+def test_the_machine_is_told_without_names_of_hosts_or_folders():
+    import os
+
+    told = machine.describe()
+    assert set(told) == {"commit", "machine", "versions"}
+    assert "cores" in told["machine"] and "GiB" in told["machine"]
+    assert "tensorflow 2." in told["versions"]
+    text = " ".join(told.values())
+    assert os.uname().nodename not in text and str(Path.home()) not in text
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(study_runs.__file__).parent / "studies").glob("*.py"))
+)
+def test_committed_studies_load_and_their_recipes_exist(path):
+    study = study_runs.load(str(path))
+    for run in study_runs.runs(study, Path("runs")):
+        assert (Path(study_runs.__file__).parent / f"{run.recipe}.py").is_file()
