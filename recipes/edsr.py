@@ -96,7 +96,7 @@ def main(_: list[str]) -> None:
     input_psnr = float(np.mean(psnr(valid.truth, valid.corrupted)))
     baselines = {"psnr": input_psnr}
     history = training.fit(
-        model, train_batches, valid_batches, baselines=baselines, stop=early_stopping
+        model, train_batches, valid_batches, BATCH, baselines=baselines, stop=early_stopping
     )
     if is_first:
         folder = training.run_folder()

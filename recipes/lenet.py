@@ -74,7 +74,7 @@ def main(_: list[str]) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    history = training.fit(model, train, test, stop=early_stopping)
+    history = training.fit(model, train, test, BATCH, stop=early_stopping)
     if is_first:
         folder = training.run_folder()
         model.save(folder / "model.keras")

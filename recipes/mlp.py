@@ -76,7 +76,7 @@ def main(_: list[str]) -> None:
         loss="mean_squared_error",
         metrics=["accuracy"],
     )
-    history = training.fit(model, train, test, stop=early_stopping)
+    history = training.fit(model, train, test, BATCH, stop=early_stopping)
     if is_first:
         folder = training.run_folder()
         model.save(folder / "model.keras")

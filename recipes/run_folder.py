@@ -62,6 +62,7 @@ class RunFolder(keras.callbacks.Callback):
         """Start the clocks; in the first epoch, forget what is trained again."""
         self._epoch_began_s = time.monotonic()
         self._train_s = 0.0
+        self._batch_size = getattr(self._data, "batch_size", 0)
         if not self._started_s:
             self._lines = [line for line in self._lines if line["epoch"] <= epoch]
             before_s = self._lines[-1]["seconds"] if self._lines else 0.0
@@ -81,7 +82,7 @@ class RunFolder(keras.callbacks.Callback):
             "seconds": round(time.monotonic() - self._started_s, 3),
             "train_seconds": round(self._train_s, 3),
             "learning_rate": float(self.model.optimizer.learning_rate),
-            **({} if self._data is None else {"batch_size": self._data.batch_size}),
+            **({} if self._data is None else {"batch_size": self._batch_size}),
             **{name: float(value) for name, value in (logs or {}).items()},
         }
         self._lines.append(line)

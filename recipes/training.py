@@ -9,12 +9,14 @@ from typing import Any
 import keras
 from absl import flags
 
+import batch_growth
 import command_line
 import tfscale
 import tfscale.keras as hvd
 from run_folder import RunFolder
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(batch_growth)
 flags.DEFINE_integer("epochs", 10, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 128, "Samples of a step, all ranks together.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.1, "Peak rate for the recipe's batch.", lower_bound=0.0)
@@ -37,9 +39,6 @@ flags.DEFINE_integer(
     "Train the ranks on their own and average parameters every n epochs; 0: exchange gradients.",
     lower_bound=0,
 )  # fmt: skip
-flags.DEFINE_integer(
-    "adaptive_batch", 0, "Let batch and rate grow up to this batch; 0: fixed.", lower_bound=0
-)
 flags.DEFINE_integer("groups", 1, "Groups of ranks that train by local SGD.", lower_bound=1)
 flags.DEFINE_enum(
     "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
@@ -101,7 +100,7 @@ def learning_rate(batch: int, steps_per_epoch: int) -> Any:
     exponent = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[FLAGS.scaling]
     peak = FLAGS.learning_rate * (FLAGS.batch_size / batch) ** exponent
     steps = steps_per_epoch * FLAGS.epochs
-    if FLAGS.schedule == "constant" or FLAGS.adaptive_batch:
+    if FLAGS.schedule == "constant" or batch_growth.is_used():
         return peak
     if FLAGS.schedule == "steps":
         return keras.optimizers.schedules.PiecewiseConstantDecay(
@@ -159,6 +158,7 @@ def fit(
     model: keras.Model,
     train: tfscale.data.GlobalBatches,
     valid: Any,
+    batch: int,
     *,
     baselines: Mapping[str, float] | None = None,
     stop: Callable[[], keras.callbacks.Callback] | None = None,
@@ -169,6 +169,7 @@ def fit(
         model: Compiled and built.
         train: Training data.
         valid: Validation data.
+        batch: As for `learning_rate`.
         baselines: What to compare metrics with, see `RunFolder`.
         stop: Makes the callback that ends training early, where --patience is given.
 
@@ -184,13 +185,15 @@ def fit(
         train,
         validation_data=valid,
         epochs=FLAGS.epochs,
-        callbacks=[*_callbacks(folder, train), *stopping, *last],
+        callbacks=[*_callbacks(folder, train, batch), *stopping, *last],
         verbose=1 if is_first and sys.stdout.isatty() else 2 if is_first else 0,
     )
     return history.history
 
 
-def _callbacks(folder: Path, train: tfscale.data.GlobalBatches) -> Sequence[Any]:
+def _callbacks(
+    folder: Path, train: tfscale.data.GlobalBatches, reference_batch: int
+) -> Sequence[Any]:
     """Return tfscale's callbacks in the order they need."""
     callbacks: list[Any] = []
     if FLAGS.resume:
@@ -202,11 +205,7 @@ def _callbacks(folder: Path, train: tfscale.data.GlobalBatches) -> Sequence[Any]
     else:
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
     callbacks.append(hvd.callbacks.MetricAverageCallback())
-    if FLAGS.adaptive_batch:
-        adaptive = getattr(tfscale.callbacks, "AdaptiveBatchSize", None)
-        if adaptive is None:
-            sys.exit("Adaptive batches are not in this version of tfscale: no --adaptive-batch.")
-        callbacks.append(adaptive(train, FLAGS.adaptive_batch))
+    callbacks += batch_growth.callbacks(train, reference_batch, folder)
     if FLAGS.report:
         callbacks.append(tfscale.callbacks.CommunicationReport(folder))
     return callbacks
