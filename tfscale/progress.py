@@ -58,15 +58,15 @@ class Progress:
             return
         self._is_new = False
         self._params = params
-        data = data_of_fit()
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
-            "data": data.state() if isinstance(data, GlobalBatches) else None,
+            "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
         }
         self._marked_epoch, self._n_steps, self._is_over = -1, 0, False
         self._asks = self._must_ask()
+        runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
         for key in ("steps", "epochs"):
             values = [rank[key] for rank in every]

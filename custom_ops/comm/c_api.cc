@@ -72,7 +72,7 @@ int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
 void tfscale_stop() {
   Guarded(-1, [] {
     // What was posted is to arrive, also where nobody reads it before the end.
-    tfscale::PendingVariables::Get().WaitForAll();
+    tfscale_drain();
     Engine::Stop();
     return 0;
   });
@@ -125,7 +125,6 @@ int tfscale_mark(int kind) {
 
 int tfscale_start_incarnation(int incarnation) {
   return Guarded(-1, [&] {
-    tfscale::PendingVariables::Get().WaitForAll();
     Running()->StartIncarnation(incarnation);
     return 0;
   });
@@ -143,6 +142,8 @@ int tfscale_fail(const char* why) {
 }
 
 int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }
+
+void tfscale_drain() { tfscale::PendingVariables::Get().WaitForAll(); }
 
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {
   return Guarded(int64_t{-1}, [&] {

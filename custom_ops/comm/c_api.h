@@ -48,6 +48,8 @@ int tfscale_fail(const char* why);
 
 // Variables whose gather is under way; also without an engine.
 int64_t tfscale_num_pending();
+// Blocking until there is none.
+void tfscale_drain();
 
 // Moves up to `capacity` finished collectives to `out`; returns how many.
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity);

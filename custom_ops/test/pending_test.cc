@@ -1,4 +1,4 @@
-// Gathers of segments, and the list of variables whose values they bring.
+// The list of variables whose values are on their way.
 #include "comm/pending.h"
 
 #include <atomic>
@@ -6,8 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/c_api.h"
-#include "test/job.h"
+#include "test/check.h"
 
 namespace tfscale {
 namespace testing {
@@ -33,50 +32,6 @@ struct Waiter {
   }
   bool has_ended() const { return *n_calls == 1; }
 };
-
-// A buffer cut among the ranks; every byte tells whose it is.
-struct Parts {
-  std::shared_ptr<Bytes> buffer;
-  std::vector<size_t> cuts;
-  int step;
-
-  Parts(std::vector<size_t> ends, int rank, int step_)
-      : buffer(std::make_shared<Bytes>(ends.back(), 'x')), cuts(std::move(ends)), step(step_) {
-    for (size_t i = Begin(rank); i < cuts[static_cast<size_t>(rank) + 1]; ++i) {
-      (*buffer)[i] = ValueOf(rank, i);
-    }
-  }
-  size_t Begin(int rank) const { return cuts[static_cast<size_t>(rank)]; }
-  char ValueOf(int rank, size_t i) const {
-    return static_cast<char>((static_cast<size_t>(rank + step) * 31 + i) % 127);
-  }
-  OperationHandle Gather() const { return MakeSegmentGather(buffer->data(), cuts); }
-  void Check() const {
-    for (size_t r = 0; r + 1 < cuts.size(); ++r) {
-      for (size_t i = cuts[r]; i < cuts[r + 1]; ++i) {
-        CHECK_EQ((*buffer)[i], ValueOf(static_cast<int>(r), i));
-      }
-    }
-  }
-};
-
-// Posts a gather that brings a variable's value, as the op does.
-void PostFor(PendingVariables::Key key, const Parts& parts, const Place& place) {
-  Pending().Begin({key});
-  Call call;
-  call.name = place.name;
-  call.plan = place.plan;
-  call.slot = place.slot;
-  call.memory = parts.buffer;
-  call.done = [key](const Status& status) { Pending().End({key}, status); };
-  Submit(parts.Gather(), std::move(call));
-}
-
-std::vector<size_t> EvenCuts(int size, size_t length) {
-  std::vector<size_t> cuts;
-  for (int r = 0; r <= size; ++r) cuts.push_back(length * static_cast<size_t>(r) / size);
-  return cuts;
-}
 
 }  // namespace
 
@@ -179,80 +134,7 @@ TEST(ManyThreads) {
   CHECK_TRUE(Pending().is_empty());
 }
 
-TEST(SegmentsOfAnyLengths) {
-  Job job;
-  const size_t n = static_cast<size_t>(job.size());
-  std::vector<std::vector<size_t>> all = {EvenCuts(job.size(), 0), EvenCuts(job.size(), 7),
-                                          EvenCuts(job.size(), 10007)};
-  std::vector<size_t> one(n + 1, 0), uneven(n + 1, 0);
-  one.back() = 12345;
-  for (size_t r = 0; r < n; ++r) uneven[r + 1] = uneven[r] + (r % 2 == 0 ? 777 * r : 0) + 1;
-  all.push_back(one);
-  all.push_back(uneven);
-  for (int step = 0; step < 3; ++step) {
-    for (const std::vector<size_t>& cuts : all) {
-      const Parts parts(cuts, job.rank(), step);
-      CHECK_OK(Post(parts.Gather(), {}, parts.buffer));
-      parts.Check();
-    }
-  }
-}
-
-TEST(CutsForOtherRanksFail) {
-  auto job = std::make_unique<Job>();
-  const Parts parts(EvenCuts(job->size() + 1, 100), job->rank(), 0);
-  const Status status = Post(parts.Gather(), {}, parts.buffer).get();
-  CHECK_TRUE(status.code == StatusCode::kFailed);
-  CHECK_CONTAINS(status.message, "a segment for each of the " + std::to_string(job->size()));
-}
-
-TEST(AGatherThatAPeerNeverPosts) {
-  Job job;
-  if (job.size() == 1) return;
-  const int plan = job.engine().plans().Create(0, "train");
-  job.engine().plans().AddSlot(plan, "gather");
-  const Place place{"gather", 0, plan, 0};
-  {
-    const Parts parts(EvenCuts(job.size(), 5000), job.rank(), 0);
-    PostFor(&variables[0], parts, place);
-    const Waiter waiter({&variables[0]});
-    Pending().WaitForAll();
-    parts.Check();
-  }
-  if (job.rank() > 0) {
-    // The buffer goes while what was sent to rank 0 is still on its way.
-    PostFor(&variables[0], Parts(EvenCuts(job.size(), 5000), job.rank(), 1), place);
-    Pending().WaitForAll();
-    CHECK_CONTAINS(*Waiter({&variables[0]}).message, "rank 0 stopped training after step 1");
-    Pending().Forget(&variables[0]);
-  } else {
-    SleepMs(30);
-    job.engine().Mark(MarkKind::kStop);
-  }
-  CHECK_TRUE(Pending().is_empty());
-}
-
-TEST(StoppingWaitsForWhatWasPosted) {
-  const EngineOptions options = SmallOptions();
-  for (const bool is_new_incarnation : {true, false}) {
-    int local_rank = 0, local_size = 0;
-    CHECK_EQ(tfscale_local(-1, &local_rank, &local_size), 0);
-    CHECK_EQ(tfscale_start(-1, &options), 0);
-    const int plan = tfscale_plan_create(0, "train");
-    CHECK_EQ(tfscale_plan_add_slot(plan, "gather"), 0);
-    const Parts parts(EvenCuts(tfscale_size(), 100003), tfscale_rank(), 2);
-    if (tfscale_rank() == 0) SleepMs(100);
-    PostFor(&variables[0], parts, {"gather", 0, plan, 0});
-    if (tfscale_rank() > 0) CHECK_EQ(tfscale_num_pending(), int64_t{1});
-    if (is_new_incarnation) CHECK_EQ(tfscale_start_incarnation(1), 0);
-    if (!is_new_incarnation) tfscale_stop();
-    CHECK_EQ(tfscale_num_pending(), int64_t{0});
-    parts.Check();
-    tfscale_stop();
-  }
-}
-
 }  // namespace testing
 }  // namespace tfscale
 
-int main() { return tfscale::testing::RunJobTests(); }
+int main() { return tfscale::testing::RunTests(); }

@@ -181,6 +181,10 @@ class Backend(Protocol):
         """Return of how many variables a gather is under way."""
         ...
 
+    def drain(self) -> None:
+        """Wait until no gather is under way on this process; a failure is left to readers."""
+        ...
+
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
         ...

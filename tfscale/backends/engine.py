@@ -172,6 +172,10 @@ class EngineBackend:
         """Return of how many variables a gather is under way."""
         return self._library.call("num_pending")
 
+    def drain(self) -> None:
+        """Wait until no gather is under way on this process; a failure is left to readers."""
+        self._library.call("drain")
+
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
         return self._library.call("add_group", (ctypes.c_int * len(ranks))(*ranks), len(ranks))

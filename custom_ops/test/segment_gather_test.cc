@@ -1,0 +1,147 @@
+// Gathers of segments, and what becomes of the variables whose values they bring.
+#include <string>
+#include <vector>
+
+#include "comm/c_api.h"
+#include "comm/pending.h"
+#include "test/job.h"
+
+namespace tfscale {
+namespace testing {
+namespace {
+
+// Stands for a variable: only its address counts.
+const char variable = 0;
+
+PendingVariables& Pending() { return PendingVariables::Get(); }
+
+// How the last gather failed; "" if it did not.
+std::string Failure() {
+  std::string message;
+  Pending().WaitForAll();
+  Pending().Await({&variable}, [&](const Status& status) { message = status.message; });
+  return message;
+}
+
+// A buffer cut among the ranks; every byte tells whose it is.
+struct Parts {
+  std::shared_ptr<Bytes> buffer;
+  std::vector<size_t> cuts;
+  int step;
+
+  Parts(std::vector<size_t> ends, int rank, int step_)
+      : buffer(std::make_shared<Bytes>(ends.back(), 'x')), cuts(std::move(ends)), step(step_) {
+    for (size_t i = Begin(rank); i < cuts[static_cast<size_t>(rank) + 1]; ++i) {
+      (*buffer)[i] = ValueOf(rank, i);
+    }
+  }
+  size_t Begin(int rank) const { return cuts[static_cast<size_t>(rank)]; }
+  char ValueOf(int rank, size_t i) const {
+    return static_cast<char>((static_cast<size_t>(rank + step) * 31 + i) % 127);
+  }
+  OperationHandle Gather() const { return MakeSegmentGather(buffer->data(), cuts); }
+  void Check() const {
+    for (size_t r = 0; r + 1 < cuts.size(); ++r) {
+      for (size_t i = cuts[r]; i < cuts[r + 1]; ++i) {
+        CHECK_EQ((*buffer)[i], ValueOf(static_cast<int>(r), i));
+      }
+    }
+  }
+};
+
+// Posts a gather that brings the value of `variable`, as the op does.
+void PostFor(const Parts& parts, const Place& place) {
+  Pending().Begin({&variable});
+  Call call;
+  call.name = place.name;
+  call.plan = place.plan;
+  call.slot = place.slot;
+  call.memory = parts.buffer;
+  call.done = [](const Status& status) { Pending().End({&variable}, status); };
+  Submit(parts.Gather(), std::move(call));
+}
+
+std::vector<size_t> EvenCuts(int size, size_t length) {
+  std::vector<size_t> cuts;
+  for (int r = 0; r <= size; ++r) cuts.push_back(length * static_cast<size_t>(r) / size);
+  return cuts;
+}
+
+}  // namespace
+
+TEST(SegmentsOfAnyLengths) {
+  Job job;
+  const size_t n = static_cast<size_t>(job.size());
+  std::vector<std::vector<size_t>> all = {EvenCuts(job.size(), 0), EvenCuts(job.size(), 7),
+                                          EvenCuts(job.size(), 10007)};
+  std::vector<size_t> one(n + 1, 0), uneven(n + 1, 0);
+  one.back() = 12345;
+  for (size_t r = 0; r < n; ++r) uneven[r + 1] = uneven[r] + (r % 2 == 0 ? 777 * r : 0) + 1;
+  all.push_back(one);
+  all.push_back(uneven);
+  for (int step = 0; step < 3; ++step) {
+    for (const std::vector<size_t>& cuts : all) {
+      const Parts parts(cuts, job.rank(), step);
+      CHECK_OK(Post(parts.Gather(), {}, parts.buffer));
+      parts.Check();
+    }
+  }
+}
+
+TEST(CutsForOtherRanksFail) {
+  auto job = std::make_unique<Job>();
+  const Parts parts(EvenCuts(job->size() + 1, 100), job->rank(), 0);
+  const Status status = Post(parts.Gather(), {}, parts.buffer).get();
+  CHECK_TRUE(status.code == StatusCode::kFailed);
+  CHECK_CONTAINS(status.message, "a segment for each of the " + std::to_string(job->size()));
+}
+
+TEST(AGatherThatAPeerNeverPosts) {
+  Job job;
+  if (job.size() == 1) return;
+  const int plan = job.engine().plans().Create(0, "train");
+  job.engine().plans().AddSlot(plan, "gather");
+  const Place place{"gather", 0, plan, 0};
+  {
+    const Parts parts(EvenCuts(job.size(), 5000), job.rank(), 0);
+    PostFor(parts, place);
+    CHECK_EQ(Failure(), std::string());
+    parts.Check();
+  }
+  if (job.rank() > 0) {
+    // The buffer goes while what was sent to rank 0 is still on its way.
+    PostFor(Parts(EvenCuts(job.size(), 5000), job.rank(), 1), place);
+    CHECK_CONTAINS(Failure(), "rank 0 stopped training after step 1");
+    Pending().Forget(&variable);
+  } else {
+    SleepMs(30);
+    job.engine().Mark(MarkKind::kStop);
+  }
+  CHECK_TRUE(Pending().is_empty());
+}
+
+TEST(StoppingWaitsForWhatWasPosted) {
+  const EngineOptions options = SmallOptions();
+  for (const bool is_drained : {true, false}) {
+    int local_rank = 0, local_size = 0;
+    CHECK_EQ(tfscale_local(-1, &local_rank, &local_size), 0);
+    CHECK_EQ(tfscale_start(-1, &options), 0);
+    const int plan = tfscale_plan_create(0, "train");
+    CHECK_EQ(tfscale_plan_add_slot(plan, "gather"), 0);
+    const Parts parts(EvenCuts(tfscale_size(), 100003), tfscale_rank(), 2);
+    if (tfscale_rank() == 0) SleepMs(100);
+    PostFor(parts, {"gather", 0, plan, 0});
+    if (tfscale_rank() > 0) CHECK_EQ(tfscale_num_pending(), int64_t{1});
+    if (is_drained) tfscale_drain();
+    if (!is_drained) tfscale_stop();
+    CHECK_EQ(tfscale_num_pending(), int64_t{0});
+    CHECK_EQ(Failure(), std::string());
+    parts.Check();
+    tfscale_stop();
+  }
+}
+
+}  // namespace testing
+}  // namespace tfscale
+
+int main() { return tfscale::testing::RunJobTests(); }

@@ -1,0 +1,212 @@
+"""Every public way of reading the parameters of a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.parallel.futures_model import X, Y, build
+from tfscale import futures
+
+NUMBER = r"-?\d+\.\d*(?:e[-+]\d+)?"
+WAYS: dict[str, Callable[[keras.Model], Any]] = {}
+
+
+def way(read: Callable[[keras.Model], Any]) -> Callable[[keras.Model], Any]:
+    """Add a function to the table."""
+    WAYS[read.__name__] = read
+    return read
+
+
+def each(read: Callable[[Any], Any]) -> Callable[[keras.Model], list[Any]]:
+    """Read each variable in the same way."""
+    return lambda model: [read(v) for v in model.trainable_variables]
+
+
+WAYS["numpy"] = each(lambda v: v.numpy())
+WAYS["np.array"] = each(np.array)
+WAYS["value"] = each(lambda v: v.value.numpy())
+WAYS["value.read_value"] = each(lambda v: v.value.read_value())
+WAYS["handle"] = each(lambda v: tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=tf.float32))
+WAYS["tf.convert_to_tensor"] = each(tf.convert_to_tensor)
+WAYS["keras.ops.convert_to_numpy"] = each(keras.ops.convert_to_numpy)
+WAYS["eager math"] = each(lambda v: [v + 1, 2 * v, -v, abs(v), v**2, v < 0.1])
+WAYS["tf functions"] = each(lambda v: [tf.reduce_sum(v), tf.square(v), tf.concat([v, v], 0)])
+WAYS["keras functions"] = each(lambda v: [keras.ops.sum(v), keras.ops.tanh(v)])
+WAYS["slices"] = each(lambda v: [v[0], v[-1:]])
+WAYS["float"] = each(lambda v: float(tf.reshape(v, [-1])[0]))
+WAYS["repr"] = each(lambda v: [float(x) for x in re.findall(NUMBER, repr(v).split("value=")[1])])
+WAYS["deepcopy of a variable"] = each(lambda v: copy.deepcopy(v).numpy())
+WAYS["pickled variable"] = each(lambda v: pickle.loads(pickle.dumps(v)).numpy())
+WAYS["copy of a variable"] = each(lambda v: copy.copy(v).numpy())
+WAYS["get_weights"] = lambda model: model.get_weights()
+WAYS["get_weights of a layer"] = lambda model: model.layers[-1].get_weights()
+WAYS["state tree"] = lambda model: list(
+    tf.nest.flatten(model.get_state_tree(value_format="numpy_array")["trainable_variables"])
+)
+WAYS["predict"] = lambda model: model.predict(X, verbose=0)
+WAYS["predict_on_batch"] = lambda model: model.predict_on_batch(X)
+WAYS["evaluate"] = lambda model: model.evaluate(X, Y, verbose=0)
+WAYS["test_on_batch"] = lambda model: model.test_on_batch(X, Y)
+WAYS["call"] = lambda model: model(X)
+WAYS["call of a layer"] = lambda model: model.layers[-1](np.ones((2, 5), "float32"))
+WAYS["embedding"] = lambda model: model.layers[0](X)
+WAYS["gather"] = lambda model: tf.gather(model.layers[0].embeddings, [3, 1])
+WAYS["embedding_lookup"] = lambda model: tf.nn.embedding_lookup(
+    model.layers[0].embeddings.value, [3, 1]
+)
+WAYS["part of the model"] = lambda model: keras.Model(model.inputs, model.layers[2].output)(X)
+WAYS["deepcopy of the model"] = lambda model: copy.deepcopy(model).get_weights()
+WAYS["pickled model"] = lambda model: pickle.loads(pickle.dumps(model)).get_weights()
+WAYS["another function"] = lambda model: tf.function(lambda: model(X))()
+
+
+@way
+def clone_model(model):
+    clone = keras.models.clone_model(model)
+    assert not any(isinstance(v, futures.Awaited) for v in clone.variables)
+    clone.set_weights(model.get_weights())
+    return clone.predict(X, verbose=0)
+
+
+@way
+def gradients(model):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(X) ** 2)
+    return [tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)]
+
+
+@way
+def mixed_precision(model):
+    with keras.src.backend.common.variables.AutocastScope("float16"):
+        return [tf.cast(v.value, tf.float32) for v in model.trainable_variables]
+
+
+@way
+def save(model):
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        model.save(f"{folder}/model.h5")
+        loaded = [
+            keras.models.load_model(f"{folder}/model.{end}", compile=False)
+            for end in ("keras", "h5")
+        ]
+    return [m.get_weights() for m in loaded]
+
+
+@way
+def save_weights(model):
+    other = build()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_weights(f"{folder}/model.weights.h5")
+        other.load_weights(f"{folder}/model.weights.h5")
+    return other.get_weights()
+
+
+@way
+def checkpoint(model):
+    other = build()
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(model=model).write(f"{folder}/checkpoint")
+        tf.train.Checkpoint(model=other).read(path).assert_existing_objects_matched()
+    return other.get_weights()
+
+
+@way
+def checkpoint_manager(model):
+    other = build()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = tf.train.Checkpoint(model=model)
+        path = tf.train.CheckpointManager(saved, folder, max_to_keep=1).save()
+        tf.train.Checkpoint(model=other).restore(path).expect_partial()
+    return other.get_weights()
+
+
+@way
+def export(model):
+    with tempfile.TemporaryDirectory() as folder:
+        model.export(f"{folder}/saved", verbose=False)
+        assert b"TfscaleAwait" not in Path(f"{folder}/saved/saved_model.pb").read_bytes()
+        loaded = tf.saved_model.load(f"{folder}/saved")
+        return loaded.serve(X.astype("int32"))
+
+
+@way
+def saved_model_within_plain(model):
+    with tempfile.TemporaryDirectory() as folder:
+        with futures.plain(model.variables):
+            tf.saved_model.save(model, folder)
+        assert b"TfscaleAwait" not in Path(f"{folder}/saved_model.pb").read_bytes()
+        loaded = tf.saved_model.load(folder)
+        return loaded.signatures["serving_default"](tf.constant(X, tf.int32))
+
+
+@way
+def another_thread(model):
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append([model.get_weights(), model(X)]))
+    thread.start()
+    thread.join()
+    return found
+
+
+@way
+def many_threads(model):
+    found: dict[int, Any] = {}
+
+    def read(i: int) -> None:
+        found[i] = model.trainable_variables[i % 5].numpy()
+
+    threads = [threading.Thread(target=read, args=[i]) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[i] for i in range(20)]
+
+
+@way
+def control_flow(model):
+    @tf.function
+    def read(n):
+        total = tf.zeros([])
+        for _ in tf.range(n):
+            total += tf.reduce_sum(model.layers[-1].kernel)
+        if n > 2:
+            total += tf.reduce_sum(model.layers[-1].bias)
+        return total
+
+    return [read(tf.constant(2)), read(tf.constant(3))]
+
+
+@way
+def dataset(model):
+    kernel = model.layers[-1].kernel
+    data = tf.data.Dataset.range(3).map(lambda i: tf.reduce_sum(kernel) + tf.cast(i, tf.float32))
+    return list(data.as_numpy_iterator())
+
+
+@way
+def functional_keras(model):
+    trainable = [v.value for v in model.trainable_variables]
+    state = [v.value for v in model.non_trainable_variables]
+    return model.stateless_call(trainable, state, X)[0]
+
+
+@way
+def archive(model):
+    file = io.BytesIO()
+    np.savez(file, *model.trainable_variables)
+    file.seek(0)
+    return list(np.load(file).values())
