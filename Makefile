@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel \
+.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel thesis-scaling \
         clean format
 
 venv: $(VENV)/.installed
@@ -84,6 +84,10 @@ bench bench-quick: build
 	  $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH)
 	@$(BIN)/python -m benchmarks.report $(SUITE) --output $(basename $(SUITE))
 	@cat $(basename $(SUITE))/benchmarks.md
+
+# The simulator against the papers' speedups: no measurement, seconds on any machine.
+thesis-scaling: venv
+	@$(BIN)/python -m benchmarks.thesis_scaling --output docs
 
 bazel: venv
 	@$(BIN)/python tools/bazel_build.py

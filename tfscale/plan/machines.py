@@ -196,10 +196,10 @@ PRESETS["cori-knl"] = dataclasses.replace(
     PRESETS["cori-haswell"],
     name="cori-knl",
     latency_s=3e-6,
+    bytes_per_s=1e9,
     reduce_bytes_per_s=10e9,
-    flops_per_s=0.8e12,
+    flops_per_s=2e12,
     memory_bytes_per_s=80e9,
-    half_batch=2.0,
     note="[L] IV: one rank per host of 68 slow cores; not fitted, the paper prints no times",
 )
 

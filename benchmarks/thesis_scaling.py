@@ -1,0 +1,220 @@
+"""The simulator against the published speedups: writes docs/thesis-scaling.md and .png.
+
+    python -m benchmarks.thesis_scaling --output docs
+
+Nothing is measured: constants are stated, residuals shown, also where they are bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tfscale.plan.choose import choose
+from tfscale.plan.machines import PRESETS, Machine
+from tfscale.plan.parts import ExchangePlan
+from tfscale.plan.published import published
+from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
+from tfscale.plan.thesis import STRATEGIES, chunked_2017, pcnn, per_layer_allreduce
+from tfscale.plan.times import Scenario
+from tfscale.tables import grid
+
+CORES = 32  # of a host of [T]
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CONSTANTS = (
+    "latency_s",
+    "bytes_per_s",
+    "mpi_s_per_byte",
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "half_batch",
+    "reduce_bytes_per_s",
+)
+Build = Callable[[Scenario], ExchangePlan]
+
+
+def scenario_of(model: str, machine: str, n_ranks: int, batch: int = 256) -> Scenario:
+    """Return a published model on one of Cori's presets."""
+    return Scenario(published(model), PRESETS[machine], n_ranks, batch)
+
+
+def speedup(scenario: Scenario, build: Build) -> tuple[float, Prediction]:
+    """Return how many times faster than one node, and the step."""
+    alone = replace(scenario, n_ranks=1)
+    predicted = simulate(scenario, build(scenario))
+    return simulate(alone, build(alone)).step_s / predicted.step_s, predicted
+
+
+def named_rows() -> list[list[str]]:
+    """Return the six numbers that the constants are fitted to."""
+    rows = []
+    for model, name, value in (
+        ("vgg16", "pcnn", 2516.36),
+        ("vgg16", "allreduce", 559.12),
+        ("resnet50", "pcnn", 2734.25),
+        ("resnet50", "allreduce", 1572.01),
+    ):
+        found, _ = speedup(scenario_of(model, "cori-haswell", 256), STRATEGIES[name])
+        rows.append(_row(f"{model}, {name}, 8192 cores", value, CORES * found))
+    for name, value in (("chunked", 62.97), ("data parallel", 19.92)):
+        found, _ = speedup(scenario_of("vgg-a", "cori-haswell-2017", 128), STRATEGIES[name])
+        label = "chunked, k = 9, f = 2" if name == "chunked" else name
+        rows.append(_row(f"vgg-a, {label}, 128 nodes", value, found))
+    return rows
+
+
+def other_rows() -> list[list[str]]:
+    """Return the other printed speedups of [T] chapter 3: nothing is fitted to them."""
+    rows = []
+    for model, value in (("vgg-128", 54.0), ("vgg-256", 61.0), ("vgg-512", 80.0)):
+        found, _ = speedup(scenario_of(model, "cori-haswell-2017", 128), chunked_2017)
+        rows.append(_row(f"{model}, 128 nodes", value, found))
+    for batch, value in ((128, 17.82), (512, 77.97)):
+        curve = [
+            speedup(scenario_of("vgg-a", "cori-haswell-2017", n, batch), chunked_2017)[0]
+            for n in NODES[:8]
+        ]
+        rows.append(_row(f"vgg-a, {batch} samples, best of 1 to 128 nodes", value, max(curve)))
+    return rows
+
+
+def _row(name: str, value: float, found: float) -> list[str]:
+    return [name, f"{value:.2f}", f"{found:.2f}", f"{100 * (found / value - 1):+.1f} %"]
+
+
+def sweep_rows() -> list[list[str]]:
+    """Return the sweeps of k and f; the paper prints which value is best."""
+    scenario = scenario_of("vgg-a", "cori-haswell-2017", 128)
+    ks = {k: speedup(scenario, partial(chunked_2017, k=k))[0] for k in (3, 6, 9, 12)}
+    fs = {f: speedup(scenario, partial(chunked_2017, f=f))[0] for f in range(4)}
+    rows = []
+    for name, found, best in (("k", ks, 9), ("f", fs, 2)):
+        shown = ", ".join(f"{value}: {s:.1f}" for value, s in found.items())
+        own = max(found, key=lambda value: found[value])
+        rows.append([name, str(best), str(own), shown])
+    return rows
+
+
+def exposed_rows() -> list[list[str]]:
+    """Return from how many cores on communication is exposed: more than 1 % of the step."""
+    rows = []
+    for model, name, words in (
+        ("vgg16", "allreduce", "512"),
+        ("vgg16", "pcnn", "2048"),
+        ("resnet50", "allreduce", "1024"),
+        ("resnet50", "pcnn", "almost zero at 2048"),
+    ):
+        shares = {}
+        for n in NODES:
+            _, predicted = speedup(scenario_of(model, "cori-haswell", n), STRATEGIES[name])
+            shares[CORES * n] = 100 * predicted.exposed_s / predicted.step_s
+        first = next((n for n, part in shares.items() if part > 1), None)
+        at_2048 = f"{shares[2048]:.1f} %"
+        rows.append([f"{model}, {name}", words, str(first or "none"), at_2048])
+    return rows
+
+
+def auto_rows() -> list[list[str]]:
+    """Return the planner's choice against the best single strategy of the thesis."""
+    names = ("allreduce without overlap", "allreduce", "pcnn without overlap", "pcnn")
+    rows = []
+    for model in ("vgg16", "resnet50"):
+        scenario = scenario_of(model, "cori-haswell", 256)
+        times = {name: simulate(scenario, STRATEGIES[name](scenario)).step_s for name in names}
+        best = min(times, key=lambda name: times[name])
+        choice = choose(scenario)
+        own_s = choice.predicted.step_s
+        bound_s = max(choice.predicted.compute_s, choice.predicted.communication_s)
+        rows.append(
+            [
+                model,
+                f"{best}: {1e3 * times[best]:.1f}",
+                f"{1e3 * own_s:.1f}",
+                f"{times[best] / own_s:.2f}",
+                f"{1e3 * bound_s:.1f}",
+                choice.name,
+            ]
+        )
+    return rows
+
+
+# Model, samples per step of synchronous SGD, batch of a group, groups, interval: [L] IV.
+LOCAL_SGD = (("resnet20", 512, 128, 4, 8), ("edsr", 128, 16, 8, 4))
+PROCESSES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def local_curves(study: tuple[str, int, int, int, int]) -> dict[str, list[float]]:
+    """Return speedups per number of processes of [L] figures 5 and 9."""
+    model, batch, local, n_groups, interval = study
+    curves: dict[str, list[float]] = {}
+    base_s = 0.0
+    for n in PROCESSES:
+        sync = simulate(scenario_of(model, "cori-knl", n, batch), pcnn(_at(study, n, batch)))
+        base_s = base_s or sync.step_s / batch
+        samples = {"synchronous": batch / sync.step_s}
+        for name, build in (("allreduce-based", per_layer_allreduce), ("sharded averaging", pcnn)):
+            if n < n_groups:
+                samples[name] = samples["synchronous"]
+                continue
+            group = _at(study, n // n_groups, local)
+            step = simulate_local_sgd(group, build(group), n_groups, interval)
+            samples[name] = n_groups * local / step.step_s
+        for name, rate in samples.items():
+            curves.setdefault(name, []).append(rate * base_s)
+    return curves
+
+
+def _at(study: tuple[str, int, int, int, int], n_ranks: int, batch: int) -> Scenario:
+    return scenario_of(study[0], "cori-knl", n_ranks, batch)
+
+
+def local_rows(curves: dict[str, list[float]]) -> list[list[str]]:
+    """Return a curve per line."""
+    return [[name, *(f"{value:.1f}" for value in curve)] for name, curve in curves.items()]
+
+
+def constants_rows(machines: Sequence[Machine]) -> list[list[str]]:
+    """Return a constant per line."""
+    return [[name, *(f"{getattr(m, name):.3g}" for m in machines)] for name in _CONSTANTS]
+
+
+def page() -> str:
+    """Return the study as Markdown."""
+    machines = [PRESETS[name] for name in ("cori-haswell-2017", "cori-haswell", "cori-knl")]
+    text = Path(__file__).with_name("thesis_scaling.md").read_text("utf-8")
+    cells = {
+        "constants": grid(["name", *(m.name for m in machines)], constants_rows(machines)),
+        "named": grid(["name", "published", "simulated", "residual"], named_rows()),
+        "other": grid(["name", "published", "simulated", "residual"], other_rows()),
+        "sweeps": grid(["name", "best published", "best simulated", "speedups"], sweep_rows()),
+        "exposed": grid(["name", "published", "simulated", "exposed at 2048"], exposed_rows()),
+        "auto": grid(
+            ["name", "best single, ms", "auto, ms", "times faster", "its bound, ms", "made of"],
+            auto_rows(),
+            ("name", "made of"),
+        ),
+    }
+    for study in LOCAL_SGD:
+        head = ["name", *map(str, PROCESSES)]
+        cells[study[0]] = grid(head, local_rows(local_curves(study)))
+    for name, lines in cells.items():
+        text = text.replace(f"{{{name}}}", "\n".join(lines))
+    return text
+
+
+def main() -> None:
+    """Write page and picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    (options.output / "thesis-scaling.md").write_text(page(), "utf-8")
+    from benchmarks.thesis_picture import draw
+
+    draw(options.output / "thesis-scaling.png")
+
+
+if __name__ == "__main__":
+    main()
