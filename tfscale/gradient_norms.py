@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.exchange.dense import is_whole
+from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.sparse import deduplicate
 from tfscale.optimizer import is_distributed
 from tfscale.reduce_ops import Average
@@ -48,7 +49,7 @@ class GradientNorms:
                 "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
                 f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
             )
-        if not hasattr(reducer.strategy, "exchange") or optimizer._self_accumulator is not None:
+        if isinstance(reducer.strategy, Sharded) or optimizer._self_accumulator is not None:
             raise ConfigError(
                 "The gradient noise scale needs the sum of whole gradients in every step. "
                 f"Received: exchange={reducer.strategy}, or backward_passes_per_step above 1. Use "

@@ -1,0 +1,186 @@
+"""Growing batches: the noise scale as a signal, ranks that join later, other exchanges."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.spawn import sizes
+from tests.parallel import cases_adaptive
+from tests.parallel.cases_equality import float64
+from tfscale.callbacks import (
+    AdaptiveBatchSize,
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+)
+from tfscale.data.active_ranks import count_active
+from tfscale.data.slices import epoch_order
+from tfscale.tuning.noise_scale import noise_scale
+
+SAMPLES = 96
+
+
+def linear_model():
+    """Two variables whose gradients are easily computed by hand."""
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+def norm_model():
+    inputs = keras.Input((3,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(5)(inputs))
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.activations.tanh(hidden)))
+
+
+def arrays():
+    random = np.random.default_rng(2)
+    x = random.normal(size=(SAMPLES, 3))
+    return x, x @ np.array([[1.0], [-2.0], [0.5]]) + random.normal(size=(SAMPLES, 1))
+
+
+def fit(build, start, maximum, epochs, exchange="allreduce", rate=0.0625, **options):
+    keras.utils.set_random_seed(4)
+    model = build()
+    optimizer = options.pop("optimizer", None) or keras.optimizers.SGD(rate, momentum=0.5)
+    model.compile(tfscale.DistributedOptimizer(optimizer, exchange=exchange), "mse")
+    data = tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
+    options = {"interval": 1, "momentum_correction": False, "log_path": None, **options}
+    callbacks = [
+        BroadcastGlobalVariablesCallback(0),
+        MetricAverageCallback(),
+        AdaptiveBatchSize(data, maximum, start_batch_size=start, **options),
+    ]
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
+    return model, history
+
+
+def by_hand(build, batch_sizes, rate=0.0625):
+    """Train one plain model, its rate growing with the batch; return it and losses of epochs."""
+    keras.utils.set_random_seed(4)
+    model = build()
+    model.compile(keras.optimizers.SGD(rate, momentum=0.5), "mse")
+    x, y = arrays()
+    losses = []
+    for epoch, size in enumerate(batch_sizes):
+        model.optimizer.learning_rate = rate * size / batch_sizes[0]
+        rows = epoch_order(7, epoch, SAMPLES).reshape(-1, size)
+        losses.append(
+            float(np.mean([np.asarray(model.train_on_batch(x[r], y[r])).item() for r in rows]))
+        )
+    return model, losses
+
+
+def gradient_square(model, x, y):
+    """Squared norm of the gradient of the mean squared error of a linear model."""
+    kernel, bias = (w.astype(np.float64) for w in model.get_weights())
+    error = 2 * (x @ kernel + bias - y) / len(x)
+    return float(np.sum((x.T @ error) ** 2) + np.sum(error.sum() ** 2))
+
+
+@sizes(2, 3, 4)
+def case_noise_scale_is_that_of_the_norms():
+    """At a rate of 0 all steps see the same parameters, so the estimate is known exactly."""
+    size = tfscale.size()
+    for exchange in ("allreduce", tfscale.Chunked(first_chunk_layers=1)):
+        options = {"signal": "noise_scale", "interval": 9, "exchange": exchange}
+        with float64():
+            model, history = fit(linear_model, 24, 48, 1, rate=0.0, **options)
+        x, y = arrays()
+        batches = epoch_order(7, 0, SAMPLES).reshape(-1, 24)
+        slices = batches.reshape(-1, 24 // size)
+        large = np.mean([gradient_square(model, x[r], y[r]) for r in batches])
+        small = np.mean([gradient_square(model, x[r], y[r]) for r in slices])
+        expected = noise_scale(small, 24 // size, large, 24)
+        np.testing.assert_allclose(history["noise_scale"], [expected], rtol=1e-9)
+        every = tfscale.allgather_object(history["noise_scale"])
+        assert all(other == every[0] for other in every)
+
+
+@sizes(3, 4)
+def case_noise_scale_of_the_active_ranks():
+    """A batch of 4 feeds two ranks; what the others repeat has weight 0."""
+    with float64():
+        model, history = fit(
+            linear_model, 4, 8, 1, rate=0.0, signal="noise_scale", interval=9, active_ranks="grow"
+        )
+    x, y = arrays()
+    batches = epoch_order(7, 0, SAMPLES).reshape(-1, 4)
+    large = np.mean([gradient_square(model, x[r], y[r]) for r in batches])
+    small = np.mean([gradient_square(model, x[r], y[r]) for r in batches.reshape(-1, 2)])
+    np.testing.assert_allclose(history["noise_scale"], [noise_scale(small, 2, large, 4)], rtol=1e-9)
+
+
+@sizes(2)
+def case_noise_scale_drives_growth():
+    with float64():
+        _, history = fit(linear_model, 12, 48, 12, signal="noise_scale")
+    assert history["batch_size"][0] == 12
+    for scale, now, coming in zip(
+        history["noise_scale"], history["batch_size"], history["batch_size"][1:], strict=False
+    ):
+        assert coming == (min(2 * now, 48) if scale >= 2 * now else now)
+    assert history["batch_size"][-1] > 12
+
+
+@sizes(2)
+def case_noise_scale_needs_whole_gradients():
+    def train():
+        fit(linear_model, 12, 48, 1, signal="noise_scale", exchange="sharded")
+
+    require_error(train, "The gradient noise scale needs the sum of whole gradients")
+
+
+@sizes(2, 3, 4, timeout_s=180)
+def case_ranks_join_as_the_batch_grows():
+    """Batches of 2, 4, 8, 16: some ranks rest in the beginning; all equal one process."""
+    batch_sizes = (2, 4, 8, 16)
+    active = [count_active(size, tfscale.size()) for size in batch_sizes]
+    assert active[0] == 1 and active[-1] == (tfscale.size() if tfscale.size() != 3 else 2)
+    exchanges = (
+        "allreduce",
+        tfscale.Chunked(first_chunk_layers=1, replicated_dense=1),
+        "sharded",
+    )
+    for exchange in exchanges:
+        with float64():
+            model, history = fit(linear_model, 2, 16, 4, exchange, rate=0.01, active_ranks="grow")
+            alone, losses = by_hand(linear_model, batch_sizes, rate=0.01)
+        assert tuple(history["batch_size"]) == batch_sizes
+        np.testing.assert_allclose(history["loss"], losses, rtol=1e-9)
+        for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+        require_equal_ranks(model.variables)
+
+
+@sizes(3, 4, timeout_s=120)
+def case_resting_ranks_and_batch_normalization():
+    """Only statistics of batches of two or more; finite, and equal on all ranks after averaging.
+
+    While one rank trains, its batch is the whole batch, so all is that of one process.
+    """
+    with float64():
+        model, _ = fit(norm_model, 2, 3, 1, rate=0.01, active_ranks="grow", interval=9)
+        alone, _ = by_hand(norm_model, (2,), rate=0.01)
+    for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+    with float64():
+        model, history = fit(norm_model, 2, 24, 5, rate=0.01, active_ranks="grow")
+    assert history["batch_size"] == [2, 4, 8, 16, 24]
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    require_equal_ranks(model.variables)
+
+
+@sizes(2, 4, timeout_s=180)
+def case_growing_batches_equal_one_process_sharded():
+    cases_adaptive.check_equality(cases_adaptive.momentum, "sharded")
+
+
+@sizes(2, timeout_s=120)
+def case_layerwise_rates_compose():
+    """LARS scales the rate of each layer; batch and rate grow around it as around any other."""
+
+    def lars():
+        return tfscale.optimizers.LARS(0.01, momentum=0.9)
+
+    cases_adaptive.check_equality(lars, "allreduce")
