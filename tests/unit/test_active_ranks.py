@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_global_batches import as_rank
 from tfscale.data import GlobalBatches
-from tfscale.data.active_ranks import allow_surplus_ranks, count_active
+from tfscale.data.active_ranks import count_active, use_active_ranks
 from tfscale.data.slices import epoch_order
 from tfscale.errors import ConfigError
 
@@ -20,7 +20,7 @@ def served(data):
 def make(rank, size, batch_size, **options):
     x = np.arange(24, dtype="float32")
     data = as_rank(GlobalBatches(x, -x, batch_size=size, seed=3, **options), rank, size)
-    allow_surplus_ranks(data)
+    use_active_ranks(data, "grow")
     data.batch_size = batch_size
     return data
 
@@ -69,7 +69,7 @@ def test_records():
     for rank, factor in ((0, 2.0), (2, 0.0)):
         data = GlobalBatches.from_dataset(records, batch_size=4, shuffle_buffer=0)
         as_rank(data, rank, 4)
-        allow_surplus_ranks(data)
+        use_active_ranks(data, "grow")
         x, _, w = served(data)[0]
         assert x.tolist() == [0.0, 1.0]
         assert w.tolist() == [0.5 * factor] * 2
@@ -80,12 +80,12 @@ def test_an_epoch_opened_before_gets_weights_too():
     data = GlobalBatches(x, x, batch_size=4)
     as_rank(data)
     assert len(data[0]) == 2
-    allow_surplus_ranks(data)
+    use_active_ranks(data, "grow")
     assert len(data[0]) == 3
 
 
 def test_data_without_targets_are_refused():
     data = as_rank(GlobalBatches(np.arange(8.0), batch_size=4), 0, 4)
-    allow_surplus_ranks(data)
+    use_active_ranks(data, "grow")
     with pytest.raises(ConfigError, match="Received: data without y"):
         data[0]

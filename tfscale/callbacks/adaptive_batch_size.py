@@ -12,9 +12,8 @@ from tfscale.callbacks.adaptive_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.adaptive_rate import AdaptiveRate
 from tfscale.callbacks.adaptive_record import AdaptiveRecord
 from tfscale.callbacks.epochs import EpochCallback
-from tfscale.data.active_ranks import allow_surplus_ranks, count_active
+from tfscale.data.active_ranks import count_active, use_active_ranks
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.errors import ConfigError
 from tfscale.tuning.growth import GrowthControl
 from tfscale.tuning.growth_settings import (
     GrowthSettings,
@@ -62,6 +61,11 @@ class AdaptiveBatchSize(EpochCallback):
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
+
+    _control: GrowthControl
+    _rate: AdaptiveRate
+    _n_warmup_left = 0
+    _backup: tuple[dict[str, Any], int] | None = None
 
     def __init__(
         self,
@@ -121,14 +125,7 @@ class AdaptiveBatchSize(EpochCallback):
         """
         super().__init__()
         check_data(data)
-        if active_ranks not in ("all", "grow"):
-            raise ConfigError(
-                f"active_ranks must be 'all' or 'grow'. Received: active_ranks={active_ranks!r}."
-            )
-        if active_ranks == "grow":
-            allow_surplus_ranks(data)
         self.data = data
-        self._has_free_limit = interval is None
         low, high = interval if isinstance(interval, tuple) else (1, None)
         self._settings = GrowthSettings(
             sizes=ladder(start_batch_size or data.batch_size, max_batch_size, factor),
@@ -141,14 +138,10 @@ class AdaptiveBatchSize(EpochCallback):
             decay_epochs=tuple(decay_epochs),
             warmup_epochs=warmup_epochs,
         )
-        self._has_surplus = active_ranks == "grow"
+        self._has_surplus = use_active_ranks(data, active_ranks)
         self._momentum_correction = momentum_correction
         self._record = AdaptiveRecord(log_path, verbose)
-        self._control = GrowthControl(self._settings)
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
-        self._rate: Any = None
-        self._n_warmup_left = 0
-        self._backup: tuple[dict[str, Any], int] | None = None
 
     def set_model(self, model: Any) -> None:
         """Prepare the model, and its optimizer for the signal."""
@@ -159,7 +152,7 @@ class AdaptiveBatchSize(EpochCallback):
         """Check what is asked for; start afresh, or from a backup."""
         super().on_train_begin(logs)
         settings = self._settings
-        if self._has_free_limit:
+        if settings.rule.high is None:
             settings = with_largest_interval(settings, (self.params or {}).get("epochs"))
         check_fit(self, self.data, settings.warmup_epochs)
         check_sizes(self.data, settings.sizes)

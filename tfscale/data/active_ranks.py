@@ -29,13 +29,27 @@ def count_active(batch_size: int, size: int) -> int:
     return next((n for n in divisors if batch_size % n == 0), 1)
 
 
-def allow_surplus_ranks(data: Any) -> None:
+def use_active_ranks(data: Any, active_ranks: str) -> bool:
     """Let batches be shared by as many ranks as they feed, from the next pass on.
 
     Args:
-        data: GlobalBatches with targets; from now on it serves sample weights as well.
+        data: GlobalBatches; with "grow" it needs targets and serves sample weights from now on.
+        active_ranks: "grow", or "all" to change nothing.
+
+    Returns:
+        Whether there may be surplus ranks.
+
+    Raises:
+        ConfigError: `active_ranks` is neither.
     """
-    data._epochs.allow_surplus_ranks()
+    if active_ranks not in ("all", "grow"):
+        raise ConfigError(
+            f"active_ranks must be 'all' or 'grow'. Received: active_ranks={active_ranks!r}. "
+            "Use 'all' if in doubt."
+        )
+    if active_ranks == "grow":
+        data._epochs.allow_surplus_ranks()
+    return active_ranks == "grow"
 
 
 def active_slices(slices: BatchSlices) -> BatchSlices:
