@@ -143,6 +143,8 @@ int tfscale_fail(const char* why) {
 
 int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }
 
+int64_t tfscale_num_failed() { return tfscale::PendingVariables::Get().n_failed(); }
+
 void tfscale_drain() { tfscale::PendingVariables::Get().WaitForAll(); }
 
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {

@@ -48,6 +48,8 @@ int tfscale_fail(const char* why);
 
 // Variables whose gather is under way; also without an engine.
 int64_t tfscale_num_pending();
+// Variables whose last gather failed, and that got no value since.
+int64_t tfscale_num_failed();
 // Blocking until there is none.
 void tfscale_drain();
 

@@ -83,6 +83,11 @@ int64_t PendingVariables::n_pending() {
   return n_pending_;
 }
 
+int64_t PendingVariables::n_failed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(entries_.size()) - n_pending_;
+}
+
 void PendingVariables::WaitForAll() {
   std::unique_lock<std::mutex> lock(mutex_);
   all_ended_.wait(lock, [this] { return n_pending_ == 0; });

@@ -43,6 +43,8 @@ class PendingVariables {
   // Nothing is pending and no failure is remembered: a look that takes no lock.
   bool is_empty() const { return n_entries_.load(std::memory_order_acquire) == 0; }
   int64_t n_pending();
+  // Variables of which a failure is remembered.
+  int64_t n_failed();
   // Blocks until nothing is pending.
   void WaitForAll();
 

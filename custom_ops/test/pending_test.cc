@@ -76,10 +76,12 @@ TEST(AFailureStaysUntilTheNextSuccessOrWrite) {
   Pending().End(keys, Status::Failed("broken"), {anchor, anchor});
   CHECK_EQ(*early.message, std::string("broken"));
   CHECK_EQ(Pending().n_pending(), int64_t{0});
+  CHECK_EQ(Pending().n_failed(), int64_t{2});
   CHECK_EQ(anchor.use_count(), 3L);
   CHECK_EQ(*Waiter(keys).message, std::string("broken"));
 
   Pending().Begin({keys[0]});
+  CHECK_EQ(Pending().n_failed(), int64_t{1});
   const Waiter hopeful({keys[0]});
   Pending().Forget(keys[0]);  // not while values are under way
   CHECK_TRUE(!hopeful.has_ended());

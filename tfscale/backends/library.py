@@ -60,6 +60,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "start_incarnation": (_INT, (_INT,)),
     "num_given_up": (ctypes.c_int64, ()),
     "num_pending": (ctypes.c_int64, ()),
+    "num_failed": (ctypes.c_int64, ()),
     "drain": (None, ()),
     "fail": (_INT, (_TEXT,)),
     "take_events": (ctypes.c_int64, (ctypes.POINTER(Event), ctypes.c_int64)),

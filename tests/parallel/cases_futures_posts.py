@@ -1,0 +1,250 @@
+"""What a gather brings: any layout and type, memory, the order of events."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import in_both_modes, shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.futures_model import Posts, Subject, X
+from tfscale import futures, runtime
+from tfscale.backends.base import Call, ReduceOp, Scaling
+from tfscale.backends.variables import WaitingBackend, gather_and_assign, raw_variable
+from tfscale.plan.segments import SegmentedBucket
+
+SHAPES = ((), (1,), (0,), (7,), (16,), (17,), (0, 3), (3, 5, 7), (1001,))
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+
+
+def variables_of(dtype: str, shapes=SHAPES) -> list[keras.Variable]:
+    """Return variables with values that fit into any type."""
+    random = np.random.default_rng(3)
+    arrays = [random.integers(0, 50, shape) for shape in shapes]
+    return [keras.Variable(tf.cast(a, dtype), dtype=dtype, name="v") for a in arrays]
+
+
+def require(posts: Posts, step: int) -> None:
+    """Require that all variables have the values of a step."""
+    for v, value in zip(posts.variables, posts.expected(step), strict=True):
+        assert v.numpy().dtype == value.dtype
+        np.testing.assert_array_equal(v.numpy(), value)
+
+
+@sizes(1, 2, 3, 4, timeout_s=120)
+def case_types_and_sizes():
+    for dtype in DTYPES:
+        for bucket_bytes in (0, 300, 1 << 20):
+            posts = Posts(variables_of(dtype), bucket_bytes)
+            futures.make_futures(posts.variables)
+            posts.post(1)
+            require(posts, 1)
+            posts.run(tf.constant(2.0))
+            require(posts, 2)
+
+
+def cuts_of(length: int, size: int) -> list[list[int]]:
+    """Return ways to cut a buffer: everything to one rank, or in the middle of variables."""
+    ends = [0] * (size + 1)
+    cuts = [[*ends[:-1], length], [0] + [length] * size]
+    random = np.random.default_rng(5)
+    cuts += [[0, *sorted(random.integers(0, length + 1, size - 1)), length] for _ in range(6)]
+    return [[int(c) for c in cut] for cut in cuts]
+
+
+@sizes(1, 2, 3, 4)
+def case_any_cuts():
+    posts = Posts(variables_of("float32"), 1 << 20)
+    futures.make_futures(posts.variables)
+    (layout,) = posts.layouts
+    for step, cuts in enumerate(cuts_of(layout.length, tfscale.size())):
+        posts.layouts = (dataclasses.replace(layout, cuts=tuple(cuts)),)
+        posts.post(step)
+        require(posts, step)
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_backends_that_wait_do_the_same():
+    """What Horovod's backend is given, on the collectives of this one."""
+    for dtype in ("float32", "float64", "int32"):
+        posts = Posts(variables_of(dtype), 300)
+
+        def post_one(layout, step, posts=posts):
+            pieces = []
+            for piece in layout.pieces(tfscale.rank()):
+                flat = tf.constant(posts.base[piece.variable].reshape(-1)[piece.start : piece.stop])
+                pieces.append(flat + tf.cast(step, flat.dtype))
+            own = [posts.variables[i] for i in layout.indices]
+            call = Call(runtime.world(), own[0].path)
+            gather_and_assign(runtime.backend(), pieces, own, layout, call)
+
+        posts.post_one = post_one
+        posts.post(3)
+        require(posts, 3)
+        posts.run(tf.constant(4.0))
+        require(posts, 4)
+
+
+@sizes(1, 2, 3, 4, timeout_s=120)
+def case_scatter_reduce():
+    """Borders between tensors and between ranks have nothing to do with each other."""
+    rank, size = tfscale.rank(), tfscale.size()
+    shapes = ((3, 5), (), (0,), (7,), (1000,))
+    total = 15 + 1 + 7 + 1000
+    even = [total * (r + 1) // size - total * r // size for r in range(size)]
+    for dtype in ("float32", "float64", "int32"):
+        every = [
+            [np.random.default_rng(r).integers(-9, 9, s).astype(dtype) for s in shapes]
+            for r in range(size)
+        ]
+        flat = sum(np.concatenate([a.ravel() for a in own]) for own in every) * 2
+        for counts in (even, [total] + [0] * (size - 1), [0] * (size - 1) + [total]):
+            expected = flat[sum(counts[:rank]) : sum(counts[: rank + 1])]
+
+            def reduce(backend, dtype=dtype, own=every[rank], counts=counts):
+                call = Call(runtime.world(), "gradients")
+                tensors = [tf.constant(a, dtype) for a in own]
+                return backend.scatter_reduce(tensors, counts, call, ReduceOp.SUM, Scaling(2.0))
+
+            for result in in_both_modes(lambda: reduce(runtime.backend())):
+                np.testing.assert_array_equal(result, expected)
+
+            class Waiting(WaitingBackend):
+                allreduce = runtime.backend().allreduce
+
+            for result in in_both_modes(lambda: reduce(Waiting())):
+                np.testing.assert_array_equal(result, expected)
+
+
+def address_of(variable) -> int:
+    """Return where the value lies."""
+    tensor = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
+    return np.from_dlpack(tensor).__array_interface__["data"][0]
+
+
+@sizes(2)
+def case_buffers_are_used_again():
+    """And what somebody still reads is left alone."""
+    posts = Posts([keras.Variable(np.ones([100, 100], "float32")) for _ in range(2)], 1 << 20)
+    futures.make_futures(posts.variables)
+    addresses = set()
+    for step in range(12):
+        posts.run(tf.constant(float(step)))
+        addresses.add(address_of(posts.variables[0]))
+        require(posts, step)
+    assert len(addresses) <= 3, addresses
+    kept = []
+    for step in range(6):
+        posts.run(tf.constant(float(step)))
+        kept.append([tf.identity(v.value) for v in posts.variables])
+    for step, values in enumerate(kept):
+        for value in values:
+            np.testing.assert_array_equal(value, 1 + step)
+
+
+@sizes(2, 3)
+def case_in_place_updates_of_gathered_variables():
+    """A slice of a shared buffer is never written in place."""
+    subject = Subject()
+    posts = subject.posts
+    for step in (1, 2, 3):
+        posts.run(tf.constant(float(step)))
+        for v in posts.variables:
+            v.value.assign_add(tf.ones(v.shape))
+        rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([2]))
+        subject.model.layers[0].embeddings.value.scatter_add(rows)
+        for v, value in zip(posts.variables, posts.expected(step), strict=True):
+            changed = value + 1
+            if v is subject.model.layers[0].embeddings:
+                changed[2] += 1
+            np.testing.assert_array_equal(v.numpy(), changed)
+
+
+@sizes(2, 3)
+def case_the_wrong_layout_is_refused():
+    posts = Posts(variables_of("float32"), 1 << 20)
+    futures.make_futures(posts.variables)
+    (layout,) = posts.layouts
+    wrong: dict[str, SegmentedBucket] = {
+        "multiples of 64 bytes": dataclasses.replace(
+            layout, offsets=tuple(o + 1 for o in layout.offsets), length=layout.length + 64
+        ),
+        "variables lie in the buffer": dataclasses.replace(
+            layout, offsets=tuple(o + layout.length for o in layout.offsets)
+        ),
+        "one cut more than ranks": dataclasses.replace(layout, cuts=(0, layout.length, 0, 0, 0, 0)),
+    }
+    for text, bad in wrong.items():
+        try:
+            own = [tf.zeros([p.count]) for p in layout.pieces(tfscale.rank())]
+            call = Call(runtime.world(), "wrong")
+            runtime.backend().post_gather(own, posts.variables, bad, call)
+        except tf.errors.InvalidArgumentError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no error: {text}")
+    posts.post(1)
+    require(posts, 1)
+
+
+def wait_for(files: list[Path]) -> None:
+    """Wait until all files exist; the order of events is then the one that is to be seen."""
+    deadline = time.monotonic() + 30
+    while not all(f.exists() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@sizes(2, 3)
+def case_the_next_call_begins_before_the_last_gather_has_ended():
+    """One rank keeps back the gather of the last layer until the others have computed layer 1."""
+    subject = Subject()
+    model, posts, backend = subject.model, subject.posts, runtime.backend()
+    awaited: list[Path] = []  # files of the ranks that this one lets go ahead
+    told: list[Path] = []
+    graphs = []
+
+    def wait(number):
+        wait_for(awaited)
+        return number
+
+    def tell(hidden):
+        for file in told:
+            file.touch()
+        return hidden
+
+    @tf.function
+    def step(number):
+        posts.post_one(posts.layouts[0], number)
+        graphs.append(tf.compat.v1.get_default_graph())
+        posts.post_one(posts.layouts[-1], tf.py_function(wait, [number], tf.float32))
+
+    @tf.function
+    def forward(plan):
+        hidden = model.layers[0](X)
+        with tf.control_dependencies([tf.py_function(tell, [hidden], tf.float32)]):
+            backend.stamp([raw_variable(model.layers[0].embeddings).handle], plan, -1)
+        return model(X)
+
+    step(tf.constant(0.0))
+    plan = next(p for p in range(1000) if backend.graph_of(p) is graphs[0])
+    for late in range(tfscale.size()):
+        futures.drain(model.variables)
+        backend.event_array()
+        with shared_folder() as folder:
+            is_late = tfscale.rank() == late
+            told[:] = [folder / str(tfscale.rank())]
+            awaited[:] = [folder / str(r) for r in range(tfscale.size()) if is_late and r != late]
+            step(tf.constant(1.0))
+            np.testing.assert_allclose(forward(plan), model(X), rtol=1e-6)
+        events = [e for e in backend.event_array() if e["plan"] == plan]
+        ended = {int(e["slot"]): int(e["ended_ns"]) for e in events}
+        assert sorted(ended) == [-1, 0, 1], events
+        assert ended[-1] > ended[0]
+        if not is_late:
+            assert ended[-1] < ended[1], ended
