@@ -1,0 +1,197 @@
+"""ImageNet as folders and as TFRecords: layouts, preparation, damage, sharing out."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from datasets import imagenet, tfrecords
+
+import tfscale
+from tests.unit.test_global_batches import as_rank
+
+CLASSES = ("n01", "n02", "n03")
+COUNT = 120  # training pictures: one of them is less than 1 %
+
+
+@pytest.fixture(autouse=True, scope="module")
+def initialised():
+    tfscale.init()
+    yield
+    tfscale.shutdown()
+
+
+def _picture(number, mode="RGB", kind="JPEG"):
+    """Return a file of a picture of 40x60 or 60x40 in one colour, which tells its number."""
+    shape = (40, 60) if number % 2 else (60, 40)
+    colour = (number // 12 * 20, number % 12 * 20, 100)  # by 20: JPEG rounds
+    array = np.broadcast_to(np.array(colour, np.uint8), (*shape, 3))
+    content = io.BytesIO()
+    options = {"quality": 100, "subsampling": 0} if kind == "JPEG" else {}
+    Image.fromarray(array).convert(mode).save(content, kind, **options)
+    return content.getvalue()
+
+
+def _colours(pictures):
+    """Return the mean colours of prepared pictures, with the subtracted mean added again."""
+    return np.asarray(pictures).mean(axis=(1, 2)) + imagenet.MEAN
+
+
+def _write_folders(folder, validation="val"):
+    for part, count in (("train", COUNT), (validation, 9)):
+        for number in range(count):
+            path = folder / part / CLASSES[number % 3] / f"{part}_{number:04d}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_picture(number))
+    return folder
+
+
+def _write_tfrecords(folder):
+    for part, count, shards in (("train", COUNT, 4), ("validation", 9, 2)):
+        for shard in range(shards):
+            path = folder / f"{part}-{shard:05d}-of-{shards:05d}"
+            with tf.io.TFRecordWriter(str(path)) as writer:
+                for number in range(shard, count, shards):
+                    features = {
+                        "image/encoded": tf.train.BytesList(value=[_picture(number)]),
+                        "image/class/label": tf.train.Int64List(value=[number % 3 + 1]),
+                    }
+                    feature = {
+                        "image/encoded": tf.train.Feature(bytes_list=features["image/encoded"]),
+                        "image/class/label": tf.train.Feature(
+                            int64_list=features["image/class/label"]
+                        ),
+                    }
+                    example = tf.train.Example(features=tf.train.Features(feature=feature))
+                    writer.write(example.SerializeToString())
+    return folder
+
+
+LAYOUTS = {"folders": _write_folders, "tfrecords": _write_tfrecords}
+
+
+@pytest.fixture(params=sorted(LAYOUTS))
+def folder(request, tmp_path):
+    return LAYOUTS[request.param](tmp_path)
+
+
+def _load(folder, batch_size=20, seed=1):
+    return imagenet.load(str(folder), batch_size=batch_size, seed=seed, size=28)
+
+
+def test_pictures_have_their_labels_and_the_mean_is_subtracted(folder):
+    data = _load(folder)
+    assert data.train.samples == COUNT and data.valid.samples == 9
+    numbers = []
+    for pictures, labels in data.train:
+        assert pictures.shape == (20, 28, 28, 3) and pictures.dtype == tf.float32
+        colours = _colours(pictures)
+        np.testing.assert_allclose(colours[:, 2], 100, atol=2.5)
+        digits = np.round(colours[:, :2] / 20).astype(int)
+        own = digits[:, 0] * 12 + digits[:, 1]
+        np.testing.assert_array_equal(own % 3, labels)
+        numbers += own.tolist()
+    assert sorted(numbers) == list(range(COUNT)) and numbers != sorted(numbers)
+    valid = np.concatenate([np.asarray(labels) for _, labels in data.valid])
+    assert sorted(valid) == sorted(n % 3 for n in range(9))
+
+
+def test_ranks_share_out_what_one_process_sees(folder):
+    def batches(rank, size):
+        data = as_rank(_load(folder).train, rank, size)
+        data.epoch = 2
+        return [(np.asarray(x), np.asarray(y)) for x, y in data]
+
+    for (x, y), *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), x)
+        np.testing.assert_array_equal(np.concatenate([y for _, y in parts]), y)
+
+
+def test_validation_folder_may_have_its_long_name(tmp_path):
+    data = _load(_write_folders(tmp_path, "validation"))
+    assert (data.valid.samples, data.classes) == (9, 3)
+
+
+def test_files_are_what_they_hold_not_what_they_are_called(tmp_path):
+    _write_folders(tmp_path)
+    for number, (mode, kind) in enumerate((("CMYK", "JPEG"), ("L", "JPEG"), ("RGB", "PNG"))):
+        path = tmp_path / "val" / CLASSES[number] / f"val_{number:04d}.JPEG"
+        path.write_bytes(_picture(number, mode, kind))
+    data = _load(tmp_path)
+    assert data.valid.samples == 9
+    assert all(np.isfinite(pictures).all() for pictures, _ in data.valid)
+
+
+def _damage_one(folder):
+    """Cut one training picture short, or make it no picture."""
+    if (folder / "train").is_dir():
+        path = folder / "train" / "n02" / "train_0004.JPEG"
+        path.write_bytes(path.read_bytes()[:300])
+        return "train_0004.JPEG"
+    path = folder / "train-00001-of-00004"
+    place = tfrecords.index([path])
+    content = bytearray(path.read_bytes())
+    begin, length = place.offsets[3], place.lengths[3]
+    where = content.index(b"\xff\xd8\xff", begin, begin + length)
+    content[where : where + 3] = b"???"
+    path.write_bytes(content)
+    return f"{path.name} byte {begin}"
+
+
+def test_a_damaged_picture_is_left_out_with_a_count_and_known_from_then_on(folder, caplog):
+    name = _damage_one(folder)
+    assert _load(folder).train.samples == COUNT - 1
+    assert f"1 of {COUNT} pictures are damaged: {name}. They are left out." in caplog.text
+    assert len(list((folder / ".checked").glob("damaged-*.json"))) == 2
+    before = {path: path.stat().st_mtime_ns for path in (folder / ".checked").iterdir()}
+    data = _load(folder).train
+    assert data.samples == COUNT - 1 and sum(len(y) for _, y in data) == 100
+    after = {path: path.stat().st_mtime_ns for path in (folder / ".checked").iterdir()}
+    assert after == before
+
+
+def test_more_than_one_percent_is_an_error(folder):
+    if (folder / "train").is_dir():
+        (folder / "train" / "n01" / "train_0000.JPEG").write_bytes(b"")
+        _damage_one(folder)
+    else:
+        path = folder / "train-00002-of-00004"
+        begin = tfrecords.index([path]).offsets[-3] - 12
+        content = bytearray(path.read_bytes())
+        content[begin : begin + 8] = b"\xff" * 8  # a length: where the next ones begin is lost
+        path.write_bytes(content)
+        assert tfrecords.index([path]).lost == 3
+    with pytest.raises(ValueError, match=rf"At most 1 % .*Received: [23] of {COUNT} pictures"):
+        _load(folder)
+
+
+def test_a_missing_layout_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train/<class>/ and val/<class>/.*no train in"):
+        _load(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "loose.JPEG").write_bytes(_picture(1))
+    with pytest.raises(ValueError, match=r"in a folder per class.*none in"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (256, 256), (100, 90), (257, 1000)])
+def test_the_shorter_side_becomes_256_and_squares_of_224_are_cut(shape):
+    picture = tf.cast(tf.random.stateless_uniform((*shape, 3), (1, 2)) * 255, tf.uint8)
+    scaled = imagenet._scaled(picture, 224)
+    assert min(scaled.shape[:2]) == 256
+    assert max(scaled.shape[:2]) == round(256 * max(shape) / min(shape))
+    middle = imagenet.middle_cut(picture, 224)
+    top, left = ((n - 224) // 2 for n in scaled.shape[:2])
+    expected = scaled[top : top + 224, left : left + 224] - imagenet.MEAN
+    np.testing.assert_allclose(middle, expected, rtol=1e-6)
+    cuts = [
+        imagenet.random_cut(picture, 224, tf.constant([seed, 3], tf.int64)) for seed in range(4)
+    ]
+    assert {cut.shape for cut in cuts} == {(224, 224, 3)}
+    assert any((cuts[0] != cut).numpy().any() for cut in cuts[1:])
