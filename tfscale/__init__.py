@@ -22,6 +22,7 @@ _NAMES_BY_MODULE = {
     "exchange.allreduce": ("Allreduce",),
     "exchange.chunked": ("Chunked",),
     "exchange.compression": ("Compression",),
+    "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),
     "exchange.sharded": ("Sharded",),
     "gathers": (
         "allgather",

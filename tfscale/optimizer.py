@@ -9,11 +9,12 @@ import keras
 
 from tfscale.accumulation import Accumulator
 from tfscale.errors import ConfigError
-from tfscale.exchange.base import Exchange, GradientOptions
+from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import refuse_outer
+from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
@@ -22,7 +23,7 @@ from tfscale.trace.stamps import stamp_updates
 from tfscale.update import choose_update
 
 
-class DistributedOptimizer(CompleteState, OptimizerProxy):
+class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
     """A Keras optimizer that applies gradients reduced over all ranks.
 
     A transparent proxy: every attribute, the class included, is the wrapped optimizer's, so
@@ -170,11 +171,6 @@ class DistributedOptimizer(CompleteState, OptimizerProxy):
         self.apply(*map(list, zip(*grads_and_vars, strict=True)))
         return self.__wrapped__._iterations
 
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that take part."""
-        return self._self_reducer.process_set
-
     def wire(self, model: keras.Model) -> bool:
         """Let the exchange change the model's layers; `tfscale.prepare` calls this.
 
@@ -196,23 +192,6 @@ class DistributedOptimizer(CompleteState, OptimizerProxy):
             Whether the step must be traced anew.
         """
         return self._self_reducer.after_step(self.__wrapped__._trainable_variables)
-
-    @property
-    def strategy(self) -> Exchange:
-        """How gradients travel, with what was chosen meanwhile."""
-        return self._self_reducer.strategy
-
-    def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable to each rank alone.
-
-        Args:
-            variable: A trainable variable that may differ between ranks.
-        """
-        self._self_reducer.register_local_var(variable)
-
-    def is_local_var(self, variable: Any) -> bool:
-        """Return whether a variable may differ between ranks."""
-        return self._self_reducer.is_local(variable)
 
     def _around(self, inner: Any) -> DistributedOptimizer:
         other = DistributedOptimizer(inner)

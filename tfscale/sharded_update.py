@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -53,6 +53,8 @@ class ShardedUpdate:
     Attributes:
         shards: The own pieces; None until `build`.
         state: Their optimizer's state; None until `build`.
+        after_update: Called in the step, with what was updated and its gradients, before
+            parameters are sent.
     """
 
     is_sharded = True
@@ -68,6 +70,7 @@ class ShardedUpdate:
         self._strategy = strategy
         self.shards: Shards | None = None
         self.state: ShardState | None = None
+        self.after_update: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
         self._is_attached = False  # whoever reads a parameter waits for it
         self._shown: list[int] = []  # positions of the gradients that the optimizer sees
 
@@ -86,7 +89,7 @@ class ShardedUpdate:
             if optimizer.built:
                 state = [v.numpy() for v in optimizer.variables]
                 variables = update_rule(optimizer)._trainable_variables
-                optimizer = _unbuilt(optimizer)
+                optimizer = unbuilt(optimizer)
             self._build(optimizer, variables)
             if state is not None:
                 assert self.state is not None
@@ -156,8 +159,11 @@ class ShardedUpdate:
         self._shown = [position for _, _, position in useful]
         arrived = [] if tf.executing_eagerly() else shards.arrived[:1]
         targets = [target for _, target, _ in useful]
+        own = [g for g, _, _ in useful]
         with tf.control_dependencies(arrived):
-            optimizer.apply([g for g, _, _ in useful], targets)
+            optimizer.apply(own, targets)
+        if self.after_update is not None:
+            self.after_update(targets, own)
         shards.publish(waits=not self._is_attached)
         return targets
 
@@ -201,7 +207,7 @@ def _exclude_pieces(rule: Any, shards: Shards) -> None:
     excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
 
 
-def _unbuilt(optimizer: Any) -> Any:
+def unbuilt(optimizer: Any) -> Any:
     """Return an optimizer with the same settings and no state."""
     other = type(optimizer).from_config(optimizer.get_config())
     old, new = update_rule(optimizer), update_rule(other)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfscale import runtime
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
+from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
+from tfscale.local_update import LocalUpdate
 from tfscale.loss_scale import update_rule
 from tfscale.sharded_update import ShardedUpdate, why_whole
 
@@ -26,6 +30,7 @@ class WholeUpdate:
     def __init__(self, reducer: GradientReducer) -> None:
         """Keep how gradients are reduced."""
         self._reducer = reducer
+        self.after_update: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> Any:
         """Build the optimizer on the model's variables, and return it."""
@@ -54,6 +59,10 @@ class WholeUpdate:
         # `iterations`, so all of the update waits for the first gradient that is through.
         with tf.control_dependencies(first_exchanged(reduced)):
             optimizer.apply(reduced, variables)
+        if self.after_update is not None:
+            pairs = zip(variables, reduced, strict=True)
+            chosen = [(v, g) for v, g in pairs if g is not None]
+            self.after_update([v for v, _ in chosen], [g for _, g in chosen])
         return variables
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -61,14 +70,24 @@ class WholeUpdate:
         optimizer.finalize_variable_values(variables)
 
 
-def choose_update(reducer: GradientReducer, optimizer: Any) -> WholeUpdate | ShardedUpdate:
-    """Return how an optimizer updates; needs a job that has begun.
+Update = WholeUpdate | ShardedUpdate | LocalUpdate
+
+
+def choose_update(reducer: GradientReducer, optimizer: Any) -> Update:
+    """Return how an optimizer updates; needs a job that has begun. Collective for local SGD.
 
     Args:
         reducer: How gradients are reduced, and between whom.
         optimizer: The Keras optimizer.
+
+    Raises:
+        ConfigError: The groups of local SGD do not fit the ranks.
     """
     strategy = reducer.strategy
+    if isinstance(strategy, LocalSGD) and not runtime.is_single():
+        return LocalUpdate(reducer, strategy, lambda: choose_update(reducer, optimizer))
+    if isinstance(strategy, LocalSGD):
+        reducer.strategy = strategy = resolve(strategy.within)
     if not isinstance(strategy, Sharded):
         return WholeUpdate(reducer)
     group = reducer.process_set.group()

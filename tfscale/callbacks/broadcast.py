@@ -11,6 +11,7 @@ from tfscale import objects, runtime
 from tfscale.callbacks import building, model_state
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.consistency_check import ConsistencyCheck
+from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.errors import ConfigError, ExchangeError
 
@@ -49,7 +50,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank = root_rank
         self.local_variables = list(local_variables or ())
         state = NonTrainableState(non_trainable, root_rank, self.local_variables)
-        self._companions: list[Callback] = [state]
+        self._companions: list[Callback] = [LocalModels(), state]
         if consistency_check:
             self._companions.append(ConsistencyCheck(local_variables=self.local_variables))
 
@@ -95,10 +96,16 @@ class BroadcastGlobalVariablesCallback(Callback):
             callback.on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside: unite moving statistics, check weights."""
+        """Run the callbacks inside: average groups, unite moving statistics, check weights."""
         super().on_epoch_end(epoch, logs)
         for callback in self._companions:
             callback.on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Run the callbacks inside."""
+        super().on_train_end(logs)
+        for callback in self._companions:
+            callback.on_train_end(logs)
 
     def _broadcast(self) -> None:
         local = {id(variable) for variable in self.local_variables}

@@ -32,7 +32,7 @@ class ConsistencyCheck(EpochCallback):
         optimizer_state: Whether the optimizer's state is compared.
         local_variables: Variables that may differ, besides those registered with the optimizer.
         groups: Ranks within which weights have to be equal, one sequence for each group; None
-            is one group, the process set of the optimizer.
+            takes the groups of local SGD or, without it, the optimizer's process set.
 
     Raises:
         ExchangeError: At a check, on all ranks, naming the variable and the ranks that differ.
@@ -93,7 +93,8 @@ class ConsistencyCheck(EpochCallback):
                 f"{moment}. Build the model and the optimizer from the same code everywhere."
             )
         ranks = model_state.process_set_of(self.model).ranks or range(len(every))
-        different = _differing(every, self.groups or [ranks])
+        groups = self.groups or getattr(self.model.optimizer, "groups", None) or [ranks]
+        different = _differing(every, groups)
         if different:
             raise ExchangeError(_explain(variables, different, moment))
 

@@ -1,0 +1,100 @@
+"""Local SGD between epochs: when groups part, how long they stay apart, what others see of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from tfscale import collectives, runtime
+from tfscale.callbacks.epochs import BeforeValidation
+from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
+from tfscale.group_view import average_models
+
+logger = logging.getLogger("tfscale")
+
+
+class LocalModels(BeforeValidation):
+    """Show validation, callbacks and files the average of the groups' models.
+
+    Before `fit` validates, the groups' parameters are averaged into a copy, which stays in the
+    model until the next epoch begins; then each group goes on with its own. After training all
+    ranks hold the average. The callback also starts groups that begin later
+    (`LocalSGD(start=...)`) and sets an interval that adapts.
+
+    Collective: all ranks must pass it to `fit`, at the same place. The callback
+    `BroadcastGlobalVariablesCallback` contains one; without local SGD it does nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: list[np.ndarray] | None = None
+        self._first_rate: float | None = None
+        self._first_loss: float | None = None
+
+    @property
+    def _strategy(self) -> Any:
+        strategy = getattr(getattr(self.model, "optimizer", None), "strategy", None)
+        return strategy if isinstance(strategy, LocalSGD) and not runtime.is_single() else None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget an earlier `fit`."""
+        super().on_train_begin(logs)
+        self._own, self._first_loss = None, None
+        self._first_rate = self._rate() if self._strategy else None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Go on with the own model; form groups if that is due."""
+        super().on_epoch_begin(epoch, logs)
+        if self._strategy is None:
+            return
+        self._restore()
+        start = self._strategy.start
+        is_later = getattr(self.model.optimizer, "waits_for_groups", False)
+        has_decayed = start == "after_first_decay" and self._has_decayed()
+        if is_later and (has_decayed or (isinstance(start, int) and epoch >= start)):
+            self.model.optimizer.start_groups()
+            self.model.make_train_function(force=True)
+
+    def act(self) -> None:
+        """Put the average into the model."""
+        average = getattr(self.model.optimizer, "group_average", None)
+        if self._strategy is not None and average is not None:
+            self._own = average_models(self.model.optimizer)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adapt the interval."""
+        super().on_epoch_end(epoch, logs)
+        strategy = self._strategy
+        average = getattr(self.model.optimizer, "group_average", None)
+        if strategy is None or average is None or self.is_void:
+            return
+        if isinstance(strategy.interval, AdaptiveInterval) and logs and "loss" in logs:
+            loss = float(collectives.allreduce(np.float64(logs["loss"]), name="loss"))
+            self._first_loss = self._first_loss or loss
+            interval = int(average.interval.numpy())
+            new = strategy.interval.after(interval, loss, self._first_loss)
+            logger.info("Loss %.4g: groups average every %d steps.", loss, new)
+            average.interval.assign(new)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Keep the average in all ranks' models."""
+        super().on_train_end(logs)
+        average = getattr(self.model.optimizer, "group_average", None)
+        if self._own is not None and average is not None:
+            average.start_from_here()
+        self._own = None
+
+    def _restore(self) -> None:
+        if self._own is not None:
+            self.model.optimizer.set_own(self._own)
+            self._own = None
+
+    def _rate(self) -> float:
+        return float(np.asarray(self.model.optimizer.learning_rate))
+
+    def _has_decayed(self) -> bool:
+        rate = self._rate()
+        first, self._first_rate = self._first_rate, max(rate, self._first_rate or 0.0)
+        return first is not None and rate < 0.999 * first

@@ -1,0 +1,169 @@
+"""The averaging step of local SGD, as part of the traced training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.plan.buckets import auto_bucket_bytes, build_buckets
+from tfscale.plan.specs import GradientSpec
+
+
+class GroupAverage:
+    """Counts steps and, when an average is due, averages over the groups what this rank updates.
+
+    Attributes:
+        across: This rank and those of the other groups that update the same.
+        targets: What this rank updates.
+        interval: Steps between two averages: a variable, so that it may change without tracing.
+        since: Steps since the last average.
+        distance: Mean over groups of the distance between a group's parameters and the average,
+            measured at the last average ([L] eq. 9).
+    """
+
+    def __init__(self, strategy: LocalSGD, across: Group, is_counted: bool) -> None:
+        """Begin with an average just taken.
+
+        Args:
+            strategy: What is averaged how.
+            across: See above.
+            is_counted: Whether this rank's part counts for the distance; False on all but one of
+                several ranks that update the same.
+        """
+        self._strategy = strategy
+        self.across = across
+        self._is_counted = is_counted
+        with tf.init_scope():
+            self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
+            self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        self.targets: list[keras.Variable] = []
+        self._states: list[Any] = []
+        self._common: list[keras.Variable] = []
+        self._sums: list[keras.Variable] = []
+        self._rule: Any = None
+
+    def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
+        """Remember what this rank updates.
+
+        Args:
+            rule: The optimizer that does, for its learning rate.
+            variables: Whole ones or pieces; equal in all groups now.
+            states: The optimizer's own, averaged if the strategy says so.
+        """
+        self._rule = rule
+        self.targets = list(variables)
+        if self._strategy.average_state:
+            self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
+        with tf.init_scope():
+            if self._strategy.outer is not None or self._strategy.average == "gradients":
+                self._common = [_like(v, v.value) for v in self.targets]
+            if self._strategy.average == "gradients":
+                self._sums = [_like(v, tf.zeros(v.shape, v.dtype)) for v in self.targets]
+            if self._strategy.outer is not None:
+                self._strategy.outer.build(self._common)
+
+    @property
+    def variables(self) -> list[Any]:
+        """All that a run must keep to go on exactly: counters, common parameters, sums."""
+        outer = self._strategy.outer
+        own = [*self._common, *self._sums, *(outer.variables if outer is not None else ())]
+        return [self.interval, self.since, *own]
+
+    def start_from_here(self) -> None:
+        """Take the present parameters, equal in all groups, as the last average."""
+        self.since.assign(0)
+        for common, variable in zip(self._common, self.targets, strict=False):
+            common.assign(variable.value)
+        for total in self._sums:
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+    def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Average if it is due. Called in the traced step, behind the update.
+
+        Args:
+            targets: What was updated.
+            gradients: With which gradients, equal within a group.
+        """
+        places = {id(v): i for i, v in enumerate(self.targets)}
+        if self._sums:
+            for target, gradient in zip(targets, gradients, strict=True):
+                if id(target) in places:
+                    self._sums[places[id(target)]].assign_add(tf.convert_to_tensor(gradient))
+        reached = self.since + 1
+        is_due = reached >= self.interval
+        squares = [_when(is_due, partial(self._average, part)) for part in self._parts()]
+        for state in self._states:
+            _when(is_due, partial(self._average_state, state))
+        _when(is_due, lambda: self._measure(tf.add_n([tf.zeros([], tf.float64), *squares])))
+        self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
+
+    def _parts(self) -> list[list[int]]:
+        """Return what travels together; all at once where an outer optimizer takes one step."""
+        if self._strategy.outer is not None:
+            return [list(range(len(self.targets)))]
+        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
+        buckets = build_buckets(specs, auto_bucket_bytes(specs))
+        return [sorted(bucket.indices) for bucket in buckets[::-1]]
+
+    def _mean(self, values: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+        scaling = Scaling(1.0, 1.0 / self.across.size)
+        call = Call(self.across, f"average of {what}")
+        return runtime.backend().allreduce(list(values), call, ReduceOp.SUM, scaling)
+
+    def _average(self, part: Sequence[int]) -> tf.Tensor:
+        variables = [self.targets[i] for i in part]
+        before = [tf.identity(v.value) for v in variables]
+        if self._sums:
+            self._move_by_gradients(part)
+        elif self._strategy.outer is not None:
+            means = self._mean(before, "parameters")
+            changes = [c - m for c, m in zip(self._common, means, strict=True)]
+            self._strategy.outer.apply(changes, self._common)
+            for variable, common in zip(variables, self._common, strict=True):
+                variable.assign(common.value)
+        else:
+            for variable, mean in zip(variables, self._mean(before, "parameters"), strict=True):
+                variable.assign(mean)
+        moved = [v.value - b for v, b in zip(variables, before, strict=True)]
+        return tf.add_n([tf.reduce_sum(tf.cast(m, tf.float64) ** 2) for m in moved])
+
+    def _move_by_gradients(self, part: Sequence[int]) -> None:
+        means = self._mean([self._sums[i].value for i in part], "gradients")
+        for i, mean in zip(part, means, strict=True):
+            rate = tf.cast(self._rule.learning_rate, mean.dtype)
+            self._common[i].assign(self._common[i].value - rate * mean)
+            self.targets[i].assign(self._common[i].value)
+            self._sums[i].assign(tf.zeros_like(mean))
+
+    def _average_state(self, state: Any) -> tf.Tensor:
+        state.assign(self._mean([state.value], state.path)[0])
+        return tf.zeros([], tf.float64)
+
+    def _measure(self, square: tf.Tensor) -> tf.Tensor:
+        """Each group's distance travels as one number; ranks of a group add their parts up."""
+        n_groups, world = self.across.size, runtime.world()
+        group = self.across.rank
+        own = tf.one_hot(group, n_groups, dtype=tf.float64) * (square if self._is_counted else 0.0)
+        call = Call(world, "distances of models")
+        (squares,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
+        self.distance.assign(tf.reduce_mean(tf.sqrt(squares)))
+        return tf.zeros([], tf.float64)
+
+
+def _like(variable: keras.Variable, value: Any) -> keras.Variable:
+    return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+
+
+def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return what `action` returns, or zero where the condition does not hold."""
+    if tf.executing_eagerly():
+        return action() if bool(condition) else tf.zeros([], tf.float64)
+    return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))

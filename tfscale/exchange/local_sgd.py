@@ -1,0 +1,181 @@
+"""Local SGD: groups of ranks train each on their own and average from time to time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+
+from tfscale.backends.base import Group
+from tfscale.errors import ConfigError
+from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.sharded import Sharded
+
+
+@dataclass(frozen=True)
+class AdaptiveInterval:
+    """An interval between averages that shrinks with the training loss.
+
+    After each epoch the interval becomes `ceil(start * sqrt(loss / first loss))`; where that is no
+    less than before, `shrink` times the interval before. It never falls below `least`.
+
+    Attributes:
+        start: Steps between two averages in the first epoch.
+        shrink: In (0, 1).
+        least: 1 or more.
+
+    Source: Wang, Joshi: Adaptive communication strategies for local-update SGD (AdaComm), 2019,
+    eqs. 17 and 18.
+    """
+
+    start: int = 64
+    shrink: float = 0.5
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: A number is out of its range.
+        """
+        if not (self.start >= self.least >= 1 and 0 < self.shrink < 1):
+            raise ConfigError(
+                "AdaptiveInterval needs start >= least >= 1 and 0 < shrink < 1. Received: "
+                f"start={self.start}, least={self.least}, shrink={self.shrink}."
+            )
+
+    def after(self, interval: int, loss: float, first_loss: float) -> int:
+        """Return the interval of the next epoch.
+
+        Args:
+            interval: That of the epoch that has ended.
+            loss: Its training loss, averaged over all ranks.
+            first_loss: That of the first epoch.
+        """
+        if not (math.isfinite(loss) and loss >= 0 and first_loss > 0):
+            return interval
+        wanted = math.ceil(self.start * math.sqrt(loss / first_loss))
+        if wanted >= interval:
+            wanted = int(self.shrink * interval)
+        return max(self.least, wanted)
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Groups of ranks exchange gradients inside only; their models are averaged now and then.
+
+    With `Sharded()` inside, a rank averages its own segment only, with the ranks of other groups
+    that own the same one, before the group gathers it.
+
+    Attributes:
+        groups: Number of groups; it must divide the number of ranks. Ranks of a group are
+            consecutive, so groups follow the hosts where ranks do.
+        interval: Steps between two averages, 1 or more, or `AdaptiveInterval`.
+        within: What happens inside a group: any other exchange.
+        average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
+            the last common parameters by the learning rate times the mean of the groups' sums of
+            gradients since then.
+        start: "immediately", the number of the first local epoch (0 or more), or
+            "after_first_decay" of the learning rate (post-local SGD). Before that all ranks train
+            together, by `within`.
+        outer: A Keras optimizer that takes the change of the average as a gradient, as in DiLoCo;
+            None takes over the average.
+        average_state: Average momentum and other state of the optimizer too.
+
+    Source: [L] III-B.
+    """
+
+    groups: int
+    interval: int | AdaptiveInterval = 8
+    within: Any = field(default_factory=Sharded)
+    average: Literal["parameters", "gradients"] = "parameters"
+    start: int | Literal["immediately", "after_first_decay"] = "immediately"
+    outer: keras.optimizers.Optimizer | None = None
+    average_state: bool = False
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: An option does not fit.
+        """
+        checks = (
+            ("groups", _is_count(self.groups), "1 or more"),
+            (
+                "interval",
+                isinstance(self.interval, AdaptiveInterval) or _is_count(self.interval),
+                "1 or more, or AdaptiveInterval(...)",
+            ),
+            ("within", not isinstance(self.within, LocalSGD), "an exchange inside of a group"),
+            (
+                "average",
+                self.average in ("parameters", "gradients"),
+                "'parameters' or 'gradients'",
+            ),
+            (
+                "start",
+                self.start in ("immediately", "after_first_decay")
+                or (isinstance(self.start, int) and self.start >= 0),
+                "'immediately', 'after_first_decay' or an epoch",
+            ),
+            (
+                "outer",
+                self.outer is None or isinstance(self.outer, keras.optimizers.Optimizer),
+                "a Keras optimizer or None",
+            ),
+        )
+        for name, fits, requirement in checks:
+            if not fits:
+                raise ConfigError(
+                    f"{name} must be {requirement}. Received: {name}={getattr(self, name)!r}."
+                )
+        if self.average == "gradients" and self.outer is not None:
+            raise ConfigError(
+                "An outer optimizer works on averaged parameters. Received: average='gradients' "
+                "and outer. Leave one out."
+            )
+
+    @property
+    def first_interval(self) -> int:
+        """Steps before the first average."""
+        return self.interval if isinstance(self.interval, int) else self.interval.start
+
+    def members(self, size: int) -> list[list[int]]:
+        """Return the ranks of each group.
+
+        Args:
+            size: Number of ranks.
+
+        Raises:
+            ConfigError: The groups cannot be equally large.
+        """
+        if size % self.groups:
+            raise ConfigError(
+                f"groups must divide the number of ranks, {size}. Received: groups={self.groups}."
+            )
+        m = size // self.groups
+        return [list(range(i * m, (i + 1) * m)) for i in range(self.groups)]
+
+    def exchange(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        group: Group,
+        options: GradientOptions,
+    ) -> list[Any]:
+        """Refuse: averaging needs the update, which a tape does not have.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "Local SGD averages parameters after updates. Received: exchange=LocalSGD for a tape. "
+            "Use DistributedOptimizer."
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

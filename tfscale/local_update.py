@@ -1,0 +1,173 @@
+"""An update whose gradients are exchanged within a group, and whose results are averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.errors import ConfigError
+from tfscale.exchange.averaging import GroupAverage
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.strategies import resolve
+from tfscale.gradients import GradientReducer
+from tfscale.loss_scale import update_rule
+from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
+from tfscale.sharded_update import unbuilt
+
+logger = logging.getLogger("tfscale")
+
+
+class LocalUpdate:
+    """Hands the work to the update of the exchange inside of a group, and averages after it.
+
+    Attributes:
+        process_set: All ranks, groups of all kinds together.
+        groups: Ranks of each group; of all ranks while they still train together.
+        average: Counts steps and averages; None while all ranks train together.
+    """
+
+    def __init__(
+        self, reducer: GradientReducer, strategy: LocalSGD, choose: Callable[[], Any]
+    ) -> None:
+        """Form groups, unless they start later. Collective.
+
+        Args:
+            reducer: Changed: it reduces within a group from now on.
+            strategy: Groups and intervals.
+            choose: Returns the update of the exchange that `reducer` has now.
+
+        Raises:
+            ConfigError: The groups do not fit the ranks.
+        """
+        if reducer.process_set is not global_process_set:
+            raise ConfigError(
+                f"Local SGD forms groups of all ranks. Received: {reducer.process_set!r}. "
+                "Leave process_set out."
+            )
+        self.process_set = global_process_set
+        self.strategy = strategy
+        self._reducer = reducer
+        self._choose = choose
+        self._members = strategy.members(runtime.size())
+        self.groups: list[list[int]] = [list(range(runtime.size()))]
+        self.average: GroupAverage | None = None
+        self._variables: list[keras.Variable] = []
+        self._model: keras.Model | None = None
+        reducer.strategy = resolve(strategy.within)
+        self._is_local = strategy.start == "immediately"
+        if self._is_local:
+            self._form_groups()
+        self._inner = choose()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded within a group."""
+        return self._inner.is_sharded
+
+    @property
+    def shards(self) -> Any:
+        """The own pieces, if parameters are sharded within a group."""
+        return self._inner.shards
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer of this rank's group, if it is sharded."""
+        return self._inner.state
+
+    def _form_groups(self) -> None:
+        """Make process sets: a group's ranks, and ranks with the same place in their groups."""
+        rank, m = runtime.rank(), len(self._members[0])
+        sets = [add_process_set(ranks) for ranks in self._members]
+        alike = [[group[i] for group in self._members] for i in range(m)]
+        across = [add_process_set(ranks) for ranks in alike]
+        self.groups = self._members
+        self._reducer.process_set = sets[rank // m]
+        self._across: ProcessSet = across[rank % m]
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> Any:
+        """Build an optimizer for this rank's part of its group's model, and return it."""
+        optimizer = self._inner.build(optimizer, variables)
+        self._variables = list(variables)
+        if self._is_local:
+            self._begin_averaging(optimizer)
+        return optimizer
+
+    def _begin_averaging(self, optimizer: Any) -> None:
+        rule, shards = update_rule(optimizer), self._inner.shards
+        targets = [v for v in rule._trainable_variables if not self._reducer.is_local(v)]
+        if shards is not None:
+            targets = [p for i, p in enumerate(shards.pieces) if shards.owned(i)]
+        places = self._reducer.process_set.group().rank
+        is_counted = shards is not None or places == 0
+        self.average = GroupAverage(self.strategy, self._across.group(), is_counted)
+        slots = optimizer.variables if self.strategy.average_state else []
+        self.average.build(rule, targets, slots)
+        self._inner.after_update = self.average.after_update
+
+    def attach(self, model: keras.Model) -> None:
+        """Let steps end before the parameters have arrived, if they are sharded."""
+        self._model = model
+        self._inner.attach(model)
+
+    def apply(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool
+    ) -> Sequence[Any]:
+        """Reduce gradients within the group, apply them, average if it is due.
+
+        Args:
+            optimizer: What `build` returned.
+            gradients: This rank's, one per variable.
+            variables: What they belong to.
+            skips: The optimizer skips a step with an infinite gradient.
+
+        Returns:
+            What was updated.
+        """
+        if self._is_local and self.average is None:
+            self._begin_averaging(optimizer)
+        return self._inner.apply(optimizer, gradients, variables, skips)
+
+    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Let the optimizer set final values."""
+        self._inner.finalize(optimizer, variables)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all ranks still train together."""
+        return not self._is_local
+
+    def start(self, optimizer: Any) -> Any:
+        """Go over from training together to training in groups. Collective.
+
+        The step must be traced anew afterwards.
+
+        Args:
+            optimizer: What `build` returned.
+
+        Returns:
+            The optimizer to go on with, in the same state.
+        """
+        logger.info("Local SGD starts: %d groups of ranks.", self.strategy.groups)
+        state = self.state.gather() if self.state is not None else None
+        self._form_groups()
+        self._is_local = True
+        if state is None:
+            self._begin_averaging(optimizer)
+            return optimizer
+        self._inner = self._choose()
+        with tf.init_scope():
+            optimizer = self._inner.build(unbuilt(optimizer), self._variables)
+        if self._inner.state is not None:
+            self._inner.state.load(state)
+        else:
+            for variable, value in zip(optimizer.variables, state, strict=True):
+                variable.assign(value)
+        self._begin_averaging(optimizer)
+        if self._model is not None:
+            self._inner.attach(self._model)
+        return optimizer

@@ -1,0 +1,73 @@
+"""With whom, and how, a distributed optimizer shares its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfscale.exchange.base import Exchange
+from tfscale.process_sets import ProcessSet
+
+
+class Sharing:
+    """What a `DistributedOptimizer` answers when it is asked about ranks and strategy."""
+
+    __wrapped__: Any
+    _self_reducer: Any
+    _self_update: Any
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return getattr(self._self_update, "process_set", self._self_reducer.process_set)
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """Ranks within which weights are equal, for local SGD; None for all together."""
+        return getattr(self._self_update, "groups", None)
+
+    @property
+    def strategy(self) -> Exchange:
+        """How gradients travel, with what was chosen meanwhile."""
+        return getattr(self._self_update, "strategy", self._self_reducer.strategy)
+
+    @property
+    def group_average(self) -> Any:
+        """What counts and averages in local SGD (`exchange.averaging.GroupAverage`), or None."""
+        return getattr(self._self_update, "average", None)
+
+    @property
+    def waits_for_groups(self) -> bool:
+        """Whether local SGD will start later."""
+        return bool(getattr(self._self_update, "is_waiting", False))
+
+    def start_groups(self) -> None:
+        """Let local SGD start. Collective; the training step must be traced anew."""
+        self.__wrapped__ = self._self_update.start(self.__wrapped__)
+
+    def show_own(self) -> None:
+        """Make the model's parameters those that this rank and its group hold. Collective."""
+        if self._self_update.shards is not None:
+            self._self_update.shards.publish(waits=True)
+
+    def set_own(self, values: Sequence[Any]) -> None:
+        """Set what this rank updates, and show it in the model. Collective in its group.
+
+        Args:
+            values: One for each of `group_average.targets`.
+        """
+        for variable, value in zip(self.group_average.targets, values, strict=True):
+            variable.assign(value)
+        self.show_own()
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to each rank alone.
+
+        Args:
+            variable: A trainable variable that may differ between ranks.
+        """
+        self._self_reducer.register_local_var(variable)
+
+    def is_local_var(self, variable: Any) -> bool:
+        """Return whether a variable may differ between ranks."""
+        return self._self_reducer.is_local(variable)
