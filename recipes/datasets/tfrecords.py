@@ -62,8 +62,10 @@ def index(paths: list[Path]) -> Index:
                 offsets.append(begin + _HEAD_BYTES)
                 lengths.append(length)
                 begin = following
-    mean = sum(lengths) / len(lengths) if lengths else 1
-    lost = -int(-bytes_lost // mean)  # rounded up
+    frames = sum(lengths) + len(lengths) * (_HEAD_BYTES + _TAIL_BYTES)
+    lost = (
+        max(bool(bytes_lost), round(bytes_lost * len(lengths) / frames)) if lengths else bytes_lost
+    )
     return Index([str(path) for path in paths], files, offsets, lengths, lost)
 
 
