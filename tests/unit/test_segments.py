@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfscale.errors import PlanError
-from tfscale.plan.segments import ALIGNMENT, build_segments
+from tfscale.plan.segments import ALIGNMENT, build_segments, row_cuts
 from tfscale.plan.specs import GradientSpec
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -47,6 +47,20 @@ def test_segments_are_balanced(counts, size):
 def test_forward_order():
     specs = [GradientSpec(f"w{i}", (100,), "float32") for i in range(4)]
     assert [b.indices for b in build_segments(specs, 2, 800)] == [(0, 1), (2, 3)]
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 7), st.sampled_from([0, 100, 10**6]))
+def test_cuts_between_rows(n_in, n_out, size, bucket_bytes):
+    """The matrix and its bias are a bucket; what lies around them is not mixed."""
+    specs = [GradientSpec("w", shape, "float64") for shape in ((5,), (n_in, n_out), (n_out,), (7,))]
+    buckets = build_segments(specs, size, bucket_bytes, by_rows=[(1, 2)])
+    assert [b.indices for b in buckets] == [(0,), (1, 2), (3,)]
+    rows = row_cuts(n_in, size)
+    for rank in range(size):
+        begin, end = rows[rank] * n_out, rows[rank + 1] * n_out
+        pieces = {p.variable: (p.start, p.stop) for p in buckets[1].pieces(rank)}
+        assert pieces.pop(1, (begin, begin)) == (begin, end)
+        assert pieces == ({2: (0, n_out)} if rank == size - 1 else {})
 
 
 def test_bad_size():

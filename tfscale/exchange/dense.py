@@ -1,24 +1,28 @@
 """Dense layers whose ranks exchange activations and errors instead of weight gradients.
 
 The gradient of a dense kernel is A^T E, the layer's inputs times the errors of its outputs, summed
-over the samples. When every rank has the A and E of the whole batch it computes the whole gradient
-itself: (n_in + n_out) values per sample travel instead of n_in * n_out in all.
+over the samples. A rank that has the A and E of the whole batch computes the whole gradient itself,
+and one that has some columns of A and all of E the same rows of the gradient.
 
-Source: [T] chapter 3, "replicated gradients".
+Source: [T] chapter 3, "replicated gradients"; [T] chapter 4, "partial gradients".
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from tfscale import runtime
 from tfscale.backends.base import Call, Group
-from tfscale.errors import PlanError
 from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.dense_uses import Use, note
+from tfscale.exchange.dense_uses import is_whole as is_whole
+from tfscale.plan.segments import row_cuts
 from tfscale.process_sets import ProcessSet
 from tfscale.reduce_ops import Average
 
@@ -45,9 +49,12 @@ def why_not(layer: keras.layers.Layer) -> str:
 class ReplicatedCall:
     """Stands in for a Dense layer's `call`: gathers activations, later errors.
 
-    Only calls with training=True inside of a traced function exchange anything; evaluation never
-    does. The gradient it hands to TensorFlow is that of the whole batch already.
+    Only calls with training=True inside of a traced function exchange anything, and none in a
+    branch or loop of it; evaluation never does. The gradient it hands to TensorFlow is that of the
+    whole batch already.
     """
+
+    kernel_use: Use = "replicated"
 
     def __init__(
         self, layer: keras.layers.Dense, options: GradientOptions, process_set: ProcessSet
@@ -63,6 +70,9 @@ class ReplicatedCall:
         self._original = type(layer).call
         self._options = options
         self._process_set = process_set
+        # Orders this layer's collectives among themselves. The kernel would order them behind its
+        # own arrival, and later reads of the kernel behind them.
+        self._order = tf.Variable(0.0, trainable=False, name="order")
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
         """Compute the layer.
@@ -77,8 +87,8 @@ class ReplicatedCall:
         layer = self._layer()
         assert layer is not None
         group = self._process_set.group()
-        if not training or tf.executing_eagerly() or group.size == 1 or group.rank < 0:
-            _note(layer, "plain")
+        if not training or not _can_exchange() or group.size == 1 or group.rank < 0:
+            self._note(layer, "plain", "plain")
             return self._original(layer, inputs, training=training)
         weights = [tf.convert_to_tensor(v) for v in (layer.kernel, layer.bias) if v is not None]
         outputs = self._multiply(layer, group, tf.convert_to_tensor(inputs), weights)
@@ -88,23 +98,34 @@ class ReplicatedCall:
         self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor, weights: list[tf.Tensor]
     ) -> tf.Tensor:
         factor = 1.0 / group.size if self._options.op == Average else 1.0
+        self._note(layer, self.kernel_use, "replicated")
 
         @tf.custom_gradient
         def multiply(x: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Any:
-            gathered = self._gather(layer, group, x, "activations")
+            sent = self._send(layer, group, x)
             outputs = tf.matmul(x, kernel)
 
-            def gradient(error: tf.Tensor) -> list[tf.Tensor]:
+            def gradient(error: tf.Tensor) -> list[Any]:
                 errors = self._gather(layer, group, error, "errors")
-                scale = tf.constant(factor, errors.dtype)
-                of_kernel = tf.matmul(gathered, errors, transpose_a=True) * scale
-                of_bias = [tf.reduce_sum(errors, axis=0) * scale] if bias else []
-                _note(layer, "replicated")
+                errors *= tf.constant(factor, errors.dtype)
+                of_kernel = self._kernel_gradient(layer, group, sent, errors)
+                of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
                 return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient
 
         return multiply(inputs, *weights)
+
+    def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
+        """Return the part of the whole batch's activations that this rank needs."""
+        return self._gather(layer, group, inputs, "activations")
+
+    def _kernel_gradient(
+        self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
+    ) -> Any:
+        """Return the gradient from what `_send` returned, and the errors of the whole batch."""
+        del layer, group
+        return tf.matmul(sent, errors, transpose_a=True)
 
     def _gather(
         self, layer: keras.layers.Dense, group: Group, tensor: tf.Tensor, what: str
@@ -112,45 +133,82 @@ class ReplicatedCall:
         """Return the rows of all ranks as a matrix."""
         width = tensor.shape[-1]
         packed, context = self._options.compression.compress(tf.reshape(tensor, [-1, width]))
-        call = Call(group, f"{layer.path} {what}", (layer.kernel.handle,), _STREAM)
-        rows, _ = runtime.backend().allgather(packed, call)
+        rows, _ = runtime.backend().allgather(packed, self._call(layer, group, what))
         rows = tf.ensure_shape(rows, [None, width])
         return self._options.compression.decompress(rows, context)
 
+    def _call(self, layer: keras.layers.Dense, group: Group, what: str) -> Call:
+        return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
 
-_uses: weakref.WeakKeyDictionary[tf.Graph, dict[int, set[str]]] = weakref.WeakKeyDictionary()
-
-
-def _note(layer: keras.layers.Dense, use: str) -> None:
-    """Remember how a function being traced uses a layer's weights."""
-    if tf.executing_eagerly():
-        return
-    uses = _uses.setdefault(tf.compat.v1.get_default_graph(), {})
-    for variable in (layer.kernel, layer.bias):
-        if variable is not None:
-            uses.setdefault(id(variable), set()).add(use)
+    def _note(self, layer: keras.layers.Dense, kernel: Use, bias: Use) -> None:
+        note(layer.kernel, kernel)
+        if layer.bias is not None:
+            note(layer.bias, bias)
 
 
-def is_whole(variable: Any) -> bool:
-    """Return whether the gradient of a variable is that of the whole batch already.
+class PartialCall(ReplicatedCall):
+    """Stands in for a Dense layer's `call`: sends each rank the activations of its rows.
 
-    Args:
-        variable: A variable whose gradient the function being traced has computed.
+    Rank r owns the kernel's rows from `row_cuts` and receives these columns of the activations of
+    the whole batch. The kernel's gradient is an IndexedSlices of its rows; the bias's is whole.
 
-    Raises:
-        PlanError: The function uses the layer in training and otherwise, so that parts of the
-            gradient are the whole batch's and parts this rank's.
+    Source: [T] 4.2, eq. 4.8.
     """
+
+    kernel_use: Use = "partial"
+
+    def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
+        cuts = row_cuts(inputs.shape[-1], group.size)
+        n_rows = [end - begin for begin, end in itertools.pairwise(cuts)]
+        packed, context = self._options.compression.compress(
+            tf.reshape(inputs, [-1, inputs.shape[-1]])
+        )
+        parts = [tf.reshape(part, [-1]) for part in tf.split(packed, n_rows, axis=1)]
+        splits = tf.constant(n_rows, tf.int64) * tf.shape(packed, tf.int64)[0]
+        call = self._call(layer, group, "activations")
+        received, _ = runtime.backend().alltoall(tf.concat(parts, 0), splits, call)
+        columns = tf.reshape(received, [-1, n_rows[group.rank]])
+        return self._options.compression.decompress(columns, context)
+
+    def _kernel_gradient(
+        self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
+    ) -> Any:
+        begin, end = row_cuts(layer.kernel.shape[0], group.size)[group.rank :][:2]
+        own = tf.matmul(sent, errors, transpose_a=True)
+        return tf.IndexedSlices(own, tf.range(begin, end), tf.constant(tuple(layer.kernel.shape)))
+
+
+def _can_exchange() -> bool:
+    """Return whether a collective traced here runs exactly once in each step."""
     if tf.executing_eagerly():
         return False
-    uses = _uses.get(tf.compat.v1.get_default_graph(), {}).get(id(variable), set())
-    if uses == {"plain", "replicated"}:
-        raise PlanError(
-            "A layer that exchanges activations must be called with training=True wherever its "
-            f"gradient is taken. Received: {variable.path} used with training=True and without. "
-            "Pass training=True, or set replicated_dense=0."
-        )
-    return "replicated" in uses
+    return not isinstance(tf.compat.v1.get_default_graph(), ControlFlowFuncGraph)
+
+
+def own_rows(gradient: Any, n_in: int, group: Group) -> tf.Tensor:
+    """Return this rank's rows of a partial gradient.
+
+    Args:
+        gradient: IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that
+            is called more than once; or a tensor of the kernel's shape.
+        n_in: Rows of the kernel.
+        group: Who shares them.
+
+    Returns:
+        Shape [own rows, n_out].
+    """
+    begin, end = row_cuts(n_in, group.size)[group.rank :][:2]
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient[begin:end]
+    if gradient.values.shape[0] == end - begin:
+        return gradient.values
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices - begin, end - begin)
+
+
+def cut_by_rows(model: keras.Model) -> list[tuple[Any, Any]]:
+    """Return kernel and bias (or None) of each layer that makes partial gradients."""
+    layers = [x for x in model._flatten_layers() if isinstance(vars(x).get("call"), PartialCall)]
+    return [(layer.kernel, layer.bias) for layer in layers]
 
 
 def restore(layer: keras.layers.Layer) -> bool:

@@ -82,8 +82,22 @@ class SegmentedBucket:
         return tuple(sum(p.count for p in self.pieces(r)) for r in range(len(self.cuts) - 1))
 
 
+def row_cuts(n_rows: int, size: int) -> list[int]:
+    """Return where each rank's rows of a matrix begin, and the number of rows.
+
+    Args:
+        n_rows: Rows of the matrix.
+        size: Number of ranks; their shares differ by one row at most.
+    """
+    return [n_rows * rank // size for rank in range(size + 1)]
+
+
 def build_segments(
-    specs: Sequence[GradientSpec], size: int, bucket_bytes: int, whole: frozenset[int] = frozenset()
+    specs: Sequence[GradientSpec],
+    size: int,
+    bucket_bytes: int,
+    whole: frozenset[int] = frozenset(),
+    by_rows: Sequence[tuple[int, ...]] = (),
 ) -> tuple[SegmentedBucket, ...]:
     """Lay variables out in buckets of one flat buffer each.
 
@@ -92,26 +106,37 @@ def build_segments(
         size: Number of ranks that share each buffer.
         bucket_bytes: Upper bound of a bucket in bytes; 0 puts each variable into its own.
         whole: Positions of variables that one rank owns entirely.
+        by_rows: Variables that are buckets of their own, of one dtype: a matrix that is cut
+            between its rows as `row_cuts` says, and others, which the last rank owns.
 
     Returns:
         Buckets in forward order, each spec in exactly one. The segments of a bucket differ by no
-        more than what `whole` demands.
+        more than what `whole` and `by_rows` demand.
 
     Raises:
         PlanError: `size` is less than 1, or `bucket_bytes` is negative.
     """
     if size < 1:
         raise PlanError(f"size must be 1 or more. Received: size={size}.")
-    buckets = build_buckets(specs, bucket_bytes)
-    return tuple(_segment(specs, sorted(b.indices), b.dtype, size, whole) for b in buckets[::-1])
+    own = {i: group for group in by_rows for i in group}
+    buckets = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
+    # What lies before and what behind such a bucket travels apart: it is not ready together.
+    for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
+        part = list(run)
+        if is_own:
+            continue
+        for bucket in build_buckets([specs[i] for i in part], bucket_bytes):
+            indices = sorted(part[i] for i in bucket.indices)
+            buckets.append(_segment(specs, indices, size, whole))
+    return tuple(sorted(buckets, key=lambda bucket: bucket.indices))
 
 
 def _segment(
     specs: Sequence[GradientSpec],
     indices: list[int],
-    dtype: str,
     size: int,
-    whole: frozenset[int],
+    whole: frozenset[int] = frozenset(),
+    cuts_rows: bool = False,
 ) -> SegmentedBucket:
     shapes = tuple(specs[i].shape for i in indices)
     counts = [math.prod(shape) for shape in shapes]
@@ -119,10 +144,14 @@ def _segment(
     padded = [-(-count // step) * step for count in counts]
     offsets = [0, *itertools.accumulate(padded)]
     length = offsets.pop()
-    cuts = [length * rank // size for rank in range(size + 1)]
+    if cuts_rows:
+        cuts = [row * shapes[0][1] for row in row_cuts(shapes[0][0], size)[:-1]] + [length]
+    else:
+        cuts = [length * rank // size for rank in range(size + 1)]
     for i, cut in enumerate(cuts):
         place = max(bisect.bisect_right(offsets, cut) - 1, 0)
         begin, end = offsets[place], offsets[place] + padded[place]
         if indices[place] in whole and begin < cut < end:
             cuts[i] = begin if cut - begin < end - cut else end
+    dtype = specs[indices[0]].dtype
     return SegmentedBucket(tuple(indices), shapes, dtype, tuple(offsets), tuple(cuts), length)
