@@ -1,22 +1,20 @@
-"""What a gather brings: any layout and type, memory, the order of events."""
+"""What a gather brings: any layout and type, and the memory it lies in."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import in_both_modes, shared_folder
+from tests.helpers.ranks import in_both_modes
 from tests.helpers.spawn import sizes
-from tests.parallel.futures_model import Posts, Subject, X
+from tests.parallel.futures_model import Posts, Subject
 from tfscale import futures, runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
-from tfscale.backends.variables import WaitingBackend, gather_and_assign, raw_variable
+from tfscale.backends.variables import WaitingBackend, gather_and_assign
 from tfscale.plan.segments import SegmentedBucket
 
 SHAPES = ((), (1,), (0,), (7,), (16,), (17,), (0, 3), (3, 5, 7), (1001,))
@@ -191,60 +189,3 @@ def case_the_wrong_layout_is_refused():
             raise AssertionError(f"no error: {text}")
     posts.post(1)
     require(posts, 1)
-
-
-def wait_for(files: list[Path]) -> None:
-    """Wait until all files exist; the order of events is then the one that is to be seen."""
-    deadline = time.monotonic() + 30
-    while not all(f.exists() for f in files) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-@sizes(2, 3)
-def case_the_next_call_begins_before_the_last_gather_has_ended():
-    """One rank keeps back the gather of the last layer until the others have computed layer 1."""
-    subject = Subject()
-    model, posts, backend = subject.model, subject.posts, runtime.backend()
-    awaited: list[Path] = []  # files of the ranks that this one lets go ahead
-    told: list[Path] = []
-    graphs = []
-
-    def wait(number):
-        wait_for(awaited)
-        return number
-
-    def tell(hidden):
-        for file in told:
-            file.touch()
-        return hidden
-
-    @tf.function
-    def step(number):
-        posts.post_one(posts.layouts[0], number)
-        graphs.append(tf.compat.v1.get_default_graph())
-        posts.post_one(posts.layouts[-1], tf.py_function(wait, [number], tf.float32))
-
-    @tf.function
-    def forward(plan):
-        hidden = model.layers[0](X)
-        with tf.control_dependencies([tf.py_function(tell, [hidden], tf.float32)]):
-            backend.stamp([raw_variable(model.layers[0].embeddings).handle], plan, -1)
-        return model(X)
-
-    step(tf.constant(0.0))
-    plan = next(p for p in range(1000) if backend.graph_of(p) is graphs[0])
-    for late in range(tfscale.size()):
-        futures.drain(model.variables)
-        backend.event_array()
-        with shared_folder() as folder:
-            is_late = tfscale.rank() == late
-            told[:] = [folder / str(tfscale.rank())]
-            awaited[:] = [folder / str(r) for r in range(tfscale.size()) if is_late and r != late]
-            step(tf.constant(1.0))
-            np.testing.assert_allclose(forward(plan), model(X), rtol=1e-6)
-        events = [e for e in backend.event_array() if e["plan"] == plan]
-        ended = {int(e["slot"]): int(e["ended_ns"]) for e in events}
-        assert sorted(ended) == [-1, 0, 1], events
-        assert ended[-1] > ended[0]
-        if not is_late:
-            assert ended[-1] < ended[1], ended
