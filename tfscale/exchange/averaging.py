@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfscale import runtime
@@ -64,9 +65,9 @@ class GroupAverage:
             self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         with tf.init_scope():
             if self._strategy.outer is not None or self._strategy.average == "gradients":
-                self._common = [_like(v, v.value) for v in self.targets]
+                self._common = [_like(v, v.numpy()) for v in self.targets]
             if self._strategy.average == "gradients":
-                self._sums = [_like(v, tf.zeros(v.shape, v.dtype)) for v in self.targets]
+                self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
             if self._strategy.outer is not None:
                 self._strategy.outer.build(self._common)
 
@@ -158,7 +159,8 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
 
-def _like(variable: keras.Variable, value: Any) -> keras.Variable:
+def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
+    # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
 
 
