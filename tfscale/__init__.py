@@ -20,6 +20,7 @@ _NAMES_BY_MODULE = {
     "eager": ("join",),
     "errors": ("ConfigError", "ExchangeError", "PlanError"),
     "exchange.allreduce": ("Allreduce",),
+    "exchange.auto": ("Auto",),
     "exchange.chunked": ("Chunked",),
     "exchange.compression": ("Compression",),
     "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),

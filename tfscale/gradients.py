@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.sparse import deduplicate
 from tfscale.plan.chunks import owner_of
 from tfscale.process_sets import ProcessSet
-from tfscale.tuning.first_chunk import FirstChunkProbe
+from tfscale.tuning.watch import Watch, watch
 
 
 class GradientReducer:
@@ -59,7 +58,8 @@ class GradientReducer:
         self._local: list[Any] = []
         self._exchange: Callable[..., list[Any]] | None = None
         self._wired: weakref.ref[keras.Model] | None = None
-        self._probe: FirstChunkProbe | None = None
+        self._watch: Watch | None = None
+        self._is_watched = False
 
     def wire(self, model: keras.Model) -> bool:
         """Let the strategy change the layers of a model; done once per model.
@@ -90,16 +90,20 @@ class GradientReducer:
         Returns:
             Whether the strategy has changed, so that the step must be traced anew.
         """
-        if not getattr(self.strategy, "must_probe", False):
+        if not self._is_watched:
+            shared = [name_of(v) for v in variables if not self.is_local(v)]
+            layers = list(dict.fromkeys(owner_of(name) for name in shared))
+            model = self._wired() if self._wired is not None else None
+            self._watch = watch(self.strategy, layers, model)
+            self._is_watched = True
+        strategy = None if self._watch is None else self._watch.step()
+        if strategy is None:
             return False
-        if self._probe is None:
-            shared = [v for v in variables if not self.is_local(v)]
-            self._probe = FirstChunkProbe(list(dict.fromkeys(owner_of(name_of(v)) for v in shared)))
-        first = self._probe.step()
-        if first is None:
-            return False
-        strategy: Any = self.strategy
-        self.strategy = dataclasses.replace(strategy, first_chunk_layers=first)
+        self.strategy = strategy
+        model = self._wired() if self._wired is not None else None
+        if model is not None:
+            self._wired = None
+            self.wire(model)
         return True
 
     def route(self, exchange: Callable[..., list[Any]]) -> None:

@@ -11,7 +11,6 @@ from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.compression import Compression
 from tfscale.plan.chunks import (
     build_chunks,
-    choose_first_chunk,
     chunk_layers,
     is_replicated_cheaper,
     layers_of,
@@ -55,13 +54,6 @@ def test_dtypes_travel_apart():
 def test_numbers_must_be_positive(first, chunks):
     with pytest.raises(PlanError, match="A chunk needs a layer"):
         chunk_layers([1, 2], first, chunks)
-
-
-def test_first_chunk_is_what_ends_first():
-    """The last layer is large and ready at once: it alone hides behind back-propagation."""
-    assert choose_first_chunk([1.0, 0.6, 0.1], [10, 10, 100], 200.0, 0.0) == 1
-    # Latency dear, little data: everything together.
-    assert choose_first_chunk([0.1, 0.05, 0.01], [1, 1, 1], 1e6, 1.0) == 3
 
 
 def test_replication_pays_where_the_kernel_is_large():

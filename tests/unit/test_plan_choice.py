@@ -10,9 +10,11 @@ from tfscale.errors import PlanError
 from tfscale.plan.bounds import lower_bound_s, memory_bytes
 from tfscale.plan.choose import choose
 from tfscale.plan.explain import explain
-from tfscale.plan.machines import PRESETS
+from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 from tfscale.plan.parts import KINDS, check_plan
 from tfscale.plan.published import published
+from tfscale.plan.search import best_first_chunk
 from tfscale.plan.simulate import simulate
 from tfscale.plan.times import Scenario
 
@@ -30,6 +32,23 @@ def test_a_choice_covers_all_and_is_never_worse(table, machine, n_ranks, batch):
     again = choose(Scenario(table, machine, n_ranks, batch))
     assert again == choice
     assert again.fingerprint() == choice.fingerprint()
+
+
+def scenario_of(layer_bytes: list[int], ready_s: list[float], latency_s: float, rate: float):
+    """Two ranks whose allreduce takes a latency and bytes / rate; gradients ready as given."""
+    layers = tuple(Layer(f"l{i}", ((f"l{i}/w", n // 4),)) for i, n in enumerate(layer_bytes))
+    later = [*ready_s[1:], 0.0]
+    backward = {f"l{i}": a - b for i, (a, b) in enumerate(zip(ready_s, later, strict=True))}
+    times = LayerTimes(1, dict.fromkeys(backward, 0.0), backward)
+    machine = Machine("measured", latency_s / 2, rate, 1e30, 1e30, 1e30, layer_times={"t": times})
+    return Scenario(LayerTable("t", layers), machine, 2, 2)
+
+
+def test_first_chunk_is_what_ends_first():
+    """The last layer is large and ready at once: it alone hides behind back-propagation."""
+    assert best_first_chunk(scenario_of([8, 8, 100], [1.0, 0.6, 0.1], 0.0, 200.0)) == 1
+    # Latency dear, little data: everything together.
+    assert best_first_chunk(scenario_of([4, 4, 4], [0.1, 0.05, 0.01], 1.0, 1e6)) == 3
 
 
 def test_one_rank_is_plain():

@@ -6,11 +6,12 @@ from typing import Any
 
 from tfscale.errors import ConfigError
 from tfscale.exchange.allreduce import Allreduce
+from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
 from tfscale.exchange.sharded import Sharded
 
-_BY_NAME = {"allreduce": Allreduce, "chunked": Chunked, "sharded": Sharded}
+_BY_NAME = {"allreduce": Allreduce, "auto": Auto, "chunked": Chunked, "sharded": Sharded}
 
 
 def resolve(exchange: Any) -> Exchange:

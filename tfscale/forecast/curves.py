@@ -9,6 +9,7 @@ from tfscale.plan.bounds import lower_bound_s, memory_bytes
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import choose, plain_plan
 from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers, specs_of
+from tfscale.plan.search import best_first_chunk
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 from tfscale.plan.thesis import pcnn
 from tfscale.plan.times import Scenario
@@ -39,14 +40,9 @@ class Point:
 
 
 def _chunks(scenario: Scenario, n_replicated: int = 0) -> ExchangePlan:
-    """Return the best of all boundaries of the first of two chunks."""
-    n_layers = sum(1 for layer in scenario.table.layers if layer.weights) - n_replicated
-    step = max(1, n_layers // 16)
-    plans = (
-        chunked(scenario.table, first, 2, n_replicated)
-        for first in range(1, max(2, n_layers), step)
-    )
-    return min(plans, key=lambda plan: simulate(scenario, plan).step_s)
+    """Return two chunks with the best boundary."""
+    first = best_first_chunk(scenario, 2, n_replicated, n_tried=16)
+    return chunked(scenario.table, first, 2, n_replicated)
 
 
 def _chunks_with_dense(scenario: Scenario) -> ExchangePlan:

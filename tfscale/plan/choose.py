@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tfscale.errors import PlanError
@@ -15,23 +15,19 @@ from tfscale.plan.parts import (
     Kind,
     Part,
     bucketed,
-    chunked,
     dense_layers,
     in_ready_order,
     specs_of,
 )
-from tfscale.plan.simulate import Prediction, simulate
-from tfscale.plan.specs import BYTES_PER_VALUE
+from tfscale.plan.search import CUTS, FEW_CUTS, Search, cut_in_ways
+from tfscale.plan.simulate import Prediction
 from tfscale.plan.times import Scenario
 
 # A plan must be predicted this much faster than plain allreduce: less is within the error of any
 # prediction, and the plain exchange has the fewest surprises.
 LEAST_GAIN = 0.03
-_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
-_FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
 _TRIED_DENSE = 8  # largest dense layers whose exchange is chosen one by one
 _TRIED_PARTS = 24  # parts that are switched one by one
-_TRIED_CHUNKS = 10
 
 
 @dataclass(frozen=True)
@@ -66,27 +62,6 @@ class Choice:
         return digest(self.plan, self.name, self.reason)
 
 
-class _Search:
-    """Simulates plans, each once, and remembers the fastest."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.known: dict[ExchangePlan, Prediction] = {}
-
-    def step_s(self, plan: ExchangePlan) -> float:
-        if plan not in self.known:
-            self.known[plan] = simulate(self.scenario, plan)
-        return self.known[plan].step_s
-
-    def best(self, plans: Iterable[ExchangePlan]) -> ExchangePlan:
-        """Return the fastest; of equal ones the first."""
-        return min(plans, key=self.step_s)
-
-    def better(self, plan: ExchangePlan, other: ExchangePlan) -> ExchangePlan:
-        """Return the other plan if it is faster by more than rounding."""
-        return other if self.step_s(other) < self.step_s(plan) * (1 - 1e-6) else plan
-
-
 def plain_plan(scenario: Scenario) -> ExchangePlan:
     """Return the plan of `tfscale.Allreduce()`."""
     table = scenario.table
@@ -117,7 +92,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
             "Parameters other than those of dense layers must travel, too. Received: "
             f"allowed={tuple(allowed)}. Allow allreduce or sharded."
         )
-    search = _Search(scenario)
+    search = Search(scenario)
     plain = plain_plan(scenario)
     best = search.better(plain, _search_dense(search, whole, allowed))
     if len(whole) == 2:
@@ -125,7 +100,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
     return _decide(search, plain, best)
 
 
-def _decide(search: _Search, plain: ExchangePlan, best: ExchangePlan) -> Choice:
+def _decide(search: Search, plain: ExchangePlan, best: ExchangePlan) -> Choice:
     plain_s, best_s = search.step_s(plain), search.step_s(best)
     gain = 1 - best_s / plain_s
     if gain < LEAST_GAIN:
@@ -167,46 +142,28 @@ def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]
     return [{}, cheapest] if cheapest and scenario.n_ranks > 1 else [{}]
 
 
-def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
+def _search_dense(search: Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
     """Change the exchange of one large dense layer after another; cut the rest anew each time."""
     table = search.scenario.table
 
     def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> ExchangePlan:
         return search.best(
-            plan for kind in whole for plan in _cuts(search.scenario, kind, special, cuts)
+            plan for kind in whole for plan in cut_in_ways(search.scenario, kind, special, cuts)
         )
 
     special = min(
-        _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, _FEW_CUTS))
+        _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, FEW_CUTS))
     )
-    best = best_cut(special, _FEW_CUTS)
+    best = best_cut(special, FEW_CUTS)
     size = {place: table.layers[place].n_values for place in dense_layers(table)}
     for place in sorted(size, key=lambda p: (-size[p], p))[:_TRIED_DENSE]:
         rest = {other: kind for other, kind in special.items() if other != place}
         options = [rest, *({**rest, place: k} for k in ("partial", "replicated") if k in allowed)]
         for option in options if search.scenario.n_ranks > 1 else ():
-            plan = best_cut(option, _FEW_CUTS)
+            plan = best_cut(option, FEW_CUTS)
             if search.better(best, plan) is not best:
                 special, best = option, plan
-    return search.better(best, best_cut(special, _CUTS))
-
-
-def _cuts(
-    scenario: Scenario, kind: Kind, special: dict[int, Kind], cuts: Sequence[int]
-) -> Iterator[ExchangePlan]:
-    """Yield plans that cut a model into few or many buckets, evenly or with a first chunk."""
-    table = scenario.table
-    places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
-    total = sum(table.layers[i].n_values * BYTES_PER_VALUE for i in places)
-    for n_buckets in cuts:
-        yield bucketed(table, max(1, -(-total // n_buckets)), kind, special)
-    yield bucketed(table, None, kind, special)
-    step = max(1, len(places) // _TRIED_CHUNKS)
-    is_first = sorted(special) == dense_layers(table)[: len(special)]
-    if kind == "allreduce" and is_first and set(special.values()) <= {"replicated"}:
-        for chunks in (2, 3) if cuts is _CUTS else ():
-            for first in range(1, len(places), step):
-                yield chunked(table, first, chunks, len(special))
+    return search.better(best, best_cut(special, CUTS))
 
 
 def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
@@ -226,7 +183,7 @@ def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) ->
     return replace(plan, parts=in_ready_order(parts))
 
 
-def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
+def _switch_parts(search: Search, plan: ExchangePlan) -> ExchangePlan:
     """Try each bucket summed and sharded, largest first."""
     other: dict[Kind, Kind] = {"allreduce": "sharded", "sharded": "allreduce"}
     parameters = search.scenario.table.parameters

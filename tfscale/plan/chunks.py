@@ -89,35 +89,6 @@ def build_chunks(
     return group_buckets(specs, groups)
 
 
-def choose_first_chunk(
-    ready_s: Sequence[float], layer_bytes: Sequence[int], bytes_per_s: float, latency_s: float
-) -> int:
-    """Choose how many of the last layers form the first of two chunks.
-
-    Back-propagation makes the last layer's gradients first. Chunk 1 is sent when its own are
-    there, chunk 2 at the end, or when chunk 1 is through.
-
-    Args:
-        ready_s: When each layer's gradients exist, in seconds, layers in the order of the model.
-        layer_bytes: Bytes of each layer's gradients.
-        bytes_per_s: Speed of an allreduce, in bytes of its input per second.
-        latency_s: Duration of an allreduce of nothing.
-
-    Returns:
-        The number that ends the exchange first; the smallest such one.
-    """
-    n_layers = len(layer_bytes)
-    last_ready = max(ready_s)
-
-    def end(first: int) -> float:
-        sizes = (sum(layer_bytes[n_layers - first :]), sum(layer_bytes[: n_layers - first]))
-        durations = [latency_s + size / bytes_per_s if size else 0.0 for size in sizes]
-        first_end = max(ready_s[n_layers - first :]) + durations[0]
-        return max(last_ready, first_end) + durations[1]
-
-    return min(range(1, n_layers + 1), key=lambda first: (end(first), first))
-
-
 def is_replicated_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -> bool:
     """Return whether gathering activations and errors moves fewer values than an allreduce.
 

@@ -1,0 +1,126 @@
+"""exchange="auto": plans alike on all ranks, trains as one process does, and turns back."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tfscale import Auto
+from tfscale.exchange.auto import Planned
+from tfscale.plan.machines import Machine
+from tfscale.tuning import auto_plan
+
+BATCH, STEPS = 12, 45  # ten steps by layer, thirteen of allreduce, thirteen of the plan, and more
+SLOW = Machine("slow links", 1e-6, 1e6, 1e9, 1e12, 1e12)
+
+
+def build() -> keras.Model:
+    """A wide layer that would rather send activations, and small ones."""
+    layers = keras.layers
+    inputs = keras.Input((96,))
+    x = layers.Dense(64, activation="tanh", name="wide")(inputs)
+    x = layers.Dense(8, activation="tanh", name="narrow")(x)
+    return keras.Model(inputs, layers.Dense(3, name="top")(x), name="auto_model")
+
+
+def samples(n: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(3)
+    return random.normal(size=(n, 96)), random.normal(size=(n, 3))
+
+
+def fit(model: keras.Model, exchange, batch: int = BATCH, steps: int = STEPS) -> None:
+    """Train on all ranks; the exchange is that of the first call."""
+    x, y = samples(steps * batch)
+    if not model.compiled:
+        sgd = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.compile(hvd.DistributedOptimizer(sgd, exchange=exchange), loss="mse")
+    data = tfscale.data.GlobalBatches(x, y, batch_size=batch, shuffle=False)
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, verbose=0, callbacks=[start])
+
+
+def trained(exchange) -> keras.Model:
+    """Train, and compare with one process."""
+    with float64():
+        keras.utils.set_random_seed(5)
+        model, alone = build(), build()
+        alone.set_weights(model.get_weights())
+        alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
+        alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
+        fit(model, exchange)
+    require_equal_ranks(model.trainable_variables)
+    for own, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+    return model
+
+
+def agreed(model: keras.Model) -> Planned:
+    """Return the strategy, which must be the same on all ranks, explanation included."""
+    strategy = model.optimizer.strategy
+    assert isinstance(strategy, Planned), strategy
+    every = tfscale.allgather_object((repr(strategy), strategy.explain()))
+    assert all(rank == every[0] for rank in every), every
+    return strategy
+
+
+@sizes(2, 3, timeout_s=240)
+def case_measured_plans_train_as_one_process():
+    text = agreed(trained("auto")).explain()
+    assert "wide/kernel" in text and "narrow/bias" in text
+    assert "allreduce takes" in text and "predicted" in text
+
+
+@sizes(2, timeout_s=240)
+def case_a_known_machine_is_planned_for_at_once():
+    """Slow links: the wide layer gathers activations and errors, whatever is measured here."""
+    before, auto_plan._SLOWER = auto_plan._SLOWER, 1e9
+    try:
+        model = trained(Auto(machine=SLOW))
+    finally:
+        auto_plan._SLOWER = before
+    strategy = agreed(model)
+    assert "wide" in strategy.replicated
+    assert strategy.replicated_dense == len(strategy.replicated)
+    assert "The plan is kept" in strategy.explain()
+
+
+@sizes(2, 3, timeout_s=240)
+def case_a_plan_that_is_slower_is_given_up():
+    """Every plan counts as slower here: training goes on with plain allreduce, equal as before."""
+    before, auto_plan._SLOWER = auto_plan._SLOWER, 0.0
+    try:
+        strategy = agreed(trained(Auto(machine=SLOW)))
+        assert strategy.name == "plain allreduce" and not strategy.replicated
+        assert "Slower than planned, plain allreduce" in strategy.explain()
+        kept = agreed(trained(Auto(machine=SLOW, replan=False)))
+        assert kept.replicated and "kept as replan=False" in kept.explain()
+    finally:
+        auto_plan._SLOWER = before
+
+
+@sizes(2, timeout_s=240)
+def case_another_batch_size_is_planned_again():
+    model = build()
+    fit(model, Auto(machine=SLOW))
+    assert f"{BATCH} samples per step" in agreed(model).explain()
+    fit(model, None, batch=BATCH + 2, steps=STEPS)
+    assert f"{BATCH} samples per step" in agreed(model).explain()
+    fit(model, None, batch=4 * BATCH, steps=STEPS)
+    assert f"{4 * BATCH} samples per step" in agreed(model).explain()
+    require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, timeout_s=120)
+def case_without_a_known_batch_dense_layers_send_gradients():
+    model = build()
+    x, y = samples(STEPS * 6)
+    sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange=Auto(machine=SLOW))
+    model.compile(sgd, loss="mse")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, y, batch_size=6, verbose=0, callbacks=[start])
+    assert not agreed(model).replicated

@@ -1,0 +1,86 @@
+"""exchange="auto" before it has planned, and what its measurements become."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfscale
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale.errors import ConfigError
+from tfscale.exchange.auto import Auto, planned
+from tfscale.exchange.strategies import resolve
+from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import PRESETS
+from tfscale.plan.parts import chunked
+from tfscale.plan.published import dense
+from tfscale.plan.specs import GradientSpec
+from tfscale.plan.times import Scenario
+from tfscale.tuning.layer_probe import LayerMeasurement, fit_line, measured_machine
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"global_batch": 0}, "global_batch must be 1 or more, or None"),
+        ({"machine": "no such machine"}, "A machine must be one of"),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises(ConfigError, match=text):
+        Auto(**options)
+
+
+def test_names_and_machines():
+    assert resolve("auto") == Auto()
+    assert Auto(machine="ethernet-1g").read_machine() is PRESETS["ethernet-1g"]
+    assert Auto(machine=PRESETS["cori-knl"]).read_machine() is PRESETS["cori-knl"]
+    assert "Nothing is planned yet" in Auto().explain()
+
+
+def test_one_process_trains_as_without():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange="auto"), "mse")
+    history = model.fit(np.ones((8, 3)), np.ones((8, 2)), epochs=2, verbose=0)
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+def test_a_plan_becomes_a_strategy():
+    table = LayerTable("t", (dense("a", 4, 5), dense("b", 5, 6), dense("c", 6, 7)))
+    strategy = planned(table, chunked(table, 1, 2, replicated=1), "words")
+    assert strategy.replicated == ("a",) and strategy.replicated_dense == 1
+    assert set(strategy.groups) == {("c/bias", "c/kernel"), ("b/bias", "b/kernel")}
+    # A variable that the plan does not know travels alone, and one that is missing does not matter.
+    names = ["b/kernel", "c/kernel", "c/bias", "new"]
+    buckets = strategy._chunks([GradientSpec(name, (2,), "float32") for name in names])
+    assert sorted(bucket.indices for bucket in buckets) == [(0,), (2, 1), (3,)]
+
+
+def test_lines_through_durations():
+    assert fit_line([0, 10, 20], [1.0, 2.0, 3.0]) == pytest.approx((1.0, 0.1))
+    # A falling line, or one size only: the fastest counts, with no time for nothing.
+    assert fit_line([10, 20], [2.0, 1.0]) == pytest.approx((0.0, 0.05))
+    assert fit_line([10, 10], [2.0, 1.0]) == pytest.approx((0.0, 0.1))
+
+
+def test_a_measured_machine_takes_as_long_as_the_steps_did():
+    layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
+    table = LayerTable("t", layers)
+    found = LayerMeasurement(
+        layers=("a", "b"),
+        n_bytes=(2000, 8000),  # float64: twice what the plan counts
+        ready_s=(0.25, 0.0),
+        service_s=(0.3, 0.6),
+        before_s=0.5,
+        after_s=0.1,
+        step_s=2.0,
+    )
+    machine = measured_machine(table, found, n_ranks=2, batch=4, known=None)
+    scenario = Scenario(table, machine, 2, 8)
+    assert scenario.compute_s() == pytest.approx(0.5 + 0.25)
+    assert scenario.update_s(table.n_values) == pytest.approx(0.1)
+    # Durations are 0.2 + bytes / 10000 seconds of what the plan counts.
+    assert 2 * machine.latency_s == pytest.approx(0.2)
+    assert 1 / machine.bytes_per_s == pytest.approx(1e-4)
+    known = measured_machine(table, found, 2, 4, PRESETS["ethernet-1g"])
+    assert known.bytes_per_s == PRESETS["ethernet-1g"].bytes_per_s
+    assert known.layer_times["t"] == machine.layer_times["t"]

@@ -1,0 +1,213 @@
+"""Times of a model's layers, from steps that exchange each layer alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tfscale import objects, runtime
+from tfscale.plan.chunks import owner_of
+from tfscale.plan.costs import share
+from tfscale.plan.layers import LayerTable
+from tfscale.plan.machines import LayerTimes, Machine
+from tfscale.plan.specs import BYTES_PER_VALUE
+from tfscale.trace.recorder import Listener
+
+UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
+_MEASURED_STEPS = 7
+_FREE = 1e15  # a rate that costs nothing
+
+
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """What ranks measured: medians over steps, then of the rank that matters; equal on all ranks.
+
+    Attributes:
+        layers: Paths of the layers that were exchanged, in the order of the model.
+        n_bytes: Of each layer's gradients.
+        ready_s: When they existed, from the first one's; of the slowest rank.
+        service_s: How long each kept the wire busy; of the rank that waited least.
+        before_s: From the begin of a step to the first gradient.
+        after_s: From the end of the last exchange to the end of the step.
+        step_s: Whole steps.
+    """
+
+    layers: tuple[str, ...]
+    n_bytes: tuple[int, ...]
+    ready_s: tuple[float, ...]
+    service_s: tuple[float, ...]
+    before_s: float
+    after_s: float
+    step_s: float
+
+
+class LayerProbe:
+    """Watches steps in which each layer's gradients travel alone."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        """Begin to watch.
+
+        Args:
+            layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        """
+        self._places = {path: i for i, path in enumerate(layers)}
+        self._ends: list[int] = []
+        self._engine: Any = runtime.backend()
+        self._listener = Listener()
+
+    def step(self) -> LayerMeasurement | None:
+        """Count a step; after the last one, measure. Collective, on the main thread.
+
+        Returns:
+            None before the last step, and where less than two layers were exchanged.
+        """
+        self._ends.append(self._engine.clock_ns())
+        if not self.is_over:
+            return None
+        events = self._listener.take()
+        self._listener.close()
+        rows = [
+            row
+            for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])
+            if (row := self._row(events, begin, end))
+        ]
+        seen = sorted(rows[0]["n_bytes"]) if rows else []
+        whole = [row for row in rows if sorted(row["n_bytes"]) == seen]
+        own = [
+            [np.median([row[name][place] for row in whole]) for place in seen]
+            for name in ("ready", "service")
+        ]
+        times = [float(np.median([row[name] for row in whole])) for name in _WHOLE] if whole else []
+        n_bytes = [whole[0]["n_bytes"][place] for place in seen]
+        every = objects.allgather_object((seen, *own, times, n_bytes), name="times of layers")
+        return self._agree(every)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was counted."""
+        return len(self._ends) >= UNMEASURED_STEPS + _MEASURED_STEPS
+
+    def _row(self, events: np.ndarray, begin: int, end: int) -> dict[str, Any]:
+        """Return one step's times in seconds; nothing where it exchanged nothing."""
+        ready: dict[int, int] = {}
+        service: dict[int, float] = {}
+        n_bytes: dict[int, int] = {}
+        busy_until = 0
+        posted = events["posted_ns"]
+        inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
+        for event in np.sort(inside, order="ended_ns"):
+            name = self._engine.slot_name(int(event["plan"]), int(event["slot"]))
+            place = self._places.get(owner_of(name.split(" .. ")[0]))
+            if place is None:
+                continue
+            began = max(int(event["started_ns"]), busy_until)
+            busy_until = int(event["ended_ns"])
+            ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
+            service[place] = service.get(place, 0.0) + (busy_until - began) / 1e9
+            n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
+        if not ready:
+            return {}
+        first = min(ready.values())
+        return {
+            "ready": {place: (time - first) / 1e9 for place, time in ready.items()},
+            "service": service,
+            "n_bytes": n_bytes,
+            "before": (first - begin) / 1e9,
+            "after": (end - busy_until) / 1e9,
+            "step": (end - begin) / 1e9,
+        }
+
+    def _agree(self, every: Sequence[Any]) -> LayerMeasurement | None:
+        seen = every[0][0]
+        if len(seen) < 2 or any(rank[0] != seen for rank in every):
+            return None
+        paths = list(self._places)
+        before, after, step = np.max([rank[3] for rank in every], axis=0)
+        return LayerMeasurement(
+            tuple(paths[place] for place in seen),
+            tuple(every[0][4]),
+            tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+            tuple(map(float, np.min([rank[2] for rank in every], axis=0))),
+            float(before),
+            float(after),
+            float(step),
+        )
+
+
+_WHOLE = ("before", "after", "step")
+
+
+def fit_line(n_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (seconds of nothing, seconds per byte) of durations, by least squares.
+
+    Args:
+        n_bytes: Two sizes or more.
+        seconds: Their durations.
+
+    Returns:
+        The first 0 or more, the second above 0: where a line would fall, the fastest counts.
+    """
+    sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
+    if len(set(sizes)) > 1:
+        slope, base = np.polyfit(sizes, durations, 1)
+        if slope > 0:
+            return max(float(base), 0.0), float(slope)
+    fastest = float(np.max(sizes / np.maximum(durations, 1e-9)))
+    return 0.0, 1.0 / max(fastest, 1.0)
+
+
+def measured_machine(
+    table: LayerTable, found: LayerMeasurement, n_ranks: int, batch: int, known: Machine | None
+) -> Machine:
+    """Return the machine on which a model's steps take what they took.
+
+    Args:
+        table: The model; layers without measured parameters take no time but the forward pass.
+        found: From a probe.
+        n_ranks: That took part.
+        batch: Samples per rank; 1 where it is not known.
+        known: Where links are known better.
+
+    Returns:
+        One whose allreduces and layers take as long as measured. The forward pass is cut by the
+        operations of its layers. What back-propagation computes before the first gradient is there
+        counts as forward pass.
+    """
+    # By the bytes that the plan counts, whatever dtype and compression made of them.
+    size_of: dict[str, int] = {}
+    for parameter in table.parameters:
+        owner = owner_of(parameter.name)
+        size_of[owner] = size_of.get(owner, 0) + parameter.n_bytes
+    sizes = [size_of.get(path, n) for path, n in zip(found.layers, found.n_bytes, strict=True)]
+    base_s, slope = fit_line(sizes, found.service_s)
+    machine = known or Machine(
+        name="measured",
+        latency_s=base_s / (2 * (n_ranks - 1)),
+        bytes_per_s=2 * share(n_ranks) / slope,
+        reduce_bytes_per_s=_FREE,
+        flops_per_s=_FREE,
+        memory_bytes_per_s=_FREE,
+        note=f"from the first steps of {n_ranks} ranks",
+    )
+    ready = dict(zip(found.layers, found.ready_s, strict=True))
+    work = np.array([layer.flops + layer.values + layer.n_values for layer in table.layers])
+    forward = found.before_s * work / work.sum()
+    backward, latest = {}, 0.0
+    for layer in reversed(table.layers):
+        owner = owner_of(layer.weights[0][0]) if layer.weights else ""
+        time_s = max(ready.get(owner, latest), latest)
+        backward[layer.name] = time_s - latest
+        latest = time_s
+    names = [layer.name for layer in table.layers]
+    times = LayerTimes(batch, dict(zip(names, map(float, forward), strict=True)), backward)
+    update_bytes = 5 * BYTES_PER_VALUE * table.n_values
+    return dataclasses.replace(
+        machine,
+        layer_times={**machine.layer_times, table.name: times},
+        memory_bytes_per_s=update_bytes / max(found.after_s, 1e-9),
+    )
