@@ -1,0 +1,138 @@
+"""Parameter futures in one process: what becomes of a variable, and of functions that read it."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tfscale import futures
+from tfscale.retracing import drop_traces
+
+
+@pytest.fixture(autouse=True)
+def job():
+    tfscale.init()
+
+
+def variable(value=1.0):
+    return keras.Variable(np.full([3], value, "float32"), name="v")
+
+
+def test_a_future_is_a_variable_of_its_class():
+    v = variable()
+    futures.make_futures([v])
+    futures.make_futures([v])
+    assert isinstance(v, keras.Variable) and isinstance(v, futures.Awaited)
+    assert type(v).__mro__[2] is keras.Variable
+    assert v.shape == (3,) and v.dtype == "float32" and v.path == "v" and "value=" in repr(v)
+    np.testing.assert_array_equal(v + 1, [2, 2, 2])
+    futures.release([v])
+    futures.release([v])
+    assert type(v) is keras.Variable and not hasattr(v, "_tfscale_future")
+
+
+def test_variables_of_other_classes():
+    class Special(keras.Variable):
+        def twice(self):
+            return self.value * 2
+
+    v = Special(np.ones([3], "float32"))
+    futures.make_futures([v])
+    assert isinstance(v, Special)
+    np.testing.assert_array_equal(v.twice(), [2, 2, 2])
+    with futures.plain([v]):
+        assert type(v) is Special
+    assert isinstance(v, futures.Awaited)
+    futures.release([v])
+    assert type(v) is Special
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))]
+)
+def test_copies_are_ordinary(duplicate):
+    v = variable(4.0)
+    futures.make_futures([v])
+    other = duplicate(v)
+    assert type(other) is keras.Variable and other.path == v.path
+    np.testing.assert_array_equal(other.numpy(), v.numpy())
+
+
+def test_assignments_are_told():
+    v, told = variable(), []
+    futures.make_futures([v], lambda own, value: told.append((own is v, np.array(value).tolist())))
+    v.assign(np.full([3], 2.0))
+    v.assign_add(np.ones([3], "float32"))
+    v.assign_sub(np.ones([3], "float32"))
+    assert told == [(True, [2.0] * 3), (True, [3.0] * 3), (True, [2.0] * 3)]
+
+    traced = []
+    futures.make_futures([v], lambda own, value: traced.append(value))
+    tf.function(lambda: [v.assign(v + 1)])()
+    assert len(traced) == 1 and isinstance(traced[0].graph, tf.Graph)
+    np.testing.assert_array_equal(v.numpy(), [3, 3, 3])
+    with futures.plain([v]):
+        v.assign(np.zeros([3]))
+    assert len(traced) == 1
+
+
+def test_a_restored_checkpoint_is_told(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
+    saved = model.get_weights()
+    model.set_weights([w + 1 for w in saved])
+    told = {}
+    futures.make_futures(
+        model.trainable_variables, lambda v, value: told.update({v.name: np.array(value)})
+    )
+    tf.train.Checkpoint(model=model).read(path).assert_existing_objects_matched()
+    np.testing.assert_array_equal(told["kernel"], saved[0])
+    np.testing.assert_array_equal(told["bias"], saved[1])
+
+
+def test_functions_that_read_a_variable_are_traced_anew():
+    v, w, n_traces = variable(), variable(), {"v": 0, "w": 0, "signed": 0}
+
+    @tf.function
+    def read_v(x):
+        n_traces["v"] += 1
+        return v + x
+
+    @tf.function
+    def read_w(x):
+        n_traces["w"] += 1
+        return w + x
+
+    @tf.function(input_signature=[tf.TensorSpec([3])])
+    def signed(x):
+        n_traces["signed"] += 1
+        return v + x
+
+    x = tf.ones([3])
+    for _ in range(2):
+        read_v(x), read_w(x)
+    names = drop_traces([v.value])
+    assert "read_v" in names and "read_w" not in names
+    assert n_traces == {"v": 1, "w": 1, "signed": 0}  # nor is anything traced for the look
+    read_v(x), read_w(x), signed(x)
+    assert n_traces == {"v": 2, "w": 1, "signed": 1}
+    assert "signed" in drop_traces([v.value])
+    signed(x)
+    assert n_traces["signed"] == 2
+
+
+def test_export_of_an_attached_model(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.predict(np.ones((1, 2)), verbose=0)
+    names = futures.attach(model, model.trainable_variables)
+    assert names
+    futures.attach(model, model.trainable_variables)
+    model.export(str(tmp_path / "saved"), verbose=False)
+    assert all(isinstance(v, futures.Awaited) for v in model.trainable_variables)
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    x = np.ones((1, 2), "float32")
+    np.testing.assert_allclose(loaded.serve(x), model.predict(x, verbose=0), rtol=1e-6)
