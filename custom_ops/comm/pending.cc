@@ -50,13 +50,13 @@ void PendingVariables::EndOne(Key key, const Status& status, std::shared_ptr<voi
 
 void PendingVariables::Await(const std::vector<Key>& keys, Waiter waiter) {
   auto waiting = std::make_shared<Waiting>();
+  waiting->waiter = std::move(waiter);
   if (!is_empty()) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Key key : keys) {
       const auto it = entries_.find(key);
       if (it == entries_.end()) continue;
       if (it->second.n_under_way > 0) {
-        if (!waiting->waiter) waiting->waiter = std::move(waiter);
         ++waiting->n_left;
         it->second.waiting.push_back(waiting);
       } else if (waiting->status.ok()) {
@@ -65,7 +65,7 @@ void PendingVariables::Await(const std::vector<Key>& keys, Waiter waiter) {
     }
     if (waiting->n_left > 0) return;
   }
-  waiter(waiting->status);
+  waiting->waiter(waiting->status);
 }
 
 void PendingVariables::Forget(Key key) {
