@@ -1,0 +1,233 @@
+"""How gradients depend on the batch: measured, judged, and measured while a script trains."""
+
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+
+from tests.unit.callback_models import single_job  # noqa: F401
+from tfscale import cli
+from tfscale.data import GlobalBatches
+from tfscale.errors import ConfigError
+from tfscale.tuning.batch_size import SizeMeasures, Stage, measure
+from tfscale.tuning.batch_size_advice import advise, as_text
+from tfscale.tuning.batch_size_probe import integers, probe_script
+
+SAMPLES = 256
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(SAMPLES, 3)).astype("float32")
+    return x, (x @ np.ones((3, 1)) + rng.normal(size=(SAMPLES, 1))).astype("float32")
+
+
+def make_data():
+    return GlobalBatches(*arrays(), batch_size=32, seed=1)
+
+
+def linear():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def gradient(model, x, y):
+    kernel, bias = model.get_weights()
+    error = 2 * (x @ kernel + bias - y) / len(x)
+    return np.concatenate([(x.T @ error).ravel(), error.sum(axis=0)])
+
+
+def test_measures_are_those_of_the_gradients():
+    from tfscale.data.slices import epoch_order
+
+    model, (x, y) = linear(), arrays()
+    stage = measure(model, make_data(), (8, 64), SAMPLES, epoch=2, seed=5)
+    order = epoch_order(5, 0, SAMPLES)
+    full = gradient(model, x, y)
+    assert stage.epoch == 2
+    assert stage.full_norm == pytest.approx(np.linalg.norm(full), rel=1e-5)
+    for measured in stage.sizes:
+        rows = order.reshape(-1, measured.batch_size)
+        gradients = [gradient(model, x[r], y[r]) for r in rows]
+        norms = [np.linalg.norm(g) for g in gradients]
+        distances = [np.linalg.norm(g - full) for g in gradients]
+        assert measured.batches == SAMPLES // measured.batch_size
+        assert measured.mean_norm == pytest.approx(np.mean(norms), rel=1e-5)
+        assert measured.mean_square == pytest.approx(np.mean(np.square(norms)), rel=1e-5)
+        assert measured.mean_distance == pytest.approx(np.mean(distances), rel=1e-4)
+        assert measured.descent_share == np.mean(
+            [d < g for d, g in zip(distances, norms, strict=True)]
+        )
+
+
+def test_noise_scale_is_near_that_of_single_samples():
+    model, (x, y) = linear(), arrays()
+    stage = measure(model, make_data(), (1, 64), SAMPLES)
+    singles = np.array([gradient(model, x[[i]], y[[i]]) for i in range(SAMPLES)])
+    full = singles.mean(axis=0)
+    expected = singles.var(axis=0, ddof=1).sum() / (full @ full)
+    assert stage.noise_scale == pytest.approx(expected, rel=0.25)
+
+
+def test_nothing_is_trained_or_moved():
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5),
+         layers.Dense(1)]
+    )  # fmt: skip
+    model.compile("sgd", "mse")
+    before = [v.numpy() for v in model.variables]
+    data = make_data()
+    measure(model, data, (8, 32), SAMPLES)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert data.batch_size == 32
+    assert data.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples"), [((8,), 64), ((0, 8), 64), ((8, 128), 64), ((8, 512), 9999)]
+)
+def test_sizes_out_of_range(sizes, samples):
+    with pytest.raises(ConfigError, match="Use smaller sizes, or more samples"):
+        measure(linear(), make_data(), sizes, samples)
+
+
+# Advice
+
+
+def stage(norms, shares, noise, epoch=0):
+    sizes = tuple(
+        SizeMeasures(2 ** (4 + i), 9, norm, norm**2, 0.0, share)
+        for i, (norm, share) in enumerate(zip(norms, shares, strict=True))
+    )
+    return Stage(epoch, 1.0, noise, sizes)
+
+
+def test_start_is_the_largest_with_a_similar_norm_at_all_stages():
+    stages = [
+        stage([4, 3.5, 3, 2.5, 2.4], [1] * 5, 20),
+        stage([4, 3, 2, 1.5, 1.2], [1] * 5, 140, epoch=3),
+    ]
+    advice = advise(stages)
+    assert (advice.start_batch_size, advice.max_batch_size) == (64, 128)
+    assert "75%, 50%" in advice.reasons[0]
+    assert "after 3 epochs is 140 samples" in advice.reasons[1]
+
+
+def test_descent_raises_the_start():
+    advice = advise([stage([4, 1, 1, 1], [0.1, 0.2, 0.6, 1.0], 1e9)])
+    assert (advice.start_batch_size, advice.max_batch_size) == (64, 128)
+    assert "would allow 16, but below 64" in advice.reasons[0]
+    assert "above all sizes measured" in advice.reasons[1]
+
+
+def test_nothing_descends():
+    advice = advise([stage([4, 4], [0.1, 0.2], 1.0)])
+    assert (advice.start_batch_size, advice.max_batch_size) == (32, 32)
+    assert "measure larger sizes" in advice.reasons[0]
+    assert "little is gained above the start" in advice.reasons[1]
+
+
+@pytest.mark.parametrize("noise", [math.nan, 0.0])
+def test_no_noise_no_growth(noise):
+    advice = advise([stage([4, 3.9, 3.8], [1, 1, 1], noise)])
+    assert advice.max_batch_size == advice.start_batch_size == 64
+
+
+def test_text():
+    stages = [stage([4.0, 3.5], [0.5, 1.0], 7.0)]
+    text = as_text(stages, advise(stages))
+    assert "| 32 | 9 | 3.5 |" in text
+    assert "Start with 32:" in text and "Grow up to 32:" in text
+
+
+# Scripts
+
+SCRIPT = """
+import sys
+import helper_of_script
+import keras, numpy as np, tfscale
+from absl import app
+
+def main(words):
+    tfscale.init()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(256, 3)).astype("float32")
+    data = tfscale.data.GlobalBatches(x, x[:, :1], batch_size=32)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    train = (x, x[:, :1]) if "arrays" in words else (data,)
+    model.fit(*train, epochs=5, verbose=0, callbacks=[helper_of_script.Note()])
+    print("never reached")
+
+app.run(main)
+"""
+HELPER = """
+import keras
+class Note(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print(f"trained epoch {epoch}")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "helper_of_script.py").write_text(HELPER)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_command(script, tmp_path, capsys):
+    words = ["tune", "batch-size", "--sizes", "8,32,128", "--samples", "256", "--stages", "0,2"]
+    assert cli.main([*words, "--output", str(tmp_path / "out"), script]) == 0
+    shown = capsys.readouterr().out
+    assert "trained epoch 1" in shown and "trained epoch 2" not in shown
+    assert "never reached" not in shown
+    assert "After 0 epochs" in shown and "After 2 epochs" in shown
+    assert "Start with " in shown and "Grow up to " in shown
+    content = json.loads((tmp_path / "out" / "batch_size.json").read_text())
+    assert [s["epoch"] for s in content["stages"]] == [0, 2]
+    assert [s["batch_size"] for s in content["stages"][0]["sizes"]] == [8, 32, 128]
+    assert content["stages"][1]["full_norm"] < content["stages"][0]["full_norm"]
+    assert content["advice"]["start_batch_size"] in (8, 32, 128)
+    assert (tmp_path / "out" / "batch_size.png").stat().st_size > 5000
+
+
+def test_arrays_and_stages_beyond_the_end(script):
+    stages = probe_script([script, "arrays"], batch_sizes=(8, 32), at_epochs=(1, 99), samples=64)
+    assert [s.epoch for s in stages] == [1]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("x = 1", "which ended before"),
+        ("raise SystemExit(3)", "exit code 3"),
+        (
+            "import keras, tensorflow as tf\n"
+            "m = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])\n"
+            "m.compile('sgd', 'mse')\n"
+            "m.fit(tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])))",
+            "Use tfscale.data.GlobalBatches, or arrays",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be_measured(tmp_path, code, text):
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    with pytest.raises(ConfigError, match=text):
+        probe_script([str(path)], batch_sizes=(8, 32), at_epochs=(0,), samples=64)
+
+
+def test_arguments_of_the_command(tmp_path, capsys):
+    assert cli.main(["tune", "batch-size", str(tmp_path / "none.py")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="Received: --stages 0,x"):
+        integers("--stages", "0,x")

@@ -1,0 +1,157 @@
+"""Measures the gradients of a training script while it trains, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+
+from tfscale import runtime
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.errors import ConfigError
+from tfscale.tuning.batch_size import Stage, measure
+
+
+class BatchSizeProbe(keras.callbacks.Callback):
+    """Measures at chosen epochs of a `fit`, then ends it.
+
+    Args:
+        data: What `fit` trains on.
+        batch_sizes: See `measure`.
+        at_epochs: Epochs trained before each measurement; 0 is before the first step.
+        samples: See `measure`.
+    """
+
+    def __init__(
+        self, data: GlobalBatches, batch_sizes: Sequence[int], at_epochs: Sequence[int],
+        samples: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.stages: list[Stage] = []
+        self._data, self._sizes, self._samples = data, batch_sizes, samples
+        self._left = sorted(set(at_epochs))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Measure before this epoch, if that is asked for."""
+        self._measure(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Measure after the last epoch that counts; the next one need not begin."""
+        self._measure(epoch + 1)
+
+    def _measure(self, epoch: int) -> None:
+        if self._left and self._left[0] == epoch:
+            self._left.pop(0)
+            self.stages.append(
+                measure(self.model, self._data, self._sizes, self._samples, epoch=epoch)
+            )
+        if not self._left:
+            raise _Measured
+
+
+class _Measured(Exception):
+    """All stages are measured."""
+
+
+def probe_script(
+    words: Sequence[str], *, batch_sizes: Sequence[int], at_epochs: Sequence[int], samples: int
+) -> list[Stage]:
+    """Run a training script in this process until all stages are measured.
+
+    Args:
+        words: Path of the script, and its arguments.
+        batch_sizes: See `measure`.
+        at_epochs: Epochs trained before each measurement.
+        samples: See `measure`.
+
+    Returns:
+        The stages that the first `fit` of the script reached.
+
+    Raises:
+        ConfigError: There is no such script, it trains on data that cannot be read in other
+            batches, runs on several ranks, or ended before the first stage.
+    """
+    if not Path(words[0]).is_file():
+        raise ConfigError(f"There must be a training script. Received: {words[0]}: no such file.")
+    probes: list[BatchSizeProbe] = []
+
+    def make_probe(data: Any) -> BatchSizeProbe:
+        probes.append(BatchSizeProbe(data, batch_sizes, at_epochs, samples))
+        return probes[-1]
+
+    with _as_main(words), _probed(make_probe):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except _Measured:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise ConfigError(
+                    f"The script must run. Received: exit code {error.code} of {' '.join(words)}."
+                ) from error
+    stages = probes[0].stages if probes else []
+    if not stages:
+        raise ConfigError(
+            "The script must train with model.fit, for as many epochs as the first stage. "
+            f"Received: {' '.join(words)}, which ended before. Use --stages 0,1."
+        )
+    return stages
+
+
+def integers(name: str, text: str) -> list[int]:
+    """Return the whole numbers of a list such as "16,32".
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{name} must list whole numbers. Received: {name} {text}. Example: {name} 0,1,3."
+        ) from None
+
+
+@contextlib.contextmanager
+def _as_main(words: Sequence[str]) -> Iterator[None]:
+    """Let a script see the arguments and the import path that it has when started by itself."""
+    folder = str(Path(words[0]).resolve().parent)
+    argv = mock.patch.object(sys, "argv", list(words))
+    with argv, mock.patch.object(sys, "path", [folder, *sys.path]):
+        yield
+
+
+@contextlib.contextmanager
+def _probed(make_probe: Any) -> Iterator[None]:
+    """Add a probe to each `fit`."""
+    fit = keras.Model.fit
+
+    def probed_fit(model: Any, x: Any = None, y: Any = None, **options: Any) -> Any:
+        data = _readable(x, y)
+        callbacks = [*(options.pop("callbacks", None) or []), make_probe(data)]
+        return fit(model, x, y, callbacks=callbacks, **options)
+
+    with mock.patch.object(keras.Model, "fit", probed_fit):
+        yield
+
+
+def _readable(x: Any, y: Any) -> GlobalBatches:
+    if runtime.is_initialized() and runtime.size() > 1:
+        raise ConfigError(
+            "Gradients are measured in one process. Received: "
+            f"{runtime.size()} ranks. Run `tfscale tune batch-size` without a launcher."
+        )
+    if isinstance(x, GlobalBatches):
+        return x
+    if hasattr(x, "shape") and y is not None:
+        return GlobalBatches(x, y, batch_size=1)
+    raise ConfigError(
+        "The script must train on data that can be read in batches of any size. Received: "
+        f"{type(x).__name__}. Use tfscale.data.GlobalBatches, or arrays x and y."
+    )
