@@ -139,7 +139,7 @@ def test_an_interval_is_found_on_a_real_curve(rule, tmp_path):
     assert found["next_batch_size"] == 12
     assert lines[-1]["batch_size"] == 24
     if rule != "thesis":
-        assert found["interval"] <= 6  # 24 epochs, two growths: half of the epochs are left
+        assert found["interval"] <= 4  # 24 epochs, two growths: 14.4 epochs are to be left
 
 
 def test_warm_up_belongs_to_another_callback(tmp_path):

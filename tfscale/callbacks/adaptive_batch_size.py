@@ -41,8 +41,8 @@ class AdaptiveBatchSize(EpochCallback):
       "thesis": K = n at the first n >= 2 with one such change (algorithm 3 to the letter, no
       guards, no limits). "peak": the epoch with the largest theta, once two epochs in a row lie
       below it; the published intervals (5, 10 and 60 epochs) are peaks.
-    * For "robust" and "peak" K lies within limits: at least 1, and at most what leaves half of
-      the planned epochs at `max_batch_size`; if nothing is found by then, it is taken.
+    * For "robust" and "peak" K lies within limits: at least 1, and at most what leaves three
+      fifths of the planned epochs at `max_batch_size`; if nothing is found by then, it is taken.
     * The batch grows at the end of epoch max(K, the epoch in which K was found), and every K
       epochs from there: with "robust" and "thesis" after epochs K, 2K, 3K...
     * Growth ends at `max_batch_size`, when memory is not expected to suffice for more, or with

@@ -102,7 +102,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
 
 
 def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> GrowthSettings:
-    """Limit the interval so that half of the epochs are left for the largest batch.
+    """Limit the interval so that three fifths of the epochs are left for the largest batch.
 
     Args:
         settings: What was chosen.
@@ -114,5 +114,5 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
     n_growths = len(settings.sizes) - 1
     if epochs is None or not n_growths:
         return settings
-    high = max(1, (epochs - settings.warmup_epochs) // (2 * n_growths))
+    high = max(1, 2 * (epochs - settings.warmup_epochs) // (5 * n_growths))
     return dataclasses.replace(settings, rule=dataclasses.replace(settings.rule, high=high))
