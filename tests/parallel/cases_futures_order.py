@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import shared_folder
+from tests.helpers.ranks import require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X
 from tfscale import futures, runtime
@@ -22,18 +26,21 @@ class Gate:
     Attributes:
         awaited: Files to wait for.
         told: Files that say it.
+        has_timed_out: Whether they never came.
     """
 
     def __init__(self) -> None:
         """Start open."""
         self.awaited: list[Path] = []
         self.told: list[Path] = []
+        self.has_timed_out = False
 
     def wait(self, value):
         """Pass a number on when all files exist; the order is then the one that is to be seen."""
         deadline = time.monotonic() + 30
-        while not all(f.exists() for f in self.awaited) and time.monotonic() < deadline:
+        while not all(f.exists() for f in self.awaited) and not self.has_timed_out:
             time.sleep(0.01)
+            self.has_timed_out = time.monotonic() > deadline
         return value
 
     def tell(self, value):
@@ -79,5 +86,84 @@ def case_the_next_call_begins_before_the_last_gather_has_ended():
         ended = {int(e["slot"]): int(e["ended_ns"]) for e in events}
         assert sorted(ended) == [-1, 0, 1], events
         assert ended[-1] > ended[0]
+        assert not gate.has_timed_out
         if not is_late:
             assert ended[-1] < ended[1], ended
+
+
+class Tell(keras.layers.Layer):
+    """Passes its input on and says so."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def call(self, inputs):
+        with tf.control_dependencies([tf.py_function(self.gate.tell, [inputs], inputs.dtype)]):
+            return tf.identity(inputs)
+
+
+def sharded_model(gate: Gate) -> keras.Model:
+    """Return a model that says when its first layer is computed."""
+    keras.utils.set_random_seed(2)
+    layers = [keras.layers.Dense(8), Tell(gate), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    exchange = tfscale.Sharded(bucket_mb=0, dense="weights")
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange)
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+@contextlib.contextmanager
+def holding(kernel: keras.Variable, gate: Gate) -> Iterator[None]:
+    """Let the gather of one parameter that is traced meanwhile wait at a gate."""
+    backend = runtime.backend()
+    post = backend.post_gather
+
+    def post_held(pieces, variables, layout, call):
+        if any(raw_variable(v) is raw_variable(kernel) for v in variables):
+            pieces = [tf.py_function(gate.wait, [piece], piece.dtype) for piece in pieces]
+        post(pieces, variables, layout, call)
+
+    backend.post_gather = post_held
+    try:
+        yield
+    finally:
+        del backend.post_gather
+
+
+@sizes(2, 3, timeout_s=120)
+def case_training_goes_on_before_the_last_gather_has_ended():
+    """And a function that a user traced before `prepare` waits for it."""
+    gate = Gate()
+    model = sharded_model(gate)
+    kernel = model.layers[-1].kernel
+    read = tf.function(lambda: kernel + 0)
+    read()
+    tfscale.prepare(model)
+    x, y = np.ones((2, 4), "float32"), np.ones((2, 3), "float32")
+    with holding(kernel, gate):
+        model.train_on_batch(x, y)
+    for late in range(tfscale.size()):
+        tfscale.barrier()
+        with shared_folder() as folder:
+            others = [folder / str(r) for r in range(tfscale.size()) if r != late]
+            is_late = tfscale.rank() == late
+            gate.awaited = others if is_late else []
+            model.train_on_batch(x, y)
+            gate.awaited = []
+            found: list[tf.Tensor] = []
+            reader = threading.Thread(target=lambda found=found: found.append(read()))
+            reader.start()
+            if not is_late:
+                reader.join(0.2)
+                assert reader.is_alive()
+                gate.told = [folder / str(tfscale.rank())]
+            # The late rank is still in the step before until layer 1 has told.
+            model.train_on_batch(x, y)
+            gate.told = []
+            reader.join()
+        assert not gate.has_timed_out
+        require_equal_ranks(model.trainable_variables)
+        futures.drain(model.variables)
+        np.testing.assert_array_equal(read(), raw_variable(kernel).numpy())
