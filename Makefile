@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | adaptive-study | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel thesis-scaling \
-        clean format
+        adaptive-study clean format
 
 venv: $(VENV)/.installed
 
@@ -88,6 +88,13 @@ bench bench-quick: build
 # The simulator against the papers' speedups: no measurement, seconds on any machine.
 thesis-scaling: venv
 	@$(BIN)/python -m benchmarks.thesis_scaling --output docs
+
+# [T] table 5.3: four ways to large batches; an interrupted study goes on where it was. One seed:
+# make adaptive-study ARGS_STUDY="--seeds 1". The same for EDSR: STUDY=adaptive_batch_edsr.
+STUDY ?= adaptive_batch
+adaptive-study: export TF_CPP_MIN_LOG_LEVEL ?= 2
+adaptive-study: build
+	@$(BIN)/python recipes/study.py $(STUDY) $(ARGS_STUDY)
 
 bazel: venv
 	@$(BIN)/python tools/bazel_build.py

@@ -1,0 +1,55 @@
+"""[T] 5.4.3 (table 5.3, figure 5.10): what do larger batches cost in accuracy?"""
+
+_epochs, _images = 30, 20000
+_small, _large = 64, 512
+
+
+def _steps(epochs):
+    return sum(_images // int(line["batch_size"]) for line in epochs)
+
+
+def _share_at_largest(epochs):
+    """Percentage of all samples that were trained on in batches of the largest size."""
+    seen = [_images // int(e["batch_size"]) * e["batch_size"] for e in epochs]
+    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
+    return 100 * sum(largest) / sum(seen)
+
+
+def _best_accuracy(epochs):
+    return max(line["val_accuracy"] for line in epochs)
+
+
+TITLE = "Batches that grow while a model trains"
+SHOWS = f"""
+The four methods of [T] table 5.3, after figure 5.10: a small batch throughout; the large batch
+throughout, with the linear scaling rule and five epochs of gradual warm-up; a batch that grows at
+epochs set beforehand, at a fixed rate; and `AdaptiveBatchSize`, which lets batch and rate grow
+together once theta has settled, then decays the rate to a tenth of the initial one. ResNet-8 learns
+{_images} pictures of Fashion-MNIST (all 10000 test pictures) on two ranks. Batches go from {_small}
+to {_large}; the rate is 0.05 for {_small}; decays come after 60 % and 85 % of the epochs, except
+with the fixed rate, where the growing batch takes their place.
+"""
+RECIPE = "resnet"
+RANKS = 2
+FLAGS = {
+    "data": "fashion_mnist",
+    "images": _images,
+    "depth": 8,
+    "epochs": _epochs,
+    "schedule": "constant",
+    "learning_rate": 0.1,  # for a batch of 128
+}
+_decays = {"decay_epochs": f"{_epochs * 60 // 100},{_epochs * 85 // 100}"}
+CONFIGURATIONS = {
+    "small batch": {"batch_size": _small, **_decays},
+    "large batch, linear scaling": {"batch_size": _large, "warmup_epochs": 5, **_decays},
+    "growing batch, fixed rate": {"batch_size": _small, "batch_schedule": "8:128,15:256,22:512"},
+    "AdaptiveBatchSize": {"batch_size": _small, "adaptive_batch": _large, **_decays},
+}
+SEEDS = (1, 2, 3)
+METRIC = "val_accuracy"
+COLUMNS = {
+    "best": _best_accuracy,
+    "steps": _steps,
+    f"% of samples in batches of {_large}": _share_at_largest,
+}
