@@ -7,6 +7,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, TOLERANCE, dense_model, float64, inputs_of
+from tfscale import runtime
 
 BATCH, STEPS = 24, 10
 
@@ -148,3 +149,155 @@ def case_variants():
             strategy = tfscale.LocalSGD(2, 3, within, average_state=True)
             expected = train_by_hand(OPTIMIZERS["adam"], 2, 3, average_state=True)
             compare(train(OPTIMIZERS["adam"], strategy), expected)
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes the weights before each epoch, and whether ranks agree on them."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended = [], []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun.append(self.model.trainable_variables[0].numpy())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ended.append(self.model.trainable_variables[0].numpy())
+
+
+def agree(value) -> bool:
+    """Whether a value is the same on all ranks."""
+    every = tfscale.allgather_object(value)
+    return all(np.array_equal(v, every[0]) for v in every)
+
+
+@sizes(2, 4, timeout_s=120)
+def case_callbacks_see_the_average_and_groups_go_on():
+    """Weights at an epoch's end are equal on all ranks; those of the next beginning are not."""
+    with float64():
+        for within in ("allreduce", tfscale.Sharded()):
+            watch = Watch()
+            strategy = tfscale.LocalSGD(2, 7, within)  # 10 steps per epoch: in mid-interval
+            model = train(OPTIMIZERS["momentum"], strategy, epochs=3, callbacks=[watch])
+            assert all(agree(w) for w in watch.ended)
+            assert agree(watch.begun[0]) and not any(agree(w) for w in watch.begun[1:])
+            assert agree(model.trainable_variables[0].numpy())
+            groups = model.optimizer.groups
+            for group in groups:
+                every = tfscale.allgather_object(watch.begun[1])
+                assert all(np.array_equal(every[r], every[group[0]]) for r in group)
+
+
+def by_hand_over_epochs(epochs, first_local, interval, groups):
+    """Train together for some epochs, then apart; return the average."""
+    x, y = samples()
+    models = []
+    for _ in range(groups):
+        keras.utils.set_random_seed(3)
+        models.append(dense_model())
+        models[-1].compile(OPTIMIZERS["momentum"](), loss="mse")
+    since = 0
+    for epoch in range(epochs):
+        for step in range(STEPS):
+            batch = slice(step * BATCH, (step + 1) * BATCH)
+            for i, model in enumerate(models):
+                if epoch < first_local:
+                    model.train_on_batch(x[batch], y[batch])
+                    continue
+                part = BATCH // groups
+                own = slice(batch.start + i * part, batch.start + (i + 1) * part)
+                model.train_on_batch(x[own], y[own])
+            since = since + 1 if epoch >= first_local else 0
+            if since == interval:
+                since = 0
+                mean = mean_of([m.trainable_variables for m in models])
+                for model in models:
+                    for variable, value in zip(model.trainable_variables, mean, strict=True):
+                        variable.assign(value)
+    return mean_of([m.trainable_variables for m in models])
+
+
+@sizes(2, 4, timeout_s=200)
+def case_groups_start_later():
+    """Post-local SGD: from an epoch on, or after the first decay of the learning rate."""
+    with float64():
+        expected = by_hand_over_epochs(3, 1, 4, 2)
+        for within in ("allreduce", tfscale.Sharded()):
+            strategy = tfscale.LocalSGD(2, 4, within, start=1)
+            compare(train(OPTIMIZERS["momentum"], strategy, epochs=3), expected)
+        strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
+        kept = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)
+        model = train(OPTIMIZERS["momentum"], strategy, epochs=2, callbacks=[kept])
+        assert model.optimizer.waits_for_groups
+        lower = keras.callbacks.LearningRateScheduler(
+            lambda epoch, rate: rate / 2 if epoch else rate
+        )
+        model = train(OPTIMIZERS["momentum"], strategy, epochs=3, callbacks=[lower])
+        assert not model.optimizer.waits_for_groups
+
+
+@sizes(2, 4, timeout_s=120)
+def case_distance():
+    """D is [L] eq. 9, taken just before an average."""
+    with float64():
+        for within in ("allreduce", tfscale.Sharded()):
+            record = tfscale.callbacks.ModelDistance()
+            strategy = tfscale.LocalSGD(2, 5, within)
+            train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
+            assert [step for step, _ in record.distances] == [5, 10]
+            assert all(agree(d) for _, d in record.distances)
+            np.testing.assert_allclose(record.distances[0][1], distance_by_hand(5), rtol=1e-9)
+
+
+def distance_by_hand(n_steps):
+    """Return D of two single processes after some steps."""
+    x, y = samples()
+    weights = []
+    for i in range(2):
+        keras.utils.set_random_seed(3)
+        model = dense_model()
+        model.compile(OPTIMIZERS["sgd"](), loss="mse")
+        for step in range(n_steps):
+            begin = step * BATCH + i * BATCH // 2
+            own = slice(begin, begin + BATCH // 2)
+            model.train_on_batch(x[own], y[own])
+        weights.append(np.concatenate([v.numpy().ravel() for v in model.trainable_variables]))
+    mean = np.mean(weights, axis=0)
+    return np.mean([np.linalg.norm(w - mean) for w in weights])
+
+
+@sizes(4, timeout_s=120)
+def case_bytes_of_averages():
+    """Sharded inside: each rank averages its 1/m of the model; else all of it."""
+    with float64():
+        for within, parts in ((tfscale.Sharded(), 2), ("allreduce", 1)):
+            runtime.backend().take_events()
+            model = train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 10, within))
+            names = {}
+            for event in runtime.backend().take_events():
+                if event.plan >= 0:
+                    label = runtime.backend().slot_name(event.plan, event.slot)
+                    names[label] = names.get(label, 0) + event.bytes
+            n_values = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+            own = sum(int(np.prod(v.shape)) for v in model.optimizer.group_average.targets)
+            assert names["average of parameters"] == own * 8
+            total = sum(tfscale.allgather_object(own))
+            assert total == n_values * tfscale.size() // parts
+            assert abs(own - n_values / parts) <= 8 * 8 * len(model.trainable_variables)
+
+
+@sizes(2, timeout_s=120)
+def case_interval_adapts():
+    strategy = tfscale.LocalSGD(2, tfscale.AdaptiveInterval(start=8), "allreduce")
+    model = train(OPTIMIZERS["sgd"], strategy, epochs=3)
+    interval = int(model.optimizer.group_average.interval.numpy())
+    assert 1 <= interval <= 2 and agree(interval)
+
+
+@sizes(3, timeout_s=60)
+def case_groups_must_divide_the_ranks():
+    try:
+        train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2))
+        raise AssertionError("no error")
+    except tfscale.ConfigError as error:
+        assert "groups must divide the number of ranks, 3. Received: groups=2" in str(error)

@@ -13,6 +13,7 @@ from tfscale.callbacks.learning_rate_scaling import LearningRateScaling
 from tfscale.callbacks.learning_rate_warmup import LearningRateWarmupCallback
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.model_checkpoint import ModelCheckpoint
+from tfscale.callbacks.model_distance import ModelDistance
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.callbacks.parameter_averaging import ParameterAveraging
 from tfscale.callbacks.rank_zero import RankZero
@@ -31,6 +32,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "ModelCheckpoint",
+    "ModelDistance",
     "NonTrainableState",
     "ParameterAveraging",
     "RankZero",

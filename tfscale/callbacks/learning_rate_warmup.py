@@ -11,11 +11,13 @@ from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate linearly from `initial_lr / size` to `initial_lr`.
+    """Raise the learning rate linearly from `initial_lr / factor` to `initial_lr`.
 
-    In batch b of epoch e the multiplier is `(x * (size - 1) / warmup_epochs + 1) / size` with
+    In batch b of epoch e the multiplier is `(x * (factor - 1) / warmup_epochs + 1) / factor` with
     x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up gets `initial_lr`.
-    With one process the rate is `initial_lr` throughout.
+    By default the factor is the number of ranks, so with one process the rate is `initial_lr`
+    throughout. For local SGD with G groups pass `initial_lr=G * lr, factor=G`, or the square root
+    of G in both places.
 
     Args:
         initial_lr: Learning rate after the warm-up, already scaled by the number of ranks.
@@ -23,6 +25,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: As in `LearningRateScheduleCallback`.
         steps_per_epoch: Batches per epoch; by default what `fit` knows.
         verbose: 1 writes a line on rank 0 when the warm-up is over.
+        factor: By how much the rate rises; None for the number of ranks.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.2.
     """
@@ -34,11 +37,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        factor: float | None = None,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            size = runtime.size()
+            total = runtime.size() if factor is None else factor
             reached = epoch + 1.0 / self._steps()
-            return (reached * (size - 1) / warmup_epochs + 1.0) / size
+            return (reached * (total - 1) / warmup_epochs + 1.0) / total
 
         super().__init__(
             initial_lr,

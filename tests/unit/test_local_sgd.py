@@ -1,0 +1,71 @@
+"""Local SGD's options and its adaptive interval."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfscale
+import tfscale.keras as hvd
+from tfscale.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 0}, "groups must be 1 or more. Received: groups=0."),
+        ({"groups": 2, "interval": 0}, "interval must be 1 or more"),
+        ({"groups": 2, "average": "weights"}, "average must be 'parameters' or 'gradients'"),
+        ({"groups": 2, "start": "later"}, "start must be 'immediately', 'after_first_decay'"),
+        ({"groups": 2, "outer": "sgd"}, "outer must be a Keras optimizer or None"),
+        ({"groups": 2, "within": tfscale.LocalSGD(2)}, "within must be an exchange inside"),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises(ConfigError) as error:
+        tfscale.LocalSGD(**options)
+    assert text in str(error.value)
+
+
+def test_outer_and_gradients_exclude_each_other():
+    with pytest.raises(ConfigError, match="Leave one out"):
+        tfscale.LocalSGD(2, average="gradients", outer=keras.optimizers.SGD(0.7))
+
+
+def test_groups_are_consecutive_ranks():
+    assert tfscale.LocalSGD(2).members(6) == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="groups must divide the number of ranks, 6"):
+        tfscale.LocalSGD(4).members(6)
+
+
+def test_interval_follows_the_root_of_the_loss():
+    rule = tfscale.AdaptiveInterval(start=64)
+    assert rule.after(64, loss=0.25, first_loss=1.0) == 32
+    assert rule.after(32, loss=0.01, first_loss=1.0) == 7
+
+
+def test_interval_shrinks_where_the_loss_does_not():
+    rule = tfscale.AdaptiveInterval(start=64, shrink=0.5, least=3)
+    assert rule.after(64, loss=1.0, first_loss=1.0) == 32
+    assert rule.after(4, loss=1.0, first_loss=1.0) == 3
+    assert rule.after(16, loss=float("nan"), first_loss=1.0) == 16
+
+
+def test_bad_interval():
+    with pytest.raises(ConfigError, match="start >= least >= 1"):
+        tfscale.AdaptiveInterval(start=1, least=2)
+
+
+def test_one_process_trains_as_plain_keras():
+    tfscale.init()
+    results = []
+    for wrap in (
+        lambda rule: rule,
+        lambda rule: hvd.DistributedOptimizer(rule, exchange=tfscale.LocalSGD(1, 3)),
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile(wrap(keras.optimizers.SGD(0.1)), loss="mse")
+        model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+        results.append(model.get_weights())
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,61 @@
+"""How far apart the groups of local SGD are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tfscale import runtime
+from tfscale.callbacks.base import Callback
+
+
+class ModelDistance(Callback):
+    """Record the distance between the groups' models and their average, at each average.
+
+    D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
+    the averaging step itself; one number for each group travels besides. The last one of an epoch
+    is added to the epoch's logs as `model_distance`.
+
+    Args:
+        directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
+            average; None writes nothing.
+
+    Attributes:
+        distances: Pairs of step (counted from 1 over the whole `fit`) and distance.
+
+    Source: [L] eq. 9.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        super().__init__()
+        self.directory = Path(directory) if directory is not None else None
+        self.distances: list[tuple[int, float]] = []
+        self._n_steps = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin a new record."""
+        super().on_train_begin(logs)
+        self.distances, self._n_steps = [], 0
+        if self.directory is not None and runtime.rank() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "distance.jsonl").write_text("")
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Take down the distance, if this step has averaged."""
+        super().on_train_batch_end(batch, logs)
+        self._n_steps += 1
+        average = getattr(self.model.optimizer, "group_average", None)
+        if average is None or int(average.since.numpy()) != 0:
+            return
+        distance = float(average.distance.numpy())
+        self.distances.append((self._n_steps, distance))
+        if self.directory is not None and runtime.rank() == 0:
+            with (self.directory / "distance.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the last distance to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if self.distances and logs is not None:
+            logs["model_distance"] = self.distances[-1][1]
