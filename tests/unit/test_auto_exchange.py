@@ -83,4 +83,6 @@ def test_a_measured_machine_takes_as_long_as_the_steps_did():
     assert 1 / machine.bytes_per_s == pytest.approx(1e-4)
     known = measured_machine(table, found, 2, 4, PRESETS["ethernet-1g"])
     assert known.bytes_per_s == PRESETS["ethernet-1g"].bytes_per_s
-    assert known.layer_times["t"] == machine.layer_times["t"]
+    assert known.layer_times["t"].backward_s == machine.layer_times["t"].backward_s
+    own = Scenario(table, known, 2, 8)
+    assert own.rest_s() + own.update_s(table.n_values) == pytest.approx(0.1)

@@ -142,19 +142,23 @@ class LayerProbe:
 _WHOLE = ("before", "after", "step")
 
 
-def fit_line(n_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_line(
+    n_bytes: Sequence[float], seconds: Sequence[float], is_relative: bool = False
+) -> tuple[float, float]:
     """Return (seconds of nothing, seconds per byte) of durations, by least squares.
 
     Args:
         n_bytes: Two sizes or more.
-        seconds: Their durations.
+        seconds: Their durations, above 0.
+        is_relative: Short durations count as much as long ones.
 
     Returns:
         The first 0 or more, the second above 0: where a line would fall, the fastest counts.
     """
     sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
     if len(set(sizes)) > 1:
-        slope, base = np.polyfit(sizes, durations, 1)
+        weights = 1 / durations if is_relative else None
+        slope, base = np.polyfit(sizes, durations, 1, w=weights)
         if slope > 0:
             return max(float(base), 0.0), float(slope)
     fastest = float(np.max(sizes / np.maximum(durations, 1e-9)))
@@ -204,10 +208,13 @@ def measured_machine(
         backward[layer.name] = time_s - latest
         latest = time_s
     names = [layer.name for layer in table.layers]
-    times = LayerTimes(batch, dict(zip(names, map(float, forward), strict=True)), backward)
     update_bytes = 5 * BYTES_PER_VALUE * table.n_values
-    return dataclasses.replace(
-        machine,
-        layer_times={**machine.layer_times, table.name: times},
-        memory_bytes_per_s=update_bytes / max(found.after_s, 1e-9),
-    )
+    rate = update_bytes / max(found.after_s, 1e-9)
+    rest_s = 0.0
+    if known is not None:
+        # A machine that is known has its own speed; what an update takes longer is a constant.
+        rate = known.memory_bytes_per_s
+        rest_s = max(0.0, found.after_s - update_bytes / rate)
+    times = LayerTimes(batch, dict(zip(names, map(float, forward), strict=True)), backward, rest_s)
+    layer_times = {**machine.layer_times, table.name: times}
+    return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)

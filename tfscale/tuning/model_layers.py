@@ -58,7 +58,7 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
         ConfigError: A dimension of the inputs is not known.
         PlanError: There is nothing to train.
     """
-    inputs = _symbols(model, input_shape)
+    inputs = inputs_of(model, input_shape)
     with _record(model) as calls:
         tf.function(lambda x: model(x, training=True)).get_concrete_function(inputs)
     layers: dict[int, Layer] = {}
@@ -77,8 +77,16 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
     return LayerTable(model.name, merge_small((*own, *layers.values())))
 
 
-def _symbols(model: keras.Model, input_shape: Sequence[int] | None) -> Any:
-    """Return shapes and dtypes of inputs of one sample."""
+def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
+    """Return shapes and dtypes of one sample's inputs, in the structure that the model takes.
+
+    Args:
+        model: Built, or able to say the shape of its inputs.
+        input_shape: Of one sample, for a model of one input that leaves dimensions open.
+
+    Raises:
+        ConfigError: A dimension is not known.
+    """
     inputs = getattr(model, "inputs", None)
     if inputs:
         structure = model.input

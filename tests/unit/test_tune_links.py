@@ -1,0 +1,75 @@
+"""`tfscale tune links`: what it starts, what it trusts, what it says."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale import cli
+from tfscale.plan.machines import PRESETS, LayerTimes
+from tfscale.tuning import links_command
+from tfscale.tuning.links import _link_of, spread_of
+from tfscale.tuning.links_command import describe, judge
+
+
+def test_the_command_starts_ranks():
+    with mock.patch.object(cli, "main", wraps=cli.main) as main:
+        words = ["tune", "links", "-np", "3", "--model", "a:b", "--max-spread", "0.5"]
+        main.side_effect = lambda argv: 0 if argv[0] == "run" else mock.DEFAULT
+        assert cli.main(words) == 0
+    started = main.call_args.args[0]
+    assert started[:4] == ["run", "-np", "3", "--"]
+    assert started[5:7] == ["-m", "tfscale.tuning.links_command"]
+    assert started[7:] == [
+        "--output", "machine.json", "--model", "a:b", "--batch", "32", "--max-spread", "0.5",
+    ]  # fmt: skip
+
+
+def test_one_rank_has_no_link(capsys):
+    assert cli.main(["tune", "links", "-np", "1"]) == 2
+    assert "A link has two ends" in capsys.readouterr().err
+
+
+def test_spread_is_half_of_the_middle_half():
+    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1 / 3)
+    assert spread_of([0.0, 0.0, 0.0]) == 0.0
+
+
+def test_noise_is_not_trusted():
+    steady = dataclasses.replace(PRESETS["ethernet-1g"], spread={"latency_s": 0.1})
+    noisy = dataclasses.replace(steady, spread={"latency_s": 0.1, "bytes_per_s": 0.4})
+    assert judge(steady, 0.3) == []
+    assert judge(noisy, 0.3) == ["bytes_per_s"]
+
+
+def test_the_equations_are_solved():
+    """Gathers of alpha = 1 ms and 1 ns per byte over 3 ranks, and sums of half a ns per byte."""
+    from tfscale.tuning.links import _SIZES
+
+    gathers = [2e-3 + n * (2 / 3) * 1e-9 for n in _SIZES]
+    sums = [2 * gather + n * 0.5e-9 for n, gather in zip(_SIZES, gathers, strict=True)]
+    found = _link_of(3, gathers, sums)
+    assert found["latency_s"] == pytest.approx(1e-3)
+    assert found["bytes_per_s"] == pytest.approx(1e9)
+    assert found["reduce_bytes_per_s"] == pytest.approx(2e9)
+    # Sums that are hidden behind the messages cost nothing, not less than nothing.
+    assert _link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
+
+
+def test_numbers_are_shown_with_units_and_spread():
+    machine = dataclasses.replace(
+        PRESETS["ethernet-1g"],
+        spread={"latency_s": 0.25, "step of m": 0.02},
+        layer_times={"m": LayerTimes(4, {"a": 0.1}, {"a": 0.2})},
+    )
+    text = describe(machine)
+    assert "50.0  us per message (+- 25 %)" in text
+    assert "300.0  ms per step of m, 4 samples (+- 2 %)" in text
+
+
+def test_the_worker_needs_an_engine():
+    from tfscale.errors import ExchangeError
+
+    with pytest.raises(ExchangeError, match="between two ranks or more"):
+        links_command.main([])

@@ -1,0 +1,134 @@
+"""The command `tfscale tune links`, and what each of the ranks it starts runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.plan.machines import Machine
+
+_SHOWN = (
+    ("latency_s", "us per message", 1e6),
+    ("bytes_per_s", "MB/s per host", 1e-6),
+    ("reduce_bytes_per_s", "MB/s of local sums", 1e-6),
+    ("flops_per_s", "GFLOP/s per rank", 1e-9),
+    ("memory_bytes_per_s", "MB/s of memory per rank", 1e-6),
+)
+
+
+def add_links(tuners: argparse._SubParsersAction) -> None:
+    """Add the parser of `tfscale tune links`."""
+    links = tuners.add_parser("links", help="measure messages, sums and computing for the planner")
+    links.add_argument("-np", "-n", type=int, default=2, dest="size", metavar="N")
+    links.add_argument("-H", "--hosts", default="", metavar="HOST:N,...", help="hosts and places")
+    _add_options(links)
+    links.set_defaults(handler=_start)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", default="machine.json", metavar="FILE")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="also time a model's layers")
+    parser.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
+    parser.add_argument("--input-shape", default="", metavar="R,C,...", help="of one sample")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank")
+    parser.add_argument(
+        "--max-spread",
+        type=float,
+        default=0.3,
+        help="relative half width of the middle half of the rounds above which nothing is written",
+    )
+
+
+def _start(options: argparse.Namespace) -> int:
+    """Start the ranks."""
+    from tfscale.cli import main as run_cli  # the command line imports this module
+
+    if options.size < 2:
+        raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
+    words = ["run", "-np", str(options.size)]
+    if options.hosts:
+        words += ["-H", options.hosts]
+    words += ["--", sys.executable, "-m", "tfscale.tuning.links_command"]
+    for name in ("output", "model", "model_file", "input_shape", "batch", "max_spread"):
+        value = getattr(options, name)
+        if value not in (None, ""):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return run_cli(words)
+
+
+def judge(machine: Machine, max_spread: float) -> list[str]:
+    """Return the names of what is too noisy to be trusted.
+
+    Args:
+        machine: As measured.
+        max_spread: The largest relative spread that is trusted.
+    """
+    return [name for name, spread in machine.spread.items() if spread > max_spread]
+
+
+def describe(machine: Machine) -> str:
+    """Return what was measured, a line per number."""
+    lines = []
+    for name, unit, factor in _SHOWN:
+        spread = 100 * machine.spread.get(name, 0.0)
+        lines.append(f"{getattr(machine, name) * factor:12.1f}  {unit} (+- {spread:.0f} %)")
+    for name, times in machine.layer_times.items():
+        total = sum(times.forward_s.values()) + sum(times.backward_s.values())
+        spread = 100 * machine.spread.get(f"step of {name}", 0.0)
+        words = f"ms per step of {name}, {times.batch} samples (+- {spread:.0f} %)"
+        lines.append(f"{1e3 * total:12.1f}  {words}")
+    return "\n".join([*lines, ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on this rank; rank 0 writes the file. Collective: every rank of a job runs this.
+
+    Args:
+        argv: Options; None takes this process's.
+
+    Returns:
+        0, or 1 where the numbers are too noisy and nothing was written.
+
+    Raises:
+        ExchangeError: The backend records no times.
+    """
+    parser = argparse.ArgumentParser()
+    _add_options(parser)
+    options = parser.parse_args(argv)
+    import tfscale
+    from tfscale import runtime
+    from tfscale.trace.recorder import has_events
+    from tfscale.tuning import links
+
+    tfscale.init()
+    size, local = runtime.size(), runtime.local_size()
+    if not has_events() or size < 2:
+        raise ExchangeError(
+            "Links are measured by the engine between two ranks or more. Received: backend="
+            f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
+        )
+    between = links.measure_links(tfscale.global_process_set)
+    inside = links.measure_inside() if 1 < local < size else []
+    machine = links.machine_from(between, inside, links.measure_compute())
+    if options.model or options.model_file:
+        machine = links.measure_model(machine, options)
+    noisy = judge(machine, options.max_spread)
+    if runtime.rank() == 0:
+        sys.stdout.write(describe(machine))
+        if noisy:
+            sys.stderr.write(
+                f"tfscale: not written: {', '.join(noisy)} spread by more than "
+                f"{100 * options.max_spread:.0f} %. Measure on an idle machine, or raise "
+                "--max-spread.\n"
+            )
+        else:
+            machine.save(options.output)
+            sys.stdout.write(f"Written to {options.output}.\n")
+    tfscale.shutdown()
+    return 1 if noisy else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
