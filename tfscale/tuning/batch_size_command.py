@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 SIZES = "16,32,64,128,256,512,1024"
 
@@ -38,6 +39,6 @@ def _tune(options: argparse.Namespace) -> int:
     )
     advice = advise(stages)
     write(stages, advice, options.output)
-    print(as_text(stages, advice), end="")
-    print(f"Results are in {options.output}: batch_size.json and batch_size.png.")
+    sys.stdout.write(as_text(stages, advice))
+    sys.stdout.write(f"Results are in {options.output}: batch_size.json and batch_size.png.\n")
     return 0
