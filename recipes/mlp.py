@@ -77,11 +77,10 @@ def main(_: list[str]) -> None:
         metrics=["accuracy"],
     )
     history = training.fit(model, train, test, BATCH, stop=early_stopping)
+    training.save(model)
     if is_first:
-        folder = training.run_folder()
-        model.save(folder / "model.keras")
         accuracy = history["val_accuracy"][-1]
-        print(f"Test accuracy: {100 * accuracy:.2f} %. Results are in {folder}.")
+        print(f"Test accuracy: {100 * accuracy:.2f} %. Results are in {training.run_folder()}.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""Classify small pictures with a ResNet of depth 6n+2 ([T], [L]), on one process or many.
+r"""Classify pictures with a ResNet ([T], [L]), on one process or many.
 
     python recipes/resnet.py --data fashion_mnist --depth 20
     tfscale run -np 2 python recipes/resnet.py --data fashion_mnist --depth 20
+    tfscale run -np 8 python recipes/resnet.py --data imagenet --data-dir ImageNet --depth 50 \
+        --batch-size 256 --epochs 90 --schedule steps
 
-`runs/<name>/` then holds model.keras, metrics.jsonl, learning_curve.png and run.json.
+Small pictures get a ResNet of depth 6n+2 for 32x32, ImageNet gets ResNet-50. `runs/<name>/` then
+holds model.keras, metrics.jsonl, learning_curve.png and run.json.
 
-Rates: 0.1 for a batch of 128 as in He et al. 2016. Their two drops by ten (`--schedule steps`)
-belong to 160 epochs; for ten, a cosine needs no tuning.
+Rates: 0.1 for a batch of 128 (ImageNet: 256), as in He et al. 2016. Their drops by ten
+(`--schedule steps`) belong to 160 epochs; for ten, a cosine needs no tuning.
 """
+
+import sys
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,21 +25,22 @@ import datasets
 import tfscale
 import tfscale.keras as hvd
 import training
+from datasets import imagenet
 from datasets.pictures import LabelledPictures, augmented_batches
 from models.resnet import resnet
+from models.resnet50 import resnet50
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(training)
 flags.DEFINE_string(
-    "data", "fashion_mnist", f"Data set: {', '.join(datasets.IN_MEMORY)}, or an HDF5 file."
+    "data", "fashion_mnist", f"{', '.join(datasets.IN_MEMORY)}, imagenet, or an HDF5 file."
 )
 flags.DEFINE_integer("images", 0, "Training pictures to use; 0 means all.", lower_bound=0)
 flags.DEFINE_integer("test_images", 0, "Test pictures to use; 0 means all.", lower_bound=0)
-flags.DEFINE_integer("depth", 20, "Layers: 6n+2.", lower_bound=8)
+flags.DEFINE_integer("depth", 20, "Layers: 6n+2; with imagenet 50.", lower_bound=8)
 flags.DEFINE_bool("augment", True, "Shift and mirror the training pictures at random.")
 training.set_defaults(epochs=10, batch_size=128, learning_rate=0.1)
 
-BATCH = 128  # For which the rate is meant.
 SMOKE = {"images": 2560, "test_images": 512, "depth": 8, "epochs": 3}
 
 
@@ -45,7 +52,7 @@ def train_batches(data: LabelledPictures) -> tfscale.data.GlobalBatches:
 
 
 def build_model(pictures: np.ndarray, classes: int) -> keras.Model:
-    """Return standardisation and the network in one model: it takes pictures as they are."""
+    """Return standardisation and a small network in one model: it takes pictures as they are."""
     inputs = keras.Input(pictures.shape[1:], name="pictures")
     mean, deviation = float(pictures.mean()), float(pictures.std())
     x = layers.Rescaling(1 / deviation, offset=-mean / deviation, name="standardise")(inputs)
@@ -53,9 +60,31 @@ def build_model(pictures: np.ndarray, classes: int) -> keras.Model:
     return training.with_float_outputs(keras.Model(inputs, network(x), name=network.name))
 
 
-def build_optimizer(steps_per_epoch: int) -> keras.optimizers.Optimizer:
+def load_small() -> tuple[Any, Any, keras.Model]:
+    """Return training data, test data and the network for small pictures."""
+    sets = datasets.load(FLAGS.data, FLAGS.data_dir)
+    test = tfscale.data.GlobalBatches(
+        *sets.test.first(FLAGS.test_images),
+        batch_size=250 * hvd.size(),
+        shuffle=False,
+        drop_remainder=False,
+    )
+    train = train_batches(sets.train.first(FLAGS.images))
+    return train, test, build_model(sets.train.pictures, sets.classes)
+
+
+def load_imagenet() -> tuple[Any, Any, keras.Model]:
+    """Return training data, validation data and ResNet-50."""
+    if FLAGS.depth != 50:
+        sys.exit(f"ImageNet is for ResNet-50. Received: --depth={FLAGS.depth}. Pass --depth 50.")
+    data = imagenet.load(FLAGS.data_dir, batch_size=FLAGS.batch_size, seed=FLAGS.seed)
+    model = training.with_float_outputs(resnet50(classes=data.classes))
+    return data.train, data.valid, model
+
+
+def build_optimizer(batch: int, steps_per_epoch: int) -> keras.optimizers.Optimizer:
     """Return SGD; the weights decay, biases and scales do not."""
-    rate = training.learning_rate(BATCH, steps_per_epoch)
+    rate = training.learning_rate(batch, steps_per_epoch)
     optimizer = keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
     optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
     return training.distributed(optimizer)
@@ -69,26 +98,19 @@ def early_stopping() -> keras.callbacks.Callback:
 def main(_: list[str]) -> None:
     """Train, and leave the results in the run's folder."""
     is_first = training.start()
-    sets = datasets.load(FLAGS.data, FLAGS.data_dir)
-    train = train_batches(sets.train.first(FLAGS.images))
-    test = tfscale.data.GlobalBatches(
-        *sets.test.first(FLAGS.test_images),
-        batch_size=250 * hvd.size(),
-        shuffle=False,
-        drop_remainder=False,
-    )
-    model = build_model(sets.train.pictures, sets.classes)
+    is_small = FLAGS.data != "imagenet"
+    batch = 128 if is_small else 256  # For which the rate is meant.
+    train, test, model = load_small() if is_small else load_imagenet()
     model.compile(
-        optimizer=build_optimizer(len(train)),
+        optimizer=build_optimizer(batch, len(train)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    history = training.fit(model, train, test, BATCH, stop=early_stopping)
+    history = training.fit(model, train, test, batch, stop=early_stopping)
+    training.save(model)
     if is_first:
-        folder = training.run_folder()
-        model.save(folder / "model.keras")
         accuracy = history["val_accuracy"][-1]
-        print(f"Test accuracy: {100 * accuracy:.2f} %. Results are in {folder}.")
+        print(f"Test accuracy: {100 * accuracy:.2f} %. Results are in {training.run_folder()}.")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ flags.DEFINE_integer(
     "Train the ranks on their own and average parameters every n epochs; 0: exchange gradients.",
     lower_bound=0,
 )  # fmt: skip
-flags.DEFINE_integer("groups", 1, "Groups of ranks that train by local SGD.", lower_bound=1)
+flags.DEFINE_integer(
+    "groups", 1, "Local SGD: groups of ranks; inside, they exchange as --exchange says.",
+    lower_bound=1,
+)  # fmt: skip
+flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
 flags.DEFINE_enum(
     "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
 )
@@ -66,11 +70,6 @@ def start() -> bool:
     Returns:
         Whether this is rank 0.
     """
-    if FLAGS.groups > 1:
-        sys.exit(
-            "Local SGD is not in this version of tfscale. "
-            f"Received: --groups={FLAGS.groups}. Leave it out, or try --average-every."
-        )
     hvd.init()
     keras.utils.set_random_seed(FLAGS.seed)
     if FLAGS.mixed_precision != "none":
@@ -113,7 +112,7 @@ def learning_rate(batch: int, steps_per_epoch: int) -> Any:
 
 
 def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Return the optimizer that exchanges gradients as --exchange says.
+    """Return the optimizer that exchanges gradients as --exchange and --groups say.
 
     Under float16 the loss scale stays inside, so that all ranks see the same gradients and skip
     the same steps. With --average-every ranks exchange none, and the optimizer stays as it is.
@@ -122,7 +121,10 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if FLAGS.average_every:
         return optimizer
-    return hvd.DistributedOptimizer(optimizer, exchange=parse_exchange(FLAGS.exchange))
+    exchange = parse_exchange(FLAGS.exchange)
+    if FLAGS.groups > 1:
+        exchange = tfscale.LocalSGD(FLAGS.groups, FLAGS.interval, within=exchange)
+    return hvd.DistributedOptimizer(optimizer, exchange=exchange)
 
 
 def parse_exchange(text: str) -> Any:
@@ -144,6 +146,17 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def save(model: keras.Model) -> None:
+    """Write `model.keras` into the run's folder; every rank must call it.
+
+    Rank 0 writes. Where the ranks hold parts of the optimizer's state all of them must save.
+    """
+    is_split = "sharded" in FLAGS.exchange.lower()
+    if hvd.rank() == 0 or is_split:
+        run_folder().mkdir(parents=True, exist_ok=True)
+        model.save(run_folder() / "model.keras")
 
 
 def with_float_outputs(model: keras.Model) -> keras.Model:

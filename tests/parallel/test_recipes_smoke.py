@@ -27,6 +27,7 @@ SMOKE = [
     ("lenet", "val_accuracy", 0.3),
     ("mlp", "val_accuracy", 0.3),
     ("resnet", "val_accuracy", 0.3),
+    ("vgg", "val_accuracy", 0.3),
 ]
 STEPS = {"edsr": 50}  # of an epoch; of the others: 20
 LOAD_WITHOUT_TFSCALE = """

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import plots
 from command_line import flags_parser
-from metrics import psnr
+from metrics import psnr, psnr_of_enlarged
 from run_folder import RunFolder
 
 RANDOM = np.random.default_rng(0)
@@ -38,6 +38,18 @@ def test_psnr_of_a_known_error_and_of_none():
     truth = np.full((1, 4, 4, 1), 0.5, np.float32)
     assert float(psnr(truth, truth + np.float32(0.1))[0]) == pytest.approx(20.0, abs=1e-4)
     assert float(psnr(truth, truth)[0]) == pytest.approx(100.0, abs=1e-4)
+
+
+def test_psnr_of_enlarged_pictures_rounds_and_leaves_the_border_out():
+    truth = RANDOM.integers(0, 256, (2, 30, 25, 3)).astype(np.float32) / 255
+    restored = truth + RANDOM.uniform(-0.4, 0.4, truth.shape).astype(np.float32) / 255
+    restored[:, :8], restored[:, -8:], restored[:, :, :8], restored[:, :, -8:] = 0.0, 9.0, -1.0, 0.5
+    np.testing.assert_allclose(psnr_of_enlarged(2)(truth, restored), 100.0, atol=1e-3)
+    restored[:, 8:-8, 8:-8] = truth[:, 8:-8, 8:-8] + np.float32(10 / 255)
+    inner = np.s_[:, 8:-8, 8:-8]
+    expected = _numpy_psnr(truth[inner], restored[inner])
+    np.testing.assert_allclose(psnr_of_enlarged(2)(truth, restored), expected, rtol=1e-4)
+    assert psnr_of_enlarged(2).__name__ == "psnr"
 
 
 def test_psnr_in_a_model_is_the_mean_over_pictures_whatever_the_batches():
