@@ -59,7 +59,7 @@ def read_state(folder: str, epoch: int) -> list[State]:
                 if name != "states":
                     states[int(name.split(".")[0])].setdefault("arrays", []).append(content[name])
             return states
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
             "A backup must hold the states of the callbacks it was written with. Received: "
             f"{_path(folder, epoch)}: {type(error).__name__}. Remove the folder to start afresh."

@@ -1,0 +1,131 @@
+"""What backups hold beside weights: files per epoch, errors that say what to do."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+from tests.unit.callback_models import single_job  # noqa: F401
+from tests.unit.test_adaptive_batch_size import (
+    InterruptAt,
+    Interruption,
+    adaptive,
+    make_data,
+    make_model,
+)
+from tfscale.callbacks import BackupAndRestore
+from tfscale.callbacks.backup_state import read_state, remove_other_states, write_state
+from tfscale.errors import ConfigError
+
+
+def test_states_come_back(tmp_path):
+    arrays = [np.arange(3.0), np.ones((2, 2), np.float32)]
+    states = [{"a": 1, "arrays": arrays}, {}, {"b": [None, "x"], "arrays": [np.zeros(0)]}]
+    write_state(str(tmp_path / "new" / "folder"), 4, states)
+    got = read_state(str(tmp_path / "new" / "folder"), 4)
+    assert [{k: v for k, v in s.items() if k != "arrays"} for s in got] == [
+        {"a": 1}, {}, {"b": [None, "x"]}
+    ]  # fmt: skip
+    for state, other in zip(got, states, strict=True):
+        for array, wanted in zip(state.get("arrays", []), other.get("arrays", []), strict=True):
+            np.testing.assert_array_equal(array, wanted)
+            assert array.dtype == wanted.dtype
+
+
+def test_only_the_epoch_that_counts_is_kept(tmp_path):
+    for epoch in (1, 2, 3):
+        write_state(str(tmp_path), epoch, [{"epoch": epoch}])
+    remove_other_states(str(tmp_path), 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["callbacks-2.npz"]
+    assert read_state(str(tmp_path), 2) == [{"epoch": 2}]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no zip file"])
+def test_a_file_that_is_missing_or_damaged(tmp_path, content):
+    if content is not None:
+        (tmp_path / "callbacks-1.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match="Remove the folder to start afresh"):
+        read_state(str(tmp_path), 1)
+
+
+def interrupted(backup, at=(2, 0)):
+    data = make_data()
+    with contextlib.suppress(Interruption):
+        make_model().fit(
+            data,
+            epochs=4,
+            verbose=0,
+            callbacks=[BackupAndRestore(backup), adaptive(data), InterruptAt(*at)],
+        )
+
+
+def test_other_callbacks_than_before_are_refused(tmp_path):
+    backup = str(tmp_path / "backup")
+    interrupted(backup)
+    with pytest.raises(ConfigError, match="Pass the same callbacks, or remove the backup"):
+        make_model().fit(make_data(), epochs=4, verbose=0, callbacks=[BackupAndRestore(backup)])
+
+
+def test_another_ladder_is_refused(tmp_path):
+    backup = str(tmp_path / "backup")
+    interrupted(backup)
+    data = make_data()
+    with pytest.raises(ConfigError, match=r"the backup has \[6, 12, 24\]"):
+        make_model().fit(
+            data, epochs=4, verbose=0, callbacks=[BackupAndRestore(backup), adaptive(data, 48)]
+        )
+
+
+def test_an_interruption_before_the_first_backup(tmp_path):
+    backup = str(tmp_path / "backup")
+    interrupted(backup, at=(0, 3))
+    data = make_data()
+    history = make_model().fit(
+        data, epochs=3, verbose=0, callbacks=[BackupAndRestore(backup), adaptive(data)]
+    ).history  # fmt: skip
+    assert history["batch_size"] == [6, 6, 12]
+
+
+def test_backups_amid_epochs(tmp_path):
+    """As Keras has it: the epoch begins anew, with weights from its middle."""
+    backup = str(tmp_path / "backup")
+    data = make_data()
+    with contextlib.suppress(Interruption):
+        make_model().fit(
+            data,
+            epochs=4,
+            verbose=0,
+            callbacks=[BackupAndRestore(backup, save_freq=2), adaptive(data), InterruptAt(2, 3)],
+        )
+    fresh = make_data()
+    again = BackupAndRestore(backup, save_freq=2)
+    history = make_model().fit(
+        fresh, epochs=4, verbose=0, callbacks=[again, adaptive(fresh)]
+    ).history  # fmt: skip
+    assert history["batch_size"] == [12, 12]
+    assert all(np.isfinite(history["theta"]))
+
+
+def test_a_callback_of_ones_own_goes_on(tmp_path):
+    class Count(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.n, self.restored_at = 0, None
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.n += 1
+
+        def backup_state(self):
+            return {"n": self.n}
+
+        def restore_state(self, state, epoch):
+            self.n, self.restored_at = state["n"], epoch
+
+    backup = str(tmp_path / "backup")
+    with contextlib.suppress(Interruption):
+        callbacks = [BackupAndRestore(backup), Count(), InterruptAt(2, 0)]
+        make_model().fit(make_data(), epochs=4, verbose=0, callbacks=callbacks)
+    count = Count()
+    make_model().fit(make_data(), epochs=4, verbose=0, callbacks=[BackupAndRestore(backup), count])
+    assert (count.n, count.restored_at) == (4, 2)
