@@ -27,6 +27,11 @@ class Accumulator:
         self._sums: list[tf.Variable] | None = None
         self._count: tf.Variable | None = None
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The sums, once there are some."""
+        return self._sums or []
+
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
         return Accumulator(self._passes, self._is_mean)

@@ -31,6 +31,8 @@ class Settings:
         pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
         set_threads: TFSCALE_SET_THREADS. False leaves TensorFlow's thread numbers alone even
             where several ranks share a host.
+        save_timeout_s: TFSCALE_SAVE_TIMEOUT_S. Seconds for which a rank that saves sharded state
+            waits for the others to join.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     spin: bool = False
     pin_core: int = -1
     set_threads: bool = True
+    save_timeout_s: float = 10.0
     timeline: str = ""
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class Settings:
         for name, low, high in (
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
+            ("save_timeout_s", 0.01, float("inf")),
             ("max_message_bytes", 1, 2**31 - 1),
             ("chunk_bytes", 64, 2**40),
             ("window_bytes", 1, 2**50),

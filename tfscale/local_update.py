@@ -79,6 +79,16 @@ class LocalUpdate:
         """The state of the optimizer of this rank's group, if it is sharded."""
         return self._inner.state
 
+    @property
+    def kept(self) -> Any:
+        """The complete state of that optimizer, when it is gathered."""
+        return self._inner.kept
+
+    @property
+    def nodes(self) -> Any:
+        """That optimizer as tf.train.Checkpoint sees it."""
+        return self._inner.nodes
+
     def _form_groups(self) -> None:
         """Make process sets: a group's ranks, and ranks with the same place in their groups."""
         rank, m = runtime.rank(), len(self._members[0])

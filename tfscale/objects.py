@@ -143,4 +143,8 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
         )
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
+    parts = {id(part) for part in getattr(optimizer, "parts", ())}
+    slots = [slot for slot in slots if id(slot) not in parts]
     broadcast_variables([*model.variables, *slots], root_rank)
+    if optimizer is not None and parts:
+        optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)

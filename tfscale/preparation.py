@@ -11,6 +11,7 @@ from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.optimizer import DistributedOptimizer
 from tfscale.progress import GuardedStep
+from tfscale.shared_saves import make_saves_safe
 
 logger = logging.getLogger("tfscale")
 
@@ -20,7 +21,8 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
 
     Builds the model if a batch is given, switches XLA off where "auto" switched it on, puts
     compile()'s automatic loss scaling inside of the distributed optimizer, lets the exchange change
-    layers, and drops functions traced before, so that they are traced anew.
+    layers, drops functions traced before, so that they are traced anew, and lets several ranks
+    save to one path.
 
     Args:
         model: A compiled Keras model.
@@ -44,6 +46,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
     _guard_steps(model)
+    make_saves_safe(model)
     return model
 
 

@@ -44,18 +44,21 @@ class Progress:
         """A callback list was made: the next `begin` is the first of a `fit`."""
         self._is_new = True
 
-    def begin(self, params: dict[str, Any]) -> None:
+    def begin(self, params: dict[str, Any]) -> bool:
         """Agree on what will be run. Collective; the first call of a `fit` counts.
 
         Args:
             params: Keras's: "steps" per epoch (None if unknown) and "epochs".
+
+        Returns:
+            Whether this call counted: the first, on several ranks.
 
         Raises:
             ExchangeError: Steps, epochs or global batches differ between ranks; on every rank,
                 with all values.
         """
         if not self._is_new or runtime.is_single():
-            return
+            return False
         self._is_new = False
         self._params = params
         own = {
@@ -84,6 +87,7 @@ class Progress:
             )
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
+        return True
 
     def begin_epoch(self) -> None:
         """Count steps anew."""

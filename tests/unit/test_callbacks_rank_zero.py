@@ -18,8 +18,9 @@ from tfscale.callbacks import (
     ModelCheckpoint,
     RankZero,
 )
-from tfscale.callbacks.model_checkpoint import make_saves_safe
+from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.errors import ConfigError
+from tfscale.shared_saves import make_saves_safe
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 
@@ -129,6 +130,7 @@ def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
         model.set_weights(models[0].get_weights())
         make_saves_safe(model)
         make_saves_safe(model)
+        make_checkpoints_safe()
     together = threading.Barrier(4)
 
     def body(rank):

@@ -22,6 +22,7 @@ DEFAULTS = {
     "TFSCALE_SPIN": False,
     "TFSCALE_PIN_CORE": -1,
     "TFSCALE_SET_THREADS": True,
+    "TFSCALE_SAVE_TIMEOUT_S": 10.0,
     "TFSCALE_TIMELINE": "",
 }
 

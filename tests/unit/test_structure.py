@@ -56,6 +56,7 @@ SETTINGS = (
     "spin",
     "pin_core",
     "set_threads",
+    "save_timeout_s",
     "timeline",
 )
 

@@ -12,10 +12,10 @@ from tfscale.callbacks import building
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.callbacks.metric_average import MetricAverageCallback
-from tfscale.callbacks.model_state import unwrap
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 
 JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks.model_state import unwrap
 from tfscale.callbacks.rate import Rate
+from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfscale import objects, runtime
-from tfscale.callbacks import backup_state, building
+from tfscale.callbacks import backup_state, building, model_state, save_points
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 
@@ -53,8 +53,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._current_epoch = epoch  # for backups amid this epoch
             if not runtime.is_single():
                 building.build_optimizer(self.model)
-                slots = self.model.optimizer.variables if self.model.optimizer else []
+                slots = model_state.optimizer_variables(self.model)
                 objects.broadcast_variables([*self.model.variables, *slots], 0)
+                model_state.broadcast_loaded(self.model, 0)
             self._restore_states(epoch)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -75,7 +76,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             super().on_train_end(logs)
 
     def _save_model(self) -> None:
-        if runtime.rank() == 0:
+        if runtime.rank() == 0 and not save_points.is_given_up(self.model):
             drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
             states = [c.backup_state() for c in backup_state.resumable_callbacks()]
             own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 
 from tfscale import runtime
+from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
-from tfscale.callbacks.model_checkpoint import make_saves_safe
+from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.preparation import prepare
 from tfscale.progress import progress_of
 
@@ -25,19 +26,21 @@ class Callback(keras.callbacks.Callback):
         super().set_model(model)
         prepare(model)
         if not runtime.is_single():
-            make_saves_safe(model)
+            make_checkpoints_safe()
         progress_of(model).expect_training()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Agree on the number of steps and epochs. Collective.
+        """Agree on the number of steps and epochs, and on when to save. Collective.
 
         Raises:
-            ConfigError: Keras's BackupAndRestore is among the callbacks of several ranks.
+            ConfigError: Keras's BackupAndRestore is among the callbacks of several ranks, or a
+                callback does not go together with sharded parameters.
             ExchangeError: They differ between ranks.
         """
         if not runtime.is_single():
             refuse_plain_backup()
-        progress_of(self.model).begin(self.params or {})
+        if progress_of(self.model).begin(self.params or {}):
+            save_points.agree(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""

@@ -8,9 +8,9 @@ from typing import Any
 import keras
 
 from tfscale.callbacks.base import Callback
-from tfscale.callbacks.model_state import unwrap
 from tfscale.callbacks.rate import Rate
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import unwrap
 
 Multiplier = Callable[[float], float]
 

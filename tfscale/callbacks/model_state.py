@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
 from tfscale.exchange.shard_state import slots_of
+from tfscale.model_optimizers import optimizers_of, unwrap
 from tfscale.process_sets import ProcessSet, global_process_set
 
 ACCUMULATORS = "_accumulated_gradients"
-
-
-def unwrap(optimizer: Any) -> Any:
-    """Return the optimizer that holds the update rule, below loss scaling."""
-    while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
-
-
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """List the optimizers of a model, those of a custom train_step included.
-
-    Args:
-        model: Any Keras model, compiled or not.
-
-    Returns:
-        `model.optimizer` first, then other optimizers that are attributes of the model or items
-        of a list attribute, in the order of the attributes, which is equal on all ranks.
-    """
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    unique: dict[int, Any] = {}
-    for item in found:
-        if isinstance(item, keras.optimizers.Optimizer):
-            unique.setdefault(id(unwrap(item)._iterations), item)
-    return list(unique.values())
 
 
 def process_set_of(model: keras.Model) -> ProcessSet:
@@ -93,6 +66,22 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
         partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
         partial |= {id(item) for item in getattr(optimizer, "parts", ())}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
+
+
+def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
+    """Give all ranks their parts of the sharded state that one rank loaded. Collective.
+
+    Args:
+        model: With or without sharded optimizers.
+        root_rank: Who may have loaded some.
+
+    Raises:
+        ExchangeError: Another rank has loaded a state, and the root none.
+    """
+    for optimizer in optimizers_of(model):
+        kept = getattr(optimizer, "kept_state", None)
+        if kept is not None:
+            kept.broadcast_loaded(root_rank, optimizer.process_set)
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:

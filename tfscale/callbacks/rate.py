@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.callbacks.model_state import unwrap
+from tfscale.model_optimizers import unwrap
 
 
 class Rate:

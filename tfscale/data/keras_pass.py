@@ -95,6 +95,21 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     return list(getattr(_local_of_fit("callbacks"), "callbacks", ()))
 
 
+def put_first(callback: keras.callbacks.Callback) -> None:
+    """Put a callback in front of those of the innermost running `fit`.
+
+    Its hooks of batches run on the main thread, where Keras would otherwise use others if all
+    callbacks let it.
+
+    Args:
+        callback: Gets the hooks that come after the present one.
+    """
+    callback_list = _local_of_fit("callbacks")
+    # A new list: the present one is being walked through.
+    callback_list.callbacks = [callback, *callback_list.callbacks]
+    callback_list._async_train = False
+
+
 def _local_of_fit(name: str) -> Any:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

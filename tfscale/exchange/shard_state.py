@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfscale import objects, runtime
 from tfscale.backends.base import Call
 from tfscale.exchange.shards import Shards
+from tfscale.process_sets import ProcessSet
 
 
 def slots_of(rule: Any) -> dict[int, int]:
@@ -40,26 +41,45 @@ class ShardState:
     whole variables, which is Keras's own format.
     """
 
-    def __init__(self, optimizer: Any, rule: Any, shards: Shards) -> None:
+    def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
         """Find out which variable each slot belongs to.
 
         Args:
             optimizer: Built on the pieces of `shards`, and on variables that are not shared.
             rule: The optimizer below loss scaling.
             shards: What is cut.
+            process_set: The ranks that share.
         """
+        self._process_set = process_set
         self._optimizer = optimizer
         self._shards = shards
         targets = {id(piece): i for i, piece in enumerate(shards.pieces)}
         places = [targets.get(id(v), -1) for v in rule._trainable_variables]
         slots = {key: places[i] for key, i in slots_of(rule).items()}
         self._places = [slots.get(id(v), -1) for v in optimizer.variables]
+        self._rule = rule
+        self._n_loads = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with each update and each load."""
+        return int(self._rule._iterations.numpy()), self._n_loads
+
+    @property
+    def n_variables(self) -> int:
+        """Number of the optimizer's variables."""
+        return len(self._places)
 
     @property
     def parts(self) -> list[Any]:
         """The optimizer's variables of which this rank holds a part."""
         pairs = zip(self._optimizer.variables, self._places, strict=True)
         return [variable for variable, place in pairs if place >= 0]
+
+    def whole_variables(self) -> dict[int, Any]:
+        """Map the `id` of each piece to the model's variable."""
+        pairs = zip(self._shards.pieces, self._shards.variables, strict=True)
+        return {id(piece): variable for piece, variable in pairs}
 
     @property
     def n_bytes(self) -> int:
@@ -87,7 +107,9 @@ class ShardState:
         }
         whole: dict[int, tuple[int, ...]] = {}
         if any(self._shards.is_whole(place) for _, place in pairs):
-            for shapes in objects.allgather_object(own, name="shapes of slots"):
+            for shapes in objects.allgather_object(
+                own, name="shapes of slots", process_set=self._process_set
+            ):
                 whole |= shapes
         state = []
         for i, (variable, place) in enumerate(pairs):
@@ -106,16 +128,31 @@ class ShardState:
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
 
-    def load(self, state: Sequence[np.ndarray]) -> None:
+    def with_current(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return a complete state with the present values of what every rank has.
+
+        A learning rate may have changed since the state was gathered, or a loss scale.
+
+        Args:
+            state: What `gather` returned.
+        """
+        triples = zip(self._optimizer.variables, self._places, state, strict=True)
+        return [v.numpy() if place < 0 else value for v, place, value in triples]
+
+    def load(self, state: Sequence[np.ndarray], first: int = 0) -> None:
         """Take this rank's part of a complete state.
 
         Args:
-            state: One array for each variable of the optimizer, equal on all ranks.
+            state: One array for each variable of the optimizer, from number `first` on; equal on
+                all ranks.
+            first: See `state`.
 
         Raises:
             ValueError: A shape does not fit.
         """
-        pairs = zip(self._optimizer.variables, self._places, strict=True)
+        self._n_loads += 1
+        stop = first + len(state)
+        pairs = zip(self._optimizer.variables[first:stop], self._places[first:stop], strict=True)
         for value, (variable, place) in zip(state, pairs, strict=True):
             if place < 0:
                 variable.assign(value)

@@ -1,0 +1,154 @@
+"""Where a `fit` saves: what ranks must know of each other's callbacks to gather state in time."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+
+from tfscale import objects, runtime
+from tfscale.data.keras_pass import callbacks_of_fit, put_first
+from tfscale.errors import ConfigError
+from tfscale.model_optimizers import optimizers_of, sharded_states
+from tfscale.progress import progress_of
+
+_SILENT = "_tfscale_is_silent"
+_Checkpoint, _Backup = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
+_SAVING = (_Checkpoint, _Backup)
+
+
+class SavePoints(keras.callbacks.Callback):
+    """Gathers the complete state of sharded optimizers where a callback of any rank will save.
+
+    `agree` puts it in front of the callbacks of each rank. Ranks that write keep the state until
+    the next step.
+    """
+
+    def __init__(self, points: list[dict[str, Any]], is_keeper: bool) -> None:
+        """Take over what the ranks agreed on.
+
+        Args:
+            points: One for each rhythm in which some callback saves; see `_point`.
+            is_keeper: Whether a callback of this rank writes.
+        """
+        super().__init__()
+        self._points = [SimpleNamespace(**point) for point in points]
+        self._is_keeper = is_keeper
+        self._n_given_up = 0
+        self._n_steps = 0
+        self._is_void = False  # nobody else takes part in what is left of this epoch
+        self.is_given_up = False  # the last step was
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Expect an epoch that counts."""
+        self._n_given_up, self._n_steps = runtime.num_given_up(), 0
+        self._is_void = self.is_given_up = False
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Drop what the step makes outdated."""
+        for kept in sharded_states(self.model):
+            kept.forget()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gather, if a callback saves after this batch; not after a step that was given up."""
+        self._n_steps += 1
+        self.is_given_up = runtime.num_given_up() > self._n_given_up
+        self._is_void = self.is_given_up and self._n_steps == 1
+        due = [_is_due(point, batch) for point in self._points]
+        if any(due) and not self.is_given_up:
+            self._gather()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gather, if a callback saves at the end of epochs."""
+        progress_of(self.model).end_epoch(epoch)  # Ranks that wait in a step must learn of it.
+        for point in self._points:
+            if point.is_backup:
+                point._last_batch_seen = 0  # as the callback does
+        is_due = any(point.save_freq == "epoch" for point in self._points)
+        if is_due and not self._is_void:
+            self.is_given_up = False
+            self._gather()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Let saves outside of `fit` be agreed on one by one."""
+        _save_points.pop(self.model, None)
+
+    def _gather(self) -> None:
+        for kept in sharded_states(self.model):
+            kept.gather(is_kept=self._is_keeper)
+
+
+_save_points: weakref.WeakKeyDictionary[keras.Model, SavePoints] = weakref.WeakKeyDictionary()
+
+
+def agree(model: keras.Model) -> None:
+    """Tell the ranks of each other's callbacks that save, if they share optimizer state.
+
+    Collective: all ranks, when a `fit` begins.
+
+    Args:
+        model: What is trained.
+
+    Raises:
+        ConfigError: A callback needs the state on each rank.
+    """
+    _save_points.pop(model, None)
+    sharing = [o for o in optimizers_of(model) if getattr(o, "shares_state", False)]
+    if not sharing:
+        return
+    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
+    saving = [c for c in callbacks if isinstance(c, _SAVING)]
+    swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+    own = [_point(callback) for callback in saving]
+    process_set = sharing[0].sharing_set
+    every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
+    if any(rank_swaps for rank_swaps, _ in every):
+        raise ConfigError(
+            "Averages of sharded parameters are held in parts. Received: SwapEMAWeights. Use "
+            "ema_overwrite_frequency, or exchange='allreduce'."
+        )
+    points = [point for _, rank_points in every for point in rank_points]
+    if points:
+        writers: dict[str, int] = {}
+        for place, (_, rank_points) in enumerate(every):
+            for point in rank_points:
+                writers.setdefault(point["path"], place)
+        place = process_set.rank()
+        for callback, point in zip(saving, own, strict=True):
+            setattr(callback, _SILENT, writers[point["path"]] != place)
+        save_points = SavePoints(points, place in writers.values())
+        save_points.set_model(model)
+        put_first(save_points)
+        _save_points[model] = save_points
+
+
+def is_given_up(model: Any) -> bool:
+    """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
+    is_model = isinstance(model, keras.Model)
+    return is_model and model in _save_points and _save_points[model].is_given_up
+
+
+def is_silent(callback: Any) -> bool:
+    """Return whether another rank writes what a callback saves."""
+    return bool(getattr(callback, _SILENT, False))
+
+
+def _point(callback: Any) -> dict[str, Any]:
+    """Describe when a callback saves, and where; it may have counted batches before."""
+    is_backup = isinstance(callback, _Backup)
+    # Of a backup only rank 0 writes, wherever the others think that the folder is.
+    path = "backup on rank 0" if is_backup else callback.filepath
+    return {
+        "save_freq": callback.save_freq,
+        "path": path,
+        "is_backup": is_backup,
+        "_batches_seen_since_last_saving": callback._batches_seen_since_last_saving,
+        "_last_batch_seen": callback._last_batch_seen,
+    }
+
+
+def _is_due(point: Any, batch: int) -> bool:
+    kind = _Backup if point.is_backup else _Checkpoint
+    return kind._should_save_on_batch(point, batch)

@@ -1,0 +1,40 @@
+"""Which optimizers a model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the optimizer that holds the update rule, below loss scaling."""
+    while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """List the optimizers of a model, those of a custom train_step included.
+
+    Args:
+        model: Any Keras model, compiled or not.
+
+    Returns:
+        `model.optimizer` first, then other optimizers that are attributes of the model or items
+        of a list attribute, in the order of the attributes, which is equal on all ranks.
+    """
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        found.extend(value if isinstance(value, (list, tuple)) else [value])
+    unique: dict[int, Any] = {}
+    for item in found:
+        if isinstance(item, keras.optimizers.Optimizer):
+            unique.setdefault(id(unwrap(item)._iterations), item)
+    return list(unique.values())
+
+
+def sharded_states(model: keras.Model) -> list[Any]:
+    """Return the `KeptState` of each optimizer whose state the ranks share."""
+    found = [getattr(optimizer, "kept_state", None) for optimizer in optimizers_of(model)]
+    return [kept for kept in found if kept is not None]
