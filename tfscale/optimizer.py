@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfscale.accumulation import Accumulator
+from tfscale.backends.variables import raw_variable
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.compression import Compression
@@ -19,6 +20,8 @@ from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
 from tfscale.reduce_ops import Average
+from tfscale.retracing import drop_traces
+from tfscale.sharded_update import unbuilt
 from tfscale.trace.stamps import stamp_updates
 from tfscale.update import choose_update
 
@@ -180,10 +183,23 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         has_changed = self._self_reducer.wire(model)
         update = self._update()
         if update.is_sharded and all(layer.built for layer in model._flatten_layers()):
+            if self._self_accumulator is None and hasattr(update, "route"):
+                is_rerouted = update.route(model, self.__wrapped__)
+                has_changed = is_rerouted or has_changed
+                if is_rerouted and update.shards is not None:
+                    self._rebuild(model)
             if update.shards is None:
                 self.build(model.trainable_variables)
             update.attach(model)
         return has_changed
+
+    def _rebuild(self, model: keras.Model) -> None:
+        """Cut parameters and state anew. Collective."""
+        state = self.full_state()
+        self.__wrapped__ = unbuilt(self.__wrapped__)
+        self.build(model.trainable_variables)
+        self.load_own_variables({str(i): value for i, value in enumerate(state)})
+        drop_traces([raw_variable(v) for v in model.trainable_variables])
 
     def after_step(self) -> bool:
         """Let an exchange that measures look at a step; `fit` calls this after each.
@@ -203,10 +219,13 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
 
 
 def _refuse_replicated(exchange: Any) -> None:
-    if getattr(exchange, "replicated_dense", 0):
+    if getattr(exchange, "replicated_dense", 0) or (
+        getattr(exchange, "dense", "") in ("partial", "replicated")
+    ):
         raise ConfigError(
-            "Replicated dense layers exchange in every backward pass. Received: "
-            f"backward_passes_per_step with {exchange}. Use replicated_dense=0."
+            "Dense layers exchange activations in every backward pass. Received: "
+            f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
+            "Sharded(dense='weights')."
         )
 
 

@@ -10,39 +10,14 @@ import tensorflow as tf
 
 from tfscale import futures, runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
+from tfscale.dense_routes import DenseRoutes
 from tfscale.exchange.clipping import clip
-from tfscale.exchange.kept_state import KeptState
 from tfscale.exchange.shard_state import ShardState
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.shards import Shards
-from tfscale.exchange.state_nodes import StateNodes
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import update_rule
-from tfscale.optimizers.lars import LARS
-
-_rules = keras.optimizers
-# The update of a value depends on that value's gradient and state alone.
-ELEMENTWISE = (
-    _rules.SGD,
-    _rules.RMSprop,
-    _rules.Adam,
-    _rules.AdamW,
-    _rules.Adadelta,
-    _rules.Adagrad,
-    _rules.Adamax,
-    _rules.Nadam,
-    _rules.Ftrl,
-    _rules.Lion,
-)
-# The update needs all of a variable, but of no other.
-LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)
-
-
-def why_whole(rule: Any) -> str:
-    """Return why an update rule cannot work on parts of the parameters, or an empty string."""
-    if type(rule) in ELEMENTWISE + LAYERWISE:
-        return ""
-    return f"it is not known whether {type(rule).__name__} can update parts of them"
+from tfscale.update_rules import why_uncut
 
 
 class ShardedUpdate:
@@ -54,8 +29,7 @@ class ShardedUpdate:
 
     Attributes:
         shards: The own pieces; None until `build`.
-        kept: Their optimizer's complete state, when it is gathered; None until `build`.
-        nodes: The optimizer as tf.train.Checkpoint sees it; None until `build`.
+        state: Their optimizer's state; None until `build`.
         after_update: Called in the step, with what was updated and its gradients, before
             parameters are sent.
     """
@@ -72,16 +46,11 @@ class ShardedUpdate:
         self._reducer = reducer
         self._strategy = strategy
         self.shards: Shards | None = None
-        self.kept: KeptState | None = None
-        self.nodes: StateNodes | None = None
+        self.state: ShardState | None = None
         self.after_update: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
+        self._routes = DenseRoutes(strategy, reducer)
         self._is_attached = False  # whoever reads a parameter waits for it
         self._shown: list[int] = []  # positions of the gradients that the optimizer sees
-
-    @property
-    def state(self) -> ShardState | None:
-        """This rank's part of the optimizer's state; None until `build`."""
-        return None if self.kept is None else self.kept.state
 
     def build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
         """Build an optimizer on the pieces of variables.
@@ -101,18 +70,18 @@ class ShardedUpdate:
                 optimizer = unbuilt(optimizer)
             self._build(optimizer, variables)
             if state is not None:
-                assert self.kept is not None
-                self.kept.load(state)
+                assert self.state is not None
+                self.state.load(state)
         return optimizer
 
     def _build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         rule = update_rule(optimizer)
         shared = [v for v in variables if not self._reducer.is_local(v)]
-        whole = frozenset(
-            i for i, v in enumerate(shared) if type(rule) in LAYERWISE or v.constraint is not None
-        )
+        whole = frozenset(i for i, v in enumerate(shared) if why_uncut(rule, v))
         group = self._reducer.process_set.group()
-        self.shards = Shards(shared, group, self._strategy, whole)
+        places = {id(v): i for i, v in enumerate(shared)}
+        rows = [tuple(places[id(v)] for v in pair if v is not None) for pair in self._routes.rows]
+        self.shards = Shards(shared, group, self._strategy, whole, rows)
         futures.make_futures(shared, self.shards.refresh)
         _exclude_pieces(rule, self.shards)
         self._reducer.route(self.shards.exchange)
@@ -120,12 +89,20 @@ class ShardedUpdate:
         rule._clip_gradients = lambda gradients: self._clip(rule, gradients)
         if rule is not optimizer:
             optimizer.check_finite = self._all_finite
-        process_set = self._reducer.process_set
-        state = ShardState(optimizer, rule, self.shards, process_set)
-        self.kept = KeptState(state, process_set)
-        self.nodes = StateNodes(self.kept, optimizer)
-        if rule is not optimizer:
-            _save_and_load_complete(rule, len(optimizer._variables), self.kept)
+        self.state = ShardState(optimizer, rule, self.shards)
+
+    def route(self, model: keras.Model, optimizer: Any) -> bool:
+        """Choose which dense layers exchange activations and errors, before `build`.
+
+        Args:
+            model: All its layers are built.
+            optimizer: What `build` is, or was, given.
+
+        Returns:
+            Whether layers go another way than before, so that `build` is due again.
+        """
+        rule = update_rule(optimizer)
+        return self._routes.choose(model, lambda v: why_uncut(rule, v))
 
     def attach(self, model: keras.Model) -> None:
         """Let steps end before the parameters have arrived.
@@ -162,6 +139,7 @@ class ShardedUpdate:
         del skips
         shards = self.shards
         assert shards is not None
+        self._routes.require_chosen()
         reduced = self._reducer.reduce(gradients, variables)
         chosen = [
             (g, self.target(v), self._position(v))
@@ -219,27 +197,6 @@ def _exclude_pieces(rule: Any, shards: Shards) -> None:
     excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
     pairs = zip(shards.variables, shards.pieces, strict=True)
     excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
-
-
-def _save_and_load_complete(rule: Any, first: int, kept: KeptState) -> None:
-    """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
-
-    Args:
-        rule: That optimizer.
-        first: Number of its first variable among those of the outer one.
-        kept: State of the outer one.
-    """
-
-    def save_own_variables(store: dict[str, Any]) -> None:
-        for i, value in enumerate(kept.read("saving")[first:]):
-            store[str(i)] = value
-
-    def load_own_variables(store: dict[str, Any]) -> None:
-        # The outer one has loaded it all, see CompleteState.load_own_variables.
-        del store
-
-    rule.save_own_variables = save_own_variables
-    rule.load_own_variables = load_own_variables
 
 
 def unbuilt(optimizer: Any) -> Any:

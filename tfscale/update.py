@@ -16,7 +16,8 @@ from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
 from tfscale.local_update import LocalUpdate
 from tfscale.loss_scale import update_rule
-from tfscale.sharded_update import ShardedUpdate, why_whole
+from tfscale.sharded_update import ShardedUpdate
+from tfscale.update_rules import why_whole
 
 logger = logging.getLogger("tfscale")
 
@@ -25,7 +26,7 @@ class WholeUpdate:
     """Every rank updates every variable, with equal gradients."""
 
     is_sharded = False
-    shards = state = kept = nodes = None
+    shards = state = None
 
     def __init__(self, reducer: GradientReducer) -> None:
         """Keep how gradients are reduced."""

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfscale.errors import ConfigError
+from tfscale.optimizer import is_distributed
 
 
 def is_built(model: keras.Model) -> bool:
@@ -46,7 +47,9 @@ def when_built(model: keras.Model, action: Callable[[], None]) -> None:
 
 def build_optimizer(model: keras.Model) -> None:
     """Create the slots of the compiled optimizer, where they do not exist yet."""
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
+    if is_distributed(optimizer) and is_built(model) and hasattr(optimizer, "wire"):
+        optimizer.wire(model)  # where the layers did not exist yet when the model was prepared
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
 

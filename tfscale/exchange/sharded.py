@@ -28,19 +28,28 @@ class Sharded:
     Attributes:
         bucket_mb: Largest bucket in MiB; "auto" cuts the model into about eight; 0 gives each
             variable its own.
-        dense: How the gradients of Dense kernels are made: "weights" exchanges them like all
-            others.
+        dense: How the gradients of Dense kernels are made. "weights" exchanges them like all
+            others. "partial" sends each rank the activations of its rows of the kernel and all
+            errors, from which it makes the gradient of its rows for the whole batch. "replicated"
+            sends all activations and errors to all ranks, which never moves fewer values than
+            "partial" and costs each rank the whole gradient: for comparison. "auto" takes
+            "partial" for the layers where it moves fewer values than "weights" ([T] eq. 4.8), and
+            never "replicated". Layers that cannot, such as subclasses of Dense and those with a
+            regularizer, exchange weights; a log line says which and why.
         overlap_forward: Let a step end before the parameters have arrived; whoever reads one waits
             for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
+        global_batch: Samples of all ranks together, for "auto"; None takes that of the
+            `GlobalBatches` that `fit` is given, and "weights" where there is none.
 
-    Source: [T] chapter 4, without dense layers' own exchange, and 5.2.
+    Source: [T] chapter 4 and 5.2.
     """
 
     bucket_mb: float | Literal["auto"] = "auto"
     dense: Literal["auto", "weights", "partial", "replicated"] = "auto"
     overlap_forward: bool = True
     overlap: bool = True
+    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -58,6 +67,10 @@ class Sharded:
             raise ConfigError(
                 f"dense must be one of {', '.join(map(repr, DENSE))}. Received: {self.dense!r}."
             )
+
+        batch = self.global_batch
+        if batch is not None and (isinstance(batch, bool) or int(batch) != batch or batch < 1):
+            raise ConfigError(f"global_batch must be 1 or more. Received: global_batch={batch!r}.")
 
     def exchange(
         self,

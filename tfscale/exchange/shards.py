@@ -15,6 +15,8 @@ from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import name_of
+from tfscale.exchange.dense import own_rows
+from tfscale.exchange.dense_uses import Use, use_of
 from tfscale.exchange.sharded import Sharded
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.segments import Piece, SegmentedBucket, build_segments
@@ -41,6 +43,7 @@ class Shards:
         group: Group,
         strategy: Sharded,
         whole: frozenset[int] = frozenset(),
+        by_rows: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """Cut the variables and copy the own pieces.
 
@@ -49,6 +52,7 @@ class Shards:
             group: The ranks that share; this process is one of them.
             strategy: Sizes of buckets, and what overlaps.
             whole: Positions of variables that must not be cut.
+            by_rows: Positions of kernels that are cut between rows, each with its bias.
         """
         self.variables = list(variables)
         self.group = group
@@ -59,7 +63,7 @@ class Shards:
         specs = [GradientSpec(name_of(v), tuple(v.shape), v.dtype) for v in self.variables]
         size = strategy.bucket_mb
         n_bytes = auto_bucket_bytes(specs) if size == "auto" else int(size * 2**20)
-        self.buckets = build_segments(specs, group.size, n_bytes, whole)
+        self.buckets = build_segments(specs, group.size, n_bytes, whole, by_rows)
         self._owned = {p.variable: p for b in self.buckets for p in b.pieces(group.rank)}
         with tf.init_scope():
             self.pieces = [self._make_piece(i) for i in range(len(self.variables))]
@@ -143,24 +147,33 @@ class Shards:
             ExchangeError: Communication failed.
         """
         del group
-        dense = [_dense(g) for g in gradients]
+        given = {self.place(v): g for g, v in zip(gradients, variables, strict=True)}
+        uses = {i: use_of(self.variables[i]) for i in given}
+        plain = {i: tf.convert_to_tensor(g) for i, g in given.items() if uses[i] == "plain"}
         if not self._strategy.overlap and not tf.executing_eagerly():
-            with tf.control_dependencies(dense):
-                dense = [tf.identity(g) for g in dense]
-        packed = [options.compression.compress(g) for g in dense]
-        given = {self.place(v): i for i, v in enumerate(variables)}
+            with tf.control_dependencies(list(plain.values())):
+                plain = {i: tf.identity(g) for i, g in plain.items()}
+        packed = {i: options.compression.compress(g) for i, g in plain.items()}
         results: dict[int, tf.Tensor] = {}
         self.arrived = []
         for bucket in reversed(self.buckets):
-            members = [i for i in bucket.indices if i in given]
-            if members:
-                chosen = {i: packed[given[i]][0] for i in members}
+            chosen = {i: packed[i][0] for i in bucket.indices if i in packed}
+            if chosen:
                 self._reduce(bucket, chosen, options, results)
-        contexts = [context for _, context in packed]
-        return [
-            options.compression.decompress(results[self.place(v)], contexts[i])
-            for i, v in enumerate(variables)
-        ]
+            for i in bucket.indices:
+                if i in given and i not in packed:
+                    results[i] = self._own_part(i, given[i], uses[i])
+                    self.arrived.append(results[i])
+        for i, (_, context) in packed.items():
+            results[i] = options.compression.decompress(results[i], context)
+        return [results[i] for i in given]
+
+    def _own_part(self, index: int, gradient: Any, use: Use) -> tf.Tensor:
+        """Return the own piece's part of a gradient that is the whole batch's already."""
+        if use == "partial":
+            n_in = self.variables[index].shape[0]
+            return tf.reshape(own_rows(gradient, n_in, self.group), [-1])
+        return self._part(index, tf.convert_to_tensor(gradient))
 
     def _reduce(
         self,
@@ -179,13 +192,13 @@ class Shards:
         flat = runtime.backend().scatter_reduce(tensors, counts, call, ReduceOp.SUM, scaling)
         self.arrived.append(flat)
         begin = 0
-        for index, gradient in gradients.items():
+        for index in gradients:
             owned = self._owned.get(index)
             n = owned.count if owned else 0
             part = flat[begin : begin + n]
-            if index in self._whole and len(gradient.shape) > 0:
-                shape = gradient.shape if owned else [0, *gradient.shape[1:]]
-                part = tf.reshape(part, shape)
+            shape = tuple(self.variables[index].shape)  # a gradient's may not be known
+            if index in self._whole and shape:
+                part = tf.reshape(part, shape if owned else (0, *shape[1:]))
             results[index] = part
             begin += n
 
@@ -217,7 +230,3 @@ class Shards:
                 handles += [variable.handle for variable in raw]
         if waits and handles:
             backend.await_variables(handles)
-
-
-def _dense(gradient: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(gradient)

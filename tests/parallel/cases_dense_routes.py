@@ -1,0 +1,165 @@
+"""Which dense layers of sharded models exchange activations and errors, and what they send."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_chunked import mlp
+from tests.parallel.cases_equality import BATCH, float64
+from tests.parallel.cases_sharded_dense import DENSE, compiled
+from tfscale import runtime
+from tfscale.exchange.dense import PartialCall, ReplicatedCall
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def routes(model: keras.Model) -> list[str]:
+    """Return how each Dense layer goes."""
+    names = {PartialCall: "partial", ReplicatedCall: "replicated"}
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Dense)]
+    return [names.get(type(vars(layer).get("call")), "weights") for layer in layers]
+
+
+def logged(model: keras.Model) -> list[str]:
+    """Prepare a model; return what is logged."""
+    handler, logger = Lines(), logging.getLogger("tfscale")
+    logger.addHandler(handler)
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    try:
+        tfscale.prepare(model)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    return handler.lines
+
+
+class Transposed(keras.layers.Layer):
+    """Has the kernel of another layer."""
+
+    def __init__(self, other: keras.layers.Dense):
+        super().__init__()
+        self.kernel = other.kernel
+
+    def call(self, inputs):
+        return inputs @ keras.ops.transpose(self.kernel)
+
+
+@sizes(2, timeout_s=120)
+def case_layers_that_cannot_say_why():
+    class OwnDense(keras.layers.Dense):
+        pass
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        shared = layers.Dense(4, name="shared")
+        shared.build((None, 4))
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                OwnDense(4, name="own"),
+                layers.Dense(4, kernel_regularizer="l2", name="decayed"),
+                layers.Dense(4, kernel_constraint="non_neg", name="limited"),
+                layers.Dense(1, name="narrow"),
+                layers.Dense(4, name="thin"),
+                shared,
+                Transposed(shared),
+                layers.Dense(4, name="plain"),
+            ]
+        )
+
+    model = compiled(build, tfscale.Sharded(dense="partial"))
+    said = {line.split(" ")[0]: line for line in logged(model)}
+    assert routes(model) == ["weights"] * 3 + ["partial", "weights", "weights", "partial"]
+    for name, why in {
+        "own": "it is a OwnDense",
+        "decayed": "a regularizer reads",
+        "limited": "a constraint needs the whole kernel",
+        "shared": "another layer has them too",
+        "thin": "the kernel has 1 rows for 2 ranks",
+    }.items():
+        line = next(text for key, text in said.items() if key.endswith(name))
+        assert "exchanges weight gradients" in line and why in line, line
+    assert logged(model) == []  # once is enough
+
+
+@sizes(2, 3, timeout_s=120)
+def case_auto_follows_the_batch_size():
+    """Large kernels go by rows where the batch is small; the batch size comes with the data."""
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        inputs = keras.Input((512,))
+        hidden = layers.Dense(256, name="large")(inputs)
+        hidden = layers.Dense(64, name="rows")(layers.Reshape((16, 16))(hidden))
+        hidden = layers.Dense(2, name="small")(layers.Flatten()(hidden))
+        return keras.Model(inputs, hidden)
+
+    for batch, expected in ((12, "partial"), (12_000, "weights")):
+        model = compiled(build, tfscale.Sharded(global_batch=batch))
+        tfscale.prepare(model)
+        assert routes(model) == [expected, "weights", "weights"], (batch, routes(model))
+    # Prepared before the data are known, then given to fit.
+    model = compiled(build, tfscale.Sharded(), keras.optimizers.Adam(0.01))
+    tfscale.prepare(model)
+    assert routes(model) == ["weights"] * 3
+    x, y = np.ones((24, 512), "float32"), np.ones((24, 2), "float32")
+    model.train_on_batch(x[:4], y[:4])
+    before = model.optimizer.full_state()
+    data = tfscale.data.GlobalBatches(x, y, batch_size=12, shuffle=False)
+    model.fit(data, verbose=0, epochs=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+    assert routes(model) == ["partial", "weights", "weights"]
+    for old, new in zip(before, model.optimizer.full_state(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    model.fit(data, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+    tfscale.prepare(model)  # outside of fit nothing changes back
+    assert routes(model) == ["partial", "weights", "weights"]
+
+
+@sizes(2, 3, 4, timeout_s=120)
+def case_bytes_and_number_of_collectives():
+    """Per layer n_in of its samples to each rank and n_out of all; biases send no gradients."""
+    layers = ((6, 12, 1), (3, 5, 4), (20, 8, 1), (8, 3, 1))  # inputs, outputs, positions
+    n_local = BATCH // runtime.size()
+    for route in DENSE:
+        with float64():
+            model = compiled(mlp(), tfscale.Sharded(dense=route))
+            tfscale.prepare(model)
+            x, y = np.ones((n_local, 6)), np.ones((n_local, 3))
+            model.train_on_batch(x, y)
+            model.get_weights()  # waits for the parameters
+            runtime.backend().take_events()
+            model.evaluate(x, y, verbose=0)
+            model.predict(x, verbose=0)
+            assert not runtime.backend().take_events()
+            model.train_on_batch(x, y)
+            model.get_weights()
+            events = [e for e in runtime.backend().take_events() if e.slot >= 0]
+        bytes_of: dict[str, list[int]] = {}
+        for event in events:
+            kind = runtime.backend().slot_name(event.plan, event.slot).split(" ")
+            word = next(
+                w for w in ("activations", "errors", "gradients", "parameters") if w in kind
+            )
+            bytes_of.setdefault(word, []).append(event.bytes)
+        chosen = [x for x in layers if route == "replicated" or x[0] >= runtime.size()]
+        rest = [x for x in layers if x not in chosen]
+        assert len(bytes_of["activations"]) == len(bytes_of["errors"]) == len(chosen)
+        assert sorted(bytes_of["activations"]) == sorted(8 * n * p * n_local for n, _, p in chosen)
+        assert sorted(bytes_of["errors"]) == sorted(8 * n * p * n_local for _, n, p in chosen)
+        assert sum(bytes_of.get("gradients", [0])) == 8 * sum(n * m + m for n, m, _ in rest)
+        assert len(bytes_of.get("gradients", [])) == len(rest)

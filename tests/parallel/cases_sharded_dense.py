@@ -1,0 +1,168 @@
+"""Dense layers of sharded models that exchange activations and errors: equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_chunked import mlp
+from tests.parallel.cases_equality import conv_model, float64
+from tests.parallel.cases_sharded import SHARDED, check
+from tfscale import runtime
+
+DENSE = ("replicated", "partial")
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_dense_layers_equal_one_process():
+    """At 4 ranks the second layer has 3 rows: it exchanges weights."""
+    for route in DENSE:
+        for name in ("momentum", "adam"):
+            check(mlp(), SHARDED[name], tfscale.Sharded(dense=route))
+        strategy = tfscale.Sharded(dense=route, overlap=False, overlap_forward=False)
+        check(mlp(use_bias=False), SHARDED["adam"], strategy)
+    check(conv_model, SHARDED["momentum"], tfscale.Sharded(dense="partial", bucket_mb=0))
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_clipping_decay_and_averages():
+    def decayed() -> keras.optimizers.Optimizer:
+        rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        rule.exclude_from_weight_decay(var_names=["bias"])
+        return rule
+
+    for options in (
+        {"global_clipnorm": 0.05},
+        {"clipnorm": 0.02},
+        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+        {"gradient_accumulation_steps": 2},
+    ):
+        make = lambda options=options: keras.optimizers.Adam(0.01, **options)  # noqa: E731
+        check(mlp(), make, tfscale.Sharded(dense="partial"))
+    for route in DENSE:
+        check(mlp(), decayed, tfscale.Sharded(dense=route))
+
+
+def constrained(constraint: bool = True) -> Callable[[], keras.Model]:
+    """Return a builder of layers that share weights, and whose weights are constrained."""
+
+    def build() -> keras.Model:
+        limit = keras.constraints.MaxNorm(0.5) if constraint else None
+        inputs = keras.Input((6,))
+        layer = keras.layers.Dense(6, activation="tanh", bias_constraint=limit)
+        hidden = keras.layers.Dense(7, kernel_constraint=limit)(layer(layer(inputs)))
+        return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+
+    return build
+
+
+@sizes(2, 3, timeout_s=300)
+def case_constraints_shared_layers_and_whole_rules():
+    """A layer that is called twice; a kernel and rules that must not be cut."""
+    for route in DENSE:
+        check(constrained(), SHARDED["adam"], tfscale.Sharded(dense=route))
+    check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense="replicated"))
+    check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense="partial"))
+
+
+def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -> keras.Model:
+    """Return a model of equal weights on all ranks."""
+    keras.utils.set_random_seed(1)
+    model = build()
+    optimizer = hvd.DistributedOptimizer(
+        rule or keras.optimizers.SGD(0.1), exchange=strategy, **options
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
+@sizes(2, 3, timeout_s=180)
+def case_uneven_local_batches():
+    """Ranks with different numbers of samples, and with none."""
+    for route in DENSE:
+        with float64():
+            model = compiled(mlp(), tfscale.Sharded(dense=route))
+            alone = compiled(mlp(), "allreduce")
+            random = np.random.default_rng(3)
+            x, y = random.normal(size=(12, 6)), random.normal(size=(12, 3))
+            tfscale.prepare(model)
+            tfscale.prepare(alone)
+            data = tfscale.data.GlobalBatches(x, y, batch_size=12, shuffle=False)
+            for _ in range(3):
+                n = (runtime.rank() * 3) % 4  # 0, 3, 2
+                weights = np.full(n, 1.0)
+                for one in (model, alone):
+                    one.train_on_batch(
+                        x[: max(n, 1)], y[: max(n, 1)], np.resize(weights, max(n, 1))
+                    )
+            assert data.batch_size == 12
+            for a, b in zip(model.get_weights(), alone.get_weights(), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_mixed_precision():
+    """Half precision on the wire and in the products: close to weights, and equal on all ranks."""
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        keras.config.set_dtype_policy(policy)
+        try:
+            results = []
+            for route in ("weights", *DENSE):
+                rule = keras.optimizers.SGD(0.1)
+                if policy == "mixed_float16":
+                    rule = keras.optimizers.LossScaleOptimizer(rule, initial_scale=16.0)
+                model = compiled(mlp(), tfscale.Sharded(dense=route), rule)
+                tfscale.prepare(model)
+                random = np.random.default_rng(runtime.rank())
+                x, y = random.normal(size=(8, 6)), random.normal(size=(8, 3))
+                begin = model.get_weights()
+                for _ in range(4):
+                    model.train_on_batch(x, y)
+                results.append([w - b for w, b in zip(model.get_weights(), begin, strict=True)])
+        finally:
+            keras.config.set_dtype_policy("float32")
+        for found in results[1:]:
+            for mine, other in zip(found, results[0], strict=True):
+                scale = np.abs(other).max()
+                np.testing.assert_allclose(mine, other, rtol=0, atol=0.05 * scale + 1e-3)
+            for theirs in tfscale.allgather_object(found):
+                for mine, other in zip(found, theirs, strict=True):
+                    np.testing.assert_array_equal(mine, other)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_a_checkpoint_between_two_steps():
+    """Complete state of routed layers loads in one process and on other routes."""
+    with float64():
+        random = np.random.default_rng(5)
+        x, y = random.normal(size=(8, 12, 6)), random.normal(size=(8, 12, 3))
+        n = 12 // runtime.size()
+        own = slice(runtime.rank() * n, (runtime.rank() + 1) * n)
+        ours = compiled(mlp(), tfscale.Sharded(dense="partial"), keras.optimizers.Adam(0.01))
+        tfscale.prepare(ours)
+        for step in range(4):
+            ours.train_on_batch(x[step, own], y[step, own])
+            ours.evaluate(x[0], y[0], verbose=0)
+        weights, state = ours.get_weights(), ours.optimizer.full_state()
+        other = compiled(mlp(), tfscale.Sharded(dense="replicated"), keras.optimizers.Adam(0.01))
+        tfscale.prepare(other)
+        plain = mlp()()
+        plain.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+        plain.optimizer.build(plain.trainable_variables)
+        for model in (other, plain):
+            model.set_weights(weights)
+            model.optimizer.load_own_variables({str(i): v for i, v in enumerate(state)})
+        for step in range(4, 8):
+            ours.train_on_batch(x[step, own], y[step, own])
+            other.train_on_batch(x[step, own], y[step, own])
+            plain.train_on_batch(x[step], y[step])
+        for a, b, c in zip(
+            ours.get_weights(), other.get_weights(), plain.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(a, c, rtol=0, atol=1e-10)
+            np.testing.assert_allclose(b, c, rtol=0, atol=1e-10)
