@@ -12,9 +12,11 @@ from tfscale import futures, runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
 from tfscale.dense_routes import DenseRoutes
 from tfscale.exchange.clipping import clip
+from tfscale.exchange.kept_state import KeptState
 from tfscale.exchange.shard_state import ShardState
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.shards import Shards
+from tfscale.exchange.state_nodes import StateNodes
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import update_rule
 from tfscale.update_rules import why_uncut
@@ -29,7 +31,8 @@ class ShardedUpdate:
 
     Attributes:
         shards: The own pieces; None until `build`.
-        state: Their optimizer's state; None until `build`.
+        kept: Their optimizer's complete state, when it is gathered; None until `build`.
+        nodes: The optimizer as tf.train.Checkpoint sees it; None until `build`.
         after_update: Called in the step, with what was updated and its gradients, before
             parameters are sent.
     """
@@ -46,11 +49,17 @@ class ShardedUpdate:
         self._reducer = reducer
         self._strategy = strategy
         self.shards: Shards | None = None
-        self.state: ShardState | None = None
+        self.kept: KeptState | None = None
+        self.nodes: StateNodes | None = None
         self.after_update: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
         self._routes = DenseRoutes(strategy, reducer)
         self._is_attached = False  # whoever reads a parameter waits for it
         self._shown: list[int] = []  # positions of the gradients that the optimizer sees
+
+    @property
+    def state(self) -> ShardState | None:
+        """This rank's part of the optimizer's state; None until `build`."""
+        return None if self.kept is None else self.kept.state
 
     def build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
         """Build an optimizer on the pieces of variables.
@@ -70,8 +79,8 @@ class ShardedUpdate:
                 optimizer = unbuilt(optimizer)
             self._build(optimizer, variables)
             if state is not None:
-                assert self.state is not None
-                self.state.load(state)
+                assert self.kept is not None
+                self.kept.load(state)
         return optimizer
 
     def _build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
@@ -89,7 +98,12 @@ class ShardedUpdate:
         rule._clip_gradients = lambda gradients: self._clip(rule, gradients)
         if rule is not optimizer:
             optimizer.check_finite = self._all_finite
-        self.state = ShardState(optimizer, rule, self.shards)
+        process_set = self._reducer.process_set
+        state = ShardState(optimizer, rule, self.shards, process_set)
+        self.kept = KeptState(state, process_set)
+        self.nodes = StateNodes(self.kept, optimizer)
+        if rule is not optimizer:
+            _save_and_load_complete(rule, len(optimizer._variables), self.kept)
 
     def route(self, model: keras.Model, optimizer: Any) -> bool:
         """Choose which dense layers exchange activations and errors, before `build`.
@@ -197,6 +211,27 @@ def _exclude_pieces(rule: Any, shards: Shards) -> None:
     excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
     pairs = zip(shards.variables, shards.pieces, strict=True)
     excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
+
+
+def _save_and_load_complete(rule: Any, first: int, kept: KeptState) -> None:
+    """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
+
+    Args:
+        rule: That optimizer.
+        first: Number of its first variable among those of the outer one.
+        kept: State of the outer one.
+    """
+
+    def save_own_variables(store: dict[str, Any]) -> None:
+        for i, value in enumerate(kept.read("saving")[first:]):
+            store[str(i)] = value
+
+    def load_own_variables(store: dict[str, Any]) -> None:
+        # The outer one has loaded it all, see CompleteState.load_own_variables.
+        del store
+
+    rule.save_own_variables = save_own_variables
+    rule.load_own_variables = load_own_variables
 
 
 def unbuilt(optimizer: Any) -> Any:

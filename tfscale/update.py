@@ -26,7 +26,7 @@ class WholeUpdate:
     """Every rank updates every variable, with equal gradients."""
 
     is_sharded = False
-    shards = state = None
+    shards = state = kept = nodes = None
 
     def __init__(self, reducer: GradientReducer) -> None:
         """Keep how gradients are reduced."""
