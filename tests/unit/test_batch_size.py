@@ -115,8 +115,8 @@ def test_start_is_the_largest_with_a_similar_norm_at_all_stages():
         stage([4, 3, 2, 1.5, 1.2], [1] * 5, 140, epoch=3),
     ]
     advice = advise(stages)
-    assert (advice.start_batch_size, advice.max_batch_size) == (64, 128)
-    assert "75%, 50%" in advice.reasons[0]
+    assert (advice.start_batch_size, advice.max_batch_size) == (32, 128)
+    assert "88%, 75%" in advice.reasons[0]
     assert "after 3 epochs is 140 samples" in advice.reasons[1]
 
 

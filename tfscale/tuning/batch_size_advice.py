@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from tfscale.tuning.batch_size import Stage
 
-CLOSENESS = 0.5  # of the smallest size's norm: "similar" in [T] 5.1.4
+CLOSENESS = 0.7  # of the smallest size's norm, half of its square: "similar" in [T] 5.1.4
 DESCENT_SHARE = 0.5  # "most of the iterations"
 
 
@@ -35,8 +35,8 @@ class Advice:
 def advise(stages: Sequence[Stage]) -> Advice:
     """Recommend batch sizes.
 
-    The start is the largest measured size whose mean ||g_B|| is at least half of the smallest
-    size's at every stage; the descent condition ||g_B - g|| < ||g_B|| only gets easier for larger
+    The start is the largest measured size whose mean ||g_B|| is at least 70 % of the smallest
+    size's at every stage: measure from a batch that is known to train well. The descent condition ||g_B - g|| < ||g_B|| only gets easier for larger
     batches, so it cannot set a maximum, but a start that fails it in most batches is raised to the
     smallest size that does not. The maximum is the largest measured size up to the noise scale of
     the last stage: beyond it a batch mostly repeats what it knows.
