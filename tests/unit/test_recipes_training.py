@@ -1,0 +1,110 @@
+"""What recipes share: exchanges named by flags, rates, callbacks, precision."""
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import batch_growth
+import training
+from models.lenet import lenet5
+
+import tfscale
+from tfscale.data import GlobalBatches
+
+FLAGS = flags.FLAGS
+
+
+@pytest.fixture(autouse=True)
+def parsed():
+    FLAGS(["recipe"], known_only=True)
+    with flagsaver.flagsaver():
+        yield
+    keras.config.set_dtype_policy("float32")
+
+
+def test_exchanges_are_named_by_class_and_arguments():
+    assert isinstance(training.parse_exchange("allreduce"), tfscale.Allreduce)
+    assert isinstance(training.parse_exchange("sharded"), tfscale.Sharded)
+    chunked = training.parse_exchange("chunked:replicated_dense=2, chunks=per_layer,overlap=False")
+    expected = tfscale.Chunked(replicated_dense=2, chunks="per_layer", overlap=False)
+    assert vars(chunked).items() >= {"replicated_dense": 2, "chunks": "per_layer"}.items()
+    assert type(chunked) is type(expected)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "", "average", "DistributedOptimizer"])
+def test_other_names_are_refused(name):
+    with pytest.raises(SystemExit, match="must name a strategy of docs/exchanges.md. Received: "):
+        training.parse_exchange(name)
+
+
+@pytest.mark.parametrize(("scaling", "peak"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
+def test_the_rate_follows_the_batch(scaling, peak):
+    FLAGS.learning_rate, FLAGS.batch_size, FLAGS.epochs, FLAGS.scaling = 0.1, 512, 10, scaling
+    FLAGS.schedule = "constant"
+    assert training.learning_rate(128, 20) == pytest.approx(peak)
+    FLAGS.schedule = "cosine"
+    cosine = training.learning_rate(128, 20)
+    rates = [float(cosine(step)) for step in (0, 10, 105, 200)]
+    np.testing.assert_allclose(rates, [peak / 10, peak, peak / 2, 0], rtol=1e-5, atol=1e-8)
+    FLAGS.schedule = "steps"
+    steps = training.learning_rate(128, 20)
+    rates = [float(steps(step)) for step in (0, 100, 101, 150, 151, 199)]
+    tenths = [1, 1, 0.1, 0.1, 0.01, 0.01]
+    np.testing.assert_allclose(rates, np.multiply(tenths, peak), rtol=1e-5)
+
+
+def _data():
+    return GlobalBatches(np.zeros((64, 1)), batch_size=8)
+
+
+def test_methods_that_change_the_batch_take_the_place_of_schedules(tmp_path):
+    assert batch_growth.callbacks(_data(), 8, tmp_path) == [] and not batch_growth.is_used()
+    FLAGS.batch_schedule = ["3:16", "6:32"]
+    (schedule,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    assert schedule.sizes == {3: 16, 6: 32}
+    assert isinstance(training.learning_rate(8, 8), float)  # though --schedule is cosine
+    FLAGS.batch_schedule, FLAGS.adaptive_batch = [], 32
+    (adaptive,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    assert isinstance(adaptive, tfscale.callbacks.AdaptiveBatchSize)
+    FLAGS.adaptive_batch, FLAGS.schedule, FLAGS.warmup_epochs = 0, "constant", 5
+    (scaled,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    assert isinstance(scaled, tfscale.callbacks.LearningRateScaling)
+
+
+def test_only_one_of_them_can_be_followed(tmp_path):
+    FLAGS.batch_schedule, FLAGS.adaptive_batch = ["3:16"], 32
+    with pytest.raises(SystemExit, match="Only one of"):
+        batch_growth.callbacks(_data(), 8, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_mixed_precision_ends_in_float32_and_scales_the_loss_inside(precision):
+    tfscale.init()
+    FLAGS.mixed_precision = precision
+    keras.config.set_dtype_policy(f"mixed_{precision}")
+    model = training.with_float_outputs(lenet5())
+    assert model.outputs[0].dtype == "float32"
+    assert model.get_layer("conv1").compute_dtype == precision
+    optimizer = training.distributed(keras.optimizers.SGD(0.1))
+    assert isinstance(optimizer, tfscale.DistributedOptimizer)
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    assert is_scaled == (precision == "float16")
+    tfscale.shutdown()
+
+
+def test_without_mixed_precision_the_model_stays_as_it_is():
+    model = lenet5()
+    assert training.with_float_outputs(model) is model
+
+
+def test_with_averaging_the_optimizer_is_keras_own():
+    optimizer = keras.optimizers.SGD(0.1)
+    FLAGS.average_every = 2
+    assert training.distributed(optimizer) is optimizer
