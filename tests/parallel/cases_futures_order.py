@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -115,14 +117,14 @@ def sharded_model(gate: Gate) -> keras.Model:
 
 
 @contextlib.contextmanager
-def holding(kernel: keras.Variable, gate: Gate) -> Iterator[None]:
-    """Let the gather of one parameter that is traced meanwhile wait at a gate."""
+def holding(kernel: keras.Variable | None, wait: Callable[[Any], Any]) -> Iterator[None]:
+    """Let the gather of one parameter, or of all, that is traced meanwhile wait first."""
     backend = runtime.backend()
     post = backend.post_gather
 
     def post_held(pieces, variables, layout, call):
-        if any(raw_variable(v) is raw_variable(kernel) for v in variables):
-            pieces = [tf.py_function(gate.wait, [piece], piece.dtype) for piece in pieces]
+        if kernel is None or any(raw_variable(v) is raw_variable(kernel) for v in variables):
+            pieces = [tf.py_function(wait, [piece], piece.dtype) for piece in pieces]
         post(pieces, variables, layout, call)
 
     backend.post_gather = post_held
@@ -142,7 +144,7 @@ def case_training_goes_on_before_the_last_gather_has_ended():
     read()
     tfscale.prepare(model)
     x, y = np.ones((2, 4), "float32"), np.ones((2, 3), "float32")
-    with holding(kernel, gate):
+    with holding(kernel, gate.wait):
         model.train_on_batch(x, y)
     for late in range(tfscale.size()):
         tfscale.barrier()
@@ -167,3 +169,43 @@ def case_training_goes_on_before_the_last_gather_has_ended():
         require_equal_ranks(model.trainable_variables)
         futures.drain(model.variables)
         np.testing.assert_array_equal(read(), raw_variable(kernel).numpy())
+
+
+def trained(wait: Callable[[Any], Any], n_steps: int = 60) -> list[np.ndarray]:
+    """Return what a model becomes while another thread reads it all the time."""
+    model = sharded_model(Gate())
+    tfscale.prepare(model)
+    rows = np.random.default_rng(tfscale.rank()).normal(size=(n_steps, 2, 4)).astype("float32")
+    with holding(None, wait):
+        model.train_on_batch(rows[0], rows[0][:, :3])
+    is_over, n_reads = threading.Event(), []
+
+    def read():
+        while not is_over.is_set():
+            assert np.isfinite(model(rows[0])).all()
+            n_reads.append(len(model.get_weights()))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for x in rows:
+            model.train_on_batch(x, x[:, :3])
+    finally:
+        is_over.set()
+        reader.join()
+    assert n_reads
+    require_equal_ranks(model.trainable_variables)
+    return model.get_weights()
+
+
+@sizes(2, 3, timeout_s=180)
+def case_delays_change_nothing():
+    """Ranks post at random times, in any order of the layers."""
+    delays = random.Random(tfscale.rank())
+
+    def wait(value):
+        time.sleep(delays.random() * 0.004)
+        return value
+
+    for late, prompt in zip(trained(wait), trained(tf.identity), strict=True):
+        np.testing.assert_array_equal(late, prompt)
