@@ -7,7 +7,7 @@ python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 shift
 away=$(mktemp -d)
 trap 'rm -rf "$away"' EXIT
-cp -r "$root/tests" "$root/recipes" "$root/tools" "$root"/{README.md,Makefile,pyproject.toml} "$away"
+cp -r "$root/tests" "$root/recipes" "$root/tools" "$root/docs" "$root"/{README.md,Makefile,pyproject.toml} "$away"
 cd "$away"
 "$python" -m pytest tests --ignore=tests/unit/test_structure.py \
   --ignore=tests/unit/test_sizes.py --ignore=tests/bench "$@"
