@@ -18,6 +18,7 @@ from tfscale.job import count_cores, find_mpi, run_job, thread_variables
 from tfscale.mpi_command import LaunchSpec, build_command, parse_hosts
 from tfscale.native import build as native_build
 from tfscale.tuning.batch_size_command import add_batch_size
+from tfscale.tuning.groups_command import add_groups
 from tfscale.tuning.links_command import add_links
 
 
@@ -148,7 +149,11 @@ def _report(options: argparse.Namespace) -> int:
 
 # One entry per subcommand of `tune`, each from the module that does the work: add(tuners) adds its
 # parser with a `handler`. These modules import TensorFlow only when their handler runs.
-TUNERS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_batch_size, add_links)
+TUNERS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (
+    add_batch_size,
+    add_groups,
+    add_links,
+)
 
 
 def _add_tune(commands: argparse._SubParsersAction) -> None:

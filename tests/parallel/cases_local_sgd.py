@@ -6,81 +6,15 @@ import numpy as np
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import OPTIMIZERS, TOLERANCE, dense_model, float64, inputs_of
+from tests.parallel.cases_equality import OPTIMIZERS, TOLERANCE, dense_model, float64
+from tests.parallel.local_by_hand import (
+    BATCH,
+    by_hand_over_epochs,
+    distance_by_hand,
+    samples,
+    train_by_hand,
+)
 from tfscale import runtime
-
-BATCH, STEPS = 24, 10
-
-
-def train_by_hand(make, groups, interval, *, gradients=False, outer=None, average_state=False):
-    """Train each group's model in this process and average them; return the average."""
-    x, y = samples()
-    models = []
-    for _ in range(groups):
-        keras.utils.set_random_seed(3)
-        model = dense_model()
-        model.compile(make(), loss="mse")
-        model.optimizer.build(model.trainable_variables)
-        models.append(model)
-    common = [np.array(v.numpy()) for v in models[0].trainable_variables]
-    sums = [[0.0] * len(common) for _ in models]
-    outer_variables = [keras.Variable(c, dtype="float64") for c in common]
-    for step in range(STEPS):
-        batch = slice(step * BATCH, (step + 1) * BATCH)
-        for i, model in enumerate(models):
-            part = BATCH // groups
-            own = slice(batch.start + i * part, batch.start + (i + 1) * part)
-            if gradients:
-                for j, g in enumerate(gradients_of(model, x[own], y[own])):
-                    sums[i][j] = sums[i][j] + g
-            model.train_on_batch(x[own], y[own])
-        if (step + 1) % interval:
-            continue
-        if gradients:
-            rate = float(models[0].optimizer.learning_rate.numpy())
-            mean = [np.mean([s[j] for s in sums], axis=0) for j in range(len(common))]
-            common = [c - rate * m for c, m in zip(common, mean, strict=True)]
-            sums = [[0.0] * len(common) for _ in models]
-        elif outer is not None:
-            mean = mean_of([m.trainable_variables for m in models])
-            outer.apply(
-                [v.value - m for v, m in zip(outer_variables, mean, strict=True)], outer_variables
-            )
-            common = [v.numpy() for v in outer_variables]
-        else:
-            common = mean_of([m.trainable_variables for m in models])
-        if average_state:
-            state = mean_of([m.optimizer.variables for m in models])
-            for model in models:
-                for variable, value in zip(model.optimizer.variables, state, strict=True):
-                    variable.assign(value)
-        for model in models:
-            for variable, value in zip(model.trainable_variables, common, strict=True):
-                variable.assign(value)
-    return mean_of([m.trainable_variables for m in models])
-
-
-def gradients_of(model, x, y):
-    """Return the gradients of one batch."""
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        loss = model.compute_loss(y=tf.constant(y), y_pred=model(x, training=True))
-    return [g.numpy() for g in tape.gradient(loss, [v.value for v in model.trainable_variables])]
-
-
-def mean_of(lists):
-    """Average variables, position by position."""
-    return [
-        np.mean([np.asarray(v.numpy(), np.float64) for v in same], axis=0)
-        for same in zip(*lists, strict=True)
-    ]
-
-
-def samples():
-    """Return the same samples on all ranks."""
-    x = inputs_of(dense_model)
-    return x, np.random.default_rng(8).normal(size=(len(x), 3))
 
 
 def train(make, strategy, epochs=1, callbacks=()):
@@ -188,35 +122,6 @@ def case_callbacks_see_the_average_and_groups_go_on():
                 assert all(np.array_equal(every[r], every[group[0]]) for r in group)
 
 
-def by_hand_over_epochs(epochs, first_local, interval, groups):
-    """Train together for some epochs, then apart; return the average."""
-    x, y = samples()
-    models = []
-    for _ in range(groups):
-        keras.utils.set_random_seed(3)
-        models.append(dense_model())
-        models[-1].compile(OPTIMIZERS["momentum"](), loss="mse")
-    since = 0
-    for epoch in range(epochs):
-        for step in range(STEPS):
-            batch = slice(step * BATCH, (step + 1) * BATCH)
-            for i, model in enumerate(models):
-                if epoch < first_local:
-                    model.train_on_batch(x[batch], y[batch])
-                    continue
-                part = BATCH // groups
-                own = slice(batch.start + i * part, batch.start + (i + 1) * part)
-                model.train_on_batch(x[own], y[own])
-            since = since + 1 if epoch >= first_local else 0
-            if since == interval:
-                since = 0
-                mean = mean_of([m.trainable_variables for m in models])
-                for model in models:
-                    for variable, value in zip(model.trainable_variables, mean, strict=True):
-                        variable.assign(value)
-    return mean_of([m.trainable_variables for m in models])
-
-
 @sizes(2, 4, timeout_s=200)
 def case_groups_start_later():
     """Post-local SGD: from an epoch on, or after the first decay of the learning rate."""
@@ -247,23 +152,6 @@ def case_distance():
             assert [step for step, _ in record.distances] == [5, 10]
             assert all(agree(d) for _, d in record.distances)
             np.testing.assert_allclose(record.distances[0][1], distance_by_hand(5), rtol=1e-9)
-
-
-def distance_by_hand(n_steps):
-    """Return D of two single processes after some steps."""
-    x, y = samples()
-    weights = []
-    for i in range(2):
-        keras.utils.set_random_seed(3)
-        model = dense_model()
-        model.compile(OPTIMIZERS["sgd"](), loss="mse")
-        for step in range(n_steps):
-            begin = step * BATCH + i * BATCH // 2
-            own = slice(begin, begin + BATCH // 2)
-            model.train_on_batch(x[own], y[own])
-        weights.append(np.concatenate([v.numpy().ravel() for v in model.trainable_variables]))
-    mean = np.mean(weights, axis=0)
-    return np.mean([np.linalg.norm(w - mean) for w in weights])
 
 
 @sizes(4, timeout_s=120)

@@ -85,7 +85,7 @@ def probe_script(
         probes.append(BatchSizeProbe(data, batch_sizes, at_epochs, samples))
         return probes[-1]
 
-    with _as_main(words), _probed(make_probe):
+    with as_main(words), _probed(make_probe):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except _Measured:
@@ -119,7 +119,7 @@ def integers(name: str, text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_main(words: Sequence[str]) -> Iterator[None]:
+def as_main(words: Sequence[str]) -> Iterator[None]:
     """Let a script see the arguments and the import path that it has when started by itself."""
     folder = str(Path(words[0]).resolve().parent)
     argv = mock.patch.object(sys, "argv", list(words))

@@ -1,0 +1,130 @@
+"""How many groups local SGD may have: from distances measured in short probes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+PROPORTION = 0.85  # of twice the distance that half as many groups have
+
+
+@dataclass(frozen=True)
+class GroupProbe:
+    """One probe.
+
+    Attributes:
+        groups: G, as many ranks.
+        interval: Steps between two averages.
+        learning_rate: During the probe.
+        distances: D at each average, in order.
+        loss: Training loss of the last step, averaged over ranks.
+    """
+
+    groups: int
+    interval: int
+    learning_rate: float
+    distances: tuple[float, ...]
+    loss: float
+
+    @property
+    def distance(self) -> float:
+        """The median over the second half: early distances still grow."""
+        return statistics.median(self.distances[len(self.distances) // 2 :])
+
+
+@dataclass(frozen=True)
+class GroupAdvice:
+    """A recommendation.
+
+    Attributes:
+        groups: The largest number for which D still grows in proportion.
+        reason: In one sentence.
+    """
+
+    groups: int
+    reason: str
+
+
+def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
+    """Choose the number of groups.
+
+    Doubling G is accepted while D(2 G) >= 0.85 * 2 * D(G): while groups go separate ways their
+    distance grows with their number; where it does not, more groups only add noise that averaging
+    cannot remove. With [L]'s own curves this gives the choices published there: 4 for CIFAR-10, 8
+    for DIV2K. One group has no distance, so two are always accepted.
+
+    Args:
+        probes: Ascending by groups, each twice the one before.
+
+    Source: [L] IV-B, eq. 9.
+    """
+    for smaller, larger in itertools.pairwise(probes):
+        share = larger.distance / (2 * smaller.distance) if smaller.distance > 0 else 0.0
+        if share < PROPORTION:
+            return GroupAdvice(
+                smaller.groups,
+                f"D({larger.groups}) is {share:.2f} of twice D({smaller.groups}); "
+                f"{PROPORTION} is asked for",
+            )
+    return GroupAdvice(probes[-1].groups, "D grows in proportion up to the most groups probed")
+
+
+def as_text(probes: Sequence[GroupProbe], advice: GroupAdvice) -> str:
+    """Return a table and the recommendation, in Markdown."""
+    lines = [
+        "| groups | interval | learning rate | D | D / (2 D of half) | loss |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    before = None
+    for probe in probes:
+        share = f"{probe.distance / (2 * before):.2f}" if before else ""
+        lines.append(
+            f"| {probe.groups} | {probe.interval} | {probe.learning_rate:.4g} "
+            f"| {probe.distance:.4g} | {share} | {probe.loss:.4g} |"
+        )
+        before = probe.distance
+    return "\n".join([*lines, "", f"Use {advice.groups} groups: {advice.reason}.", ""])
+
+
+def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path) -> None:
+    """Write `groups.json` and `groups.png` into a folder, which is made."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    content = {
+        "probes": [dataclasses.asdict(p) | {"distance": p.distance} for p in probes],
+        "advice": dataclasses.asdict(advice),
+    }
+    path = Path(folder) / "groups.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _draw(probes, advice, Path(folder) / "groups.png")
+
+
+def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None:
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    course, result = figure.subplots(1, 2)
+    for probe in probes:
+        steps = [(i + 1) * probe.interval for i in range(len(probe.distances))]
+        course.plot(steps, probe.distances, label=f"{probe.groups} groups")
+    course.set_xlabel("Step")
+    course.set_ylabel("Distance D just before an average")
+    course.legend(fontsize=8)
+    groups = [p.groups for p in probes]
+    result.plot(groups, [p.distance for p in probes], "o-", label="measured")
+    first = probes[0]
+    line = [first.distance * g / first.groups for g in groups]
+    result.plot(groups, line, "--", color="0.6", label="in proportion")
+    result.axvline(advice.groups, color="0.6", ls=":", label="chosen")
+    result.set_xscale("log", base=2)
+    result.set_xticks(groups, [str(g) for g in groups])
+    result.set_xlabel("Groups")
+    result.set_ylabel("Distance D")
+    result.legend(fontsize=8)
+    for axes in (course, result):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

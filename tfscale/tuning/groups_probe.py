@@ -1,0 +1,111 @@
+"""One rank of a probe of local SGD: runs a training script for some steps.
+
+Usage: python -m tfscale.tuning.groups_probe SETTINGS script.py ...; settings are JSON, see
+`tfscale.tuning.groups_command`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+
+import tfscale
+from tfscale import runtime
+from tfscale.errors import ConfigError
+from tfscale.tuning.batch_size_probe import as_main
+
+
+class _StepsDone(Exception):
+    """The probe is long enough."""
+
+
+class GroupsProbe(tfscale.callbacks.Callback):
+    """Ends a `fit` after some steps and writes the distances.
+
+    Args:
+        settings: "groups", "interval", "steps" and "output".
+        record: Has the distances.
+    """
+
+    def __init__(self, settings: dict[str, Any], record: tfscale.callbacks.ModelDistance) -> None:
+        super().__init__()
+        self._settings, self._record = settings, record
+        self._n_steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count; after the last step write the result on rank 0."""
+        super().on_train_batch_end(batch, logs)
+        self._n_steps += 1
+        if self._n_steps < self._settings["steps"]:
+            return
+        loss = float(tfscale.allreduce(np.float64((logs or {}).get("loss", math.nan))))
+        if runtime.rank() == 0:
+            result = {
+                "groups": self._settings["groups"],
+                "interval": self._settings["interval"],
+                "learning_rate": float(np.asarray(self.model.optimizer.learning_rate)),
+                "distances": [distance for _, distance in self._record.distances],
+                "loss": loss,
+            }
+            Path(self._settings["output"]).write_text(json.dumps(result))
+        raise _StepsDone
+
+
+def probe(words: list[str], settings: dict[str, Any]) -> None:
+    """Run a script until its first `fit` has made enough steps.
+
+    Args:
+        words: The script and its arguments.
+        settings: As for `GroupsProbe`, and "rate_rule" and "learning_rate" (or None).
+
+    Raises:
+        ConfigError: It trains without a DistributedOptimizer.
+    """
+    fit = keras.Model.fit
+
+    def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
+        _regroup(model, settings)
+        record = tfscale.callbacks.ModelDistance()
+        extra = [record, GroupsProbe(settings, record)]
+        callbacks = [*(options.pop("callbacks", None) or []), *extra]
+        return fit(model, *args, callbacks=callbacks, **options | {"epochs": 10**6})
+
+    with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except _StepsDone:
+            tfscale.shutdown()
+
+
+def _regroup(model: Any, settings: dict[str, Any]) -> None:
+    """Replace the exchange of a model's optimizer by local SGD."""
+    optimizer = model.optimizer
+    if type(optimizer) is not tfscale.DistributedOptimizer:
+        raise ConfigError(
+            "The script must use tfscale.DistributedOptimizer. Received: "
+            f"{type(optimizer).__name__}. Wrap the optimizer."
+        )
+    n = settings["groups"]
+    factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
+    config = optimizer.get_config()
+    rate = settings["learning_rate"] or config["learning_rate"]
+    if not isinstance(rate, float):
+        raise ConfigError(
+            "A probe needs one learning rate, that of training after warm-up. Received: a "
+            f"{type(optimizer.__wrapped__._learning_rate).__name__}. Pass --learning-rate."
+        )
+    rule = type(optimizer.__wrapped__).from_config(config | {"learning_rate": rate * factor})
+    exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
+    model.optimizer = tfscale.DistributedOptimizer(rule, exchange=exchange)
+
+
+if __name__ == "__main__":
+    probe(sys.argv[2:], json.loads(sys.argv[1]))
