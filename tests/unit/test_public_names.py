@@ -73,6 +73,9 @@ MORE_NAMES = [
     "ExchangeError",
 ]
 CALLBACKS = [
+    "AdaptiveBatchSize",
+    "BatchSizeSchedule",
+    "LearningRateScaling",
     "BroadcastGlobalVariablesCallback",
     "MetricAverageCallback",
     "LearningRateScheduleCallback",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from tfscale.tuning.batch_size import Stage
 
@@ -36,10 +37,11 @@ def advise(stages: Sequence[Stage]) -> Advice:
     """Recommend batch sizes.
 
     The start is the largest measured size whose mean ||g_B|| is at least 70 % of the smallest
-    size's at every stage: measure from a batch that is known to train well. The descent condition ||g_B - g|| < ||g_B|| only gets easier for larger
-    batches, so it cannot set a maximum, but a start that fails it in most batches is raised to the
-    smallest size that does not. The maximum is the largest measured size up to the noise scale of
-    the last stage: beyond it a batch mostly repeats what it knows.
+    size's at every stage: measure from a batch that is known to train well. The descent condition
+    ||g_B - g|| < ||g_B|| only gets easier for larger batches, so it cannot set a maximum, but a
+    start that fails it in most batches is raised to the smallest size that does not. The maximum
+    is the largest measured size up to the noise scale of the last stage: beyond it a batch mostly
+    repeats what it knows.
 
     Args:
         stages: As measured, with the same sizes; at least one.
@@ -124,12 +126,15 @@ def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
         norms.plot(sizes, [s.mean_norm for s in stage.sizes], "o-", ms=4, label=label)
         shares.plot(sizes, [s.descent_share for s in stage.sizes], "o-", ms=4)
     norms.set_ylabel("Mean norm of the gradient")
-    norms.set_yscale("log")
+    norms.set_ylim(bottom=0.0)
     norms.legend(fontsize=8)
     shares.set_ylabel("Share of batches that descend")
     shares.set_ylim(-0.03, 1.03)
     for axes in (norms, shares):
-        axes.set_xscale("log", base=2)
+        axes.set_xscale("log")
+        sizes = [s.batch_size for s in stages[0].sizes]
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("Batch size")
         axes.grid(alpha=0.3)
         for size in {advice.start_batch_size, advice.max_batch_size}:
