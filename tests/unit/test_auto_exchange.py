@@ -11,11 +11,17 @@ from tfscale.exchange.auto import Auto, planned
 from tfscale.exchange.strategies import resolve
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS
-from tfscale.plan.parts import chunked
+from tfscale.plan.parts import bucketed, chunked
 from tfscale.plan.published import dense
+from tfscale.plan.simulate import simulate
 from tfscale.plan.specs import GradientSpec
 from tfscale.plan.times import Scenario
-from tfscale.tuning.layer_probe import LayerMeasurement, fit_line, measured_machine
+from tfscale.tuning.layer_probe import (
+    LayerMeasurement,
+    calibrated,
+    fit_line,
+    measured_machine,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +90,8 @@ def test_a_measured_machine_takes_as_long_as_the_steps_did():
     known = measured_machine(table, found, 2, 4, PRESETS["ethernet-1g"])
     assert known.bytes_per_s == PRESETS["ethernet-1g"].bytes_per_s
     assert known.layer_times["t"].backward_s == machine.layer_times["t"].backward_s
+    plan = bucketed(table, None)
+    assert simulate(scenario, plan).step_s < 2.0
+    assert simulate(calibrated(scenario, found), plan).step_s == pytest.approx(2.0)
     own = Scenario(table, known, 2, 8)
     assert own.rest_s() + own.update_s(table.n_values) == pytest.approx(0.1)

@@ -24,7 +24,7 @@ from tfscale.plan.explain import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.times import Scenario
 from tfscale.trace.recorder import has_events
-from tfscale.tuning.layer_probe import UNMEASURED_STEPS, LayerProbe, measured_machine
+from tfscale.tuning.layer_probe import UNMEASURED_STEPS, LayerProbe, calibrated, measured_machine
 from tfscale.tuning.model_layers import read_layers
 
 logger = logging.getLogger("tfscale")
@@ -96,6 +96,7 @@ class AutoWatch:
                 logger.info("Nothing is planned: there are no two layers to exchange.")
                 return None
             machine = measured_machine(table, found, size, local, machine)
+            return calibrated(Scenario(table, machine, size, batch or size), found)
         return Scenario(table, machine, size, batch or size)
 
     def _try(self, scenario: Scenario, batch: int | None) -> Course:

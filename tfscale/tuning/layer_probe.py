@@ -15,7 +15,10 @@ from tfscale.plan.chunks import owner_of
 from tfscale.plan.costs import share
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import LayerTimes, Machine
+from tfscale.plan.parts import bucketed
+from tfscale.plan.simulate import simulate
 from tfscale.plan.specs import BYTES_PER_VALUE
+from tfscale.plan.times import Scenario
 from tfscale.trace.recorder import Listener
 
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
@@ -218,3 +221,22 @@ def measured_machine(
     times = LayerTimes(batch, dict(zip(names, map(float, forward), strict=True)), backward, rest_s)
     layer_times = {**machine.layer_times, table.name: times}
     return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)
+
+
+def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
+    """Return a scenario whose steps by layer take as long as they were measured to.
+
+    What the simulation lacks (data input, ranks that wait for each other, cores that are shared)
+    becomes a part of every step.
+
+    Args:
+        scenario: On a measured machine.
+        found: The same measurement.
+    """
+    expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
+    more_s = max(0.0, found.step_s - expected_s)
+    machine, name = scenario.machine, scenario.table.name
+    times = machine.layer_times[name]
+    times = dataclasses.replace(times, rest_s=times.rest_s + more_s)
+    machine = dataclasses.replace(machine, layer_times={**machine.layer_times, name: times})
+    return dataclasses.replace(scenario, machine=machine)

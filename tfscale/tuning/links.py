@@ -21,9 +21,10 @@ from tfscale.exchange.auto import Planned
 from tfscale.plan.costs import share
 from tfscale.plan.machines import Machine
 from tfscale.plan.specs import BYTES_PER_VALUE
+from tfscale.plan.times import Scenario
 from tfscale.process_sets import ProcessSet
 from tfscale.trace.recorder import Listener
-from tfscale.tuning.layer_probe import LayerProbe, fit_line, measured_machine
+from tfscale.tuning.layer_probe import LayerProbe, calibrated, fit_line, measured_machine
 from tfscale.tuning.model_layers import find_model, inputs_of, read_layers
 
 _SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
@@ -233,4 +234,5 @@ def measure_model(machine: Machine, options: argparse.Namespace) -> Machine:
     best = sorted(found, key=lambda one: one.step_s)[len(found) // 2]
     spread = {f"step of {table.name}": spread_of([one.step_s for one in found])}
     own = measured_machine(table, best, size, options.batch, machine)
+    own = calibrated(Scenario(table, own, size, size * options.batch), best).machine
     return replace(own, spread={**machine.spread, **spread})
