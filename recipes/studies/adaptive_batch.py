@@ -26,7 +26,7 @@ throughout, with the linear scaling rule and five epochs of gradual warm-up; a b
 epochs set beforehand, at a fixed rate; and `AdaptiveBatchSize`, which lets batch and rate grow
 together once theta has settled, then decays the rate to a tenth of the initial one. ResNet-8 learns
 {_images} pictures of Fashion-MNIST (all 10000 test pictures) on two ranks. Batches go from {_small}
-to {_large}; the rate is 0.05 for {_small}; decays come after 60 % and 85 % of the epochs, except
+to {_large}; the rate is 0.05 for {_small}; decays come after 50 % and 90 % of the epochs, except
 with the fixed rate, where the growing batch takes their place.
 """
 RECIPE = "resnet"
@@ -39,7 +39,7 @@ FLAGS = {
     "schedule": "constant",
     "learning_rate": 0.1,  # for a batch of 128
 }
-_decays = {"decay_epochs": f"{_epochs * 60 // 100},{_epochs * 85 // 100}"}
+_decays = {"decay_epochs": f"{_epochs * 50 // 100},{_epochs * 90 // 100}"}
 CONFIGURATIONS = {
     "small batch": {"batch_size": _small, **_decays},
     "large batch, linear scaling": {"batch_size": _large, "warmup_epochs": 5, **_decays},

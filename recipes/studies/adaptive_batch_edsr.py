@@ -20,7 +20,7 @@ SHOWS = f"""
 The four methods of [T] table 5.2, after figure 5.5, for EDSR-16 with 32 filters on {_patches}
 patches of 400 Phantom pictures, on two ranks. Batches go from {_small} to {_large}. Adam's rate is
 0.001 for {_small}; it follows the root of the batch, since {_epochs} epochs need a rate ten times
-the thesis's, which would not grow eightfold without harm. Decays come after 60 % and 85 % of the
+the thesis's, which would not grow eightfold without harm. Decays come after 50 % and 90 % of the
 epochs, except with the fixed rate, where the growing batch takes their place.
 """
 RECIPE = "edsr"
@@ -34,7 +34,7 @@ FLAGS = {
     "scaling": "sqrt",
     "learning_rate": 0.001,  # for a batch of 16
 }
-_decays = {"decay_epochs": f"{_epochs * 60 // 100},{_epochs * 85 // 100}"}
+_decays = {"decay_epochs": f"{_epochs * 50 // 100},{_epochs * 90 // 100}"}
 CONFIGURATIONS = {
     "small batch": {"batch_size": _small, **_decays},
     "large batch, root scaling": {"batch_size": _large, "warmup_epochs": 5, **_decays},
