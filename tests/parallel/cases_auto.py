@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import keras
 import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.ranks import require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale import Auto
@@ -113,6 +115,31 @@ def case_another_batch_size_is_planned_again():
     fit(model, None, batch=4 * BATCH, steps=STEPS)
     assert f"{4 * BATCH} samples per step" in agreed(model).explain()
     require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_ranks_that_plan_otherwise_are_an_error():
+    """Every rank has links of its own, the last one so fast that it plans nothing."""
+    is_last = tfscale.rank() == tfscale.size() - 1
+    machine = dataclasses.replace(SLOW, bytes_per_s=1e12 if is_last else 1e6)
+    require_error(
+        lambda: fit(build(), Auto(machine=machine), steps=14), "All ranks must plan alike"
+    )
+
+
+@sizes(2, timeout_s=120)
+def case_steps_that_are_not_alike_are_not_planned():
+    """Accumulated gradients, and several steps in one call: plain allreduce."""
+    for passes, n_steps in ((2, 1), (1, 3)):
+        model = build()
+        inner = keras.optimizers.SGD(0.05)
+        sgd = hvd.DistributedOptimizer(
+            inner, exchange=Auto(machine=SLOW), backward_passes_per_step=passes
+        )
+        model.compile(sgd, loss="mse", steps_per_execution=n_steps)
+        fit(model, None, steps=6)
+        assert isinstance(model.optimizer.strategy, Auto)
+        require_equal_ranks(model.trainable_variables)
 
 
 @sizes(2, timeout_s=120)

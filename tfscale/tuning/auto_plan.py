@@ -15,7 +15,7 @@ import keras
 from tfscale import objects, runtime
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
-from tfscale.errors import ConfigError
+from tfscale.errors import ConfigError, PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.auto import KINDS, Auto, Planned, planned
 from tfscale.exchange.base import Exchange
@@ -76,8 +76,9 @@ class AutoWatch:
 
     def _measure(self, batch: int | None) -> Generator[Exchange | None, None, Scenario | None]:
         """Return what is to be planned; None where it is not known."""
-        if self._model is None or self._model.steps_per_execution > 1:
-            logger.info("Nothing is planned: several steps run at a time, or no model is known.")
+        reason = _why_not(self._model)
+        if reason:
+            logger.info("Nothing is planned: %s.", reason)
             return None
         table, size = self._table(), runtime.size()
         local, machine = max(1, (batch or size) // size), self._auto.read_machine()
@@ -103,6 +104,7 @@ class AutoWatch:
         """Time plain allreduce and the plan; end with the faster one."""
         allowed = KINDS if batch else ("allreduce",)
         choice = choose(scenario, allowed)
+        _require_equal(choice)
         chosen = planned(scenario.table, choice.plan, choice.name)
         plain = planned(scenario.table, choice.plain, "plain allreduce")
         text = explain(scenario, choice)
@@ -170,6 +172,31 @@ class AutoWatch:
     def _per_layer(self, table: LayerTable) -> Planned:
         groups = (tuple(name for name, _ in layer.weights) for layer in table.layers)
         return Planned(name="one allreduce per layer", groups=tuple(filter(None, groups)))
+
+
+def _require_equal(choice: Choice) -> None:
+    """Require the same plan on all ranks. Collective.
+
+    Raises:
+        PlanError: Machines or batch sizes differ; on every rank.
+    """
+    prints = objects.allgather_object(choice.fingerprint(), name="plan")
+    if len(set(prints)) > 1:
+        raise PlanError(
+            f"All ranks must plan alike. Received: plans {prints}, in rank order. Give every rank "
+            "the same machine and global batch."
+        )
+
+
+def _why_not(model: keras.Model | None) -> str:
+    """Return why steps cannot be planned, or an empty string."""
+    if model is None:
+        return "the model is not known"
+    if model.steps_per_execution > 1:
+        return "several steps run at a time"
+    if getattr(model.optimizer, "_self_accumulator", None) is not None:
+        return "gradients are added up over several steps before they travel"
+    return ""
 
 
 def _bare(model: keras.Model) -> list[Layer]:
