@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -66,13 +65,12 @@ class DenseRoutes:
         if self._global_batch is None:
             data = data_of_fit()
             self._global_batch = data.batch_size if isinstance(data, GlobalBatches) else None
-        layers = model._flatten_layers()
-        owners = Counter(id(v) for layer in layers for v in _own_weights(layer))
+        shared = dense.shared_weights(model)
         has_changed = False
-        for layer in layers:
+        for layer in model._flatten_layers():
             if not isinstance(layer, keras.layers.Dense):
                 continue
-            route, reason = self._route(layer, owners, why_uncut)
+            route, reason = self._route(layer, shared, why_uncut)
             has_changed |= self._set(layer, route)
             self._say(layer, f"{_WORDS[route]}{reason and f': {reason}'}")
         self.rows = dense.cut_by_rows(model)
@@ -110,16 +108,14 @@ class DenseRoutes:
             logger.info("%s exchanges %s.", layer.path, text)
 
     def _route(
-        self, layer: keras.layers.Dense, owners: Counter[int], why_uncut: Callable[[Any], str]
+        self, layer: keras.layers.Dense, shared: frozenset[int], why_uncut: Callable[[Any], str]
     ) -> tuple[Route, str]:
         """Return how a layer goes, and why it does not go as was asked for."""
         if self._strategy.dense == "weights":
             return "weights", ""
-        reason = dense.why_not(layer)
-        if not reason and any(self._reducer.is_local(v) for v in _own_weights(layer)):
+        reason = dense.why_not(layer, shared)
+        if not reason and any(self._reducer.is_local(v) for v in dense.own_weights(layer)):
             reason = "they are this rank's own"
-        if not reason and any(owners[id(v)] > 1 for v in _own_weights(layer)):
-            reason = "another layer has them too"
         if reason:
             return "weights", reason
         if self._strategy.dense == "replicated":
@@ -143,10 +139,6 @@ class DenseRoutes:
         if is_partial_cheaper(n_in, n_out, self._global_batch * positions, size):
             return ""
         return f"they are fewer values at a global batch of {self._global_batch}"
-
-
-def _own_weights(layer: keras.layers.Layer) -> list[Any]:
-    return list(getattr(layer, "_trainable_variables", ()))
 
 
 def _positions(layer: keras.layers.Dense) -> int | None:

@@ -89,7 +89,7 @@ def case_layers_that_cannot_say_why():
         "own": "it is a OwnDense",
         "decayed": "a regularizer reads",
         "limited": "a constraint needs the whole kernel",
-        "shared": "another layer has them too",
+        "shared": "another layer has its weights too",
         "thin": "the kernel has 1 rows for 2 ranks",
     }.items():
         line = next(text for key, text in said.items() if key.endswith(name))

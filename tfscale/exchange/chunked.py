@@ -46,9 +46,12 @@ class Chunked:
             a step is traced.
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
+        delay_dense_update: When the f layers are updated. "auto" and False do it as soon as their
+            errors have been gathered. True, the moment in the next forward pass when a layer is
+            read, is refused: see "When replicated layers are updated" in docs/exchanges.md.
 
-    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers. The update of
-        the f layers is not delayed to the next forward pass.
+    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers, and without its
+        delayed update.
     """
 
     first_chunk_layers: int | Literal["auto"] = "auto"
@@ -56,6 +59,7 @@ class Chunked:
     global_batch: int | None = None
     chunks: int | Literal["per_layer"] = 2
     overlap: bool = True
+    delay_dense_update: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -63,6 +67,7 @@ class Chunked:
         Raises:
             ConfigError: A number does not fit.
         """
+        self._check_delay()
         for name, least, word in (
             ("first_chunk_layers", 1, "auto"),
             ("replicated_dense", 0, "auto"),
@@ -78,6 +83,15 @@ class Chunked:
             raise ConfigError(
                 "replicated_dense='auto' needs the batch size of all ranks together. Received: "
                 f"global_batch={self.global_batch}. Pass global_batch=data.batch_size."
+            )
+
+    def _check_delay(self) -> None:
+        if self.delay_dense_update not in ("auto", False):
+            raise ConfigError(
+                "delay_dense_update must be 'auto' or False: replicated dense layers are updated "
+                "as soon as their errors have been gathered. Received: "
+                f"delay_dense_update={self.delay_dense_update!r}. Leave it out; "
+                "Sharded(dense='partial') lets parameters arrive behind the next forward pass."
             )
 
     def exchange(
@@ -148,8 +162,9 @@ class Chunked:
                 f"Set replicated_dense to {len(layers)} or less."
             )
         chosen = []
+        shared = dense.shared_weights(model)
         for layer in layers[:n_chosen]:
-            reason = dense.why_not(layer) or self._why_dear(layer, process_set.size())
+            reason = dense.why_not(layer, shared) or self._why_dear(layer, process_set.size())
             if reason:
                 logger.info("%s stays in the chunks: %s.", layer.name, reason)
                 continue

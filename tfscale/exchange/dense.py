@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from typing import Any
 
 import keras
@@ -29,11 +30,24 @@ from tfscale.reduce_ops import Average
 _STREAM = "activations"  # never waits for gradients, nor they for it
 
 
-def why_not(layer: keras.layers.Layer) -> str:
+def shared_weights(model: keras.Model) -> frozenset[int]:
+    """Return the `id` of each weight that more than one layer of a model has."""
+    layers = model._flatten_layers()
+    owners = Counter(id(v) for layer in layers for v in own_weights(layer))
+    return frozenset(key for key, n in owners.items() if n > 1)
+
+
+def own_weights(layer: keras.layers.Layer) -> list[Any]:
+    """Return the trainable weights of a layer without those of layers inside of it."""
+    return list(getattr(layer, "_trainable_variables", ()))
+
+
+def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> str:
     """Return why a layer cannot exchange activations and errors, or an empty string.
 
     Args:
         layer: Any layer.
+        shared: What `shared_weights` returns for its model.
     """
     if type(layer) is not keras.layers.Dense:
         return f"it is a {type(layer).__name__}, which may compute something else"
@@ -43,6 +57,8 @@ def why_not(layer: keras.layers.Layer) -> str:
         return "a regularizer reads its weights"
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
         return "it is quantized or has LoRA weights"
+    if any(id(v) in shared for v in own_weights(layer)):
+        return "another layer has its weights too"
     return ""
 
 

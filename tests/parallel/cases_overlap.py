@@ -1,0 +1,165 @@
+"""What is on the wire while layers are computed, shown by layers that wait for it.
+
+Nothing is timed: a layer that waits for a collective which needs that layer's own result would wait
+for ever, so that the end of the wait proves the order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_trace import shared_folder
+from tfscale import runtime
+from tfscale.trace.recorder import Listener
+
+N_STEPS = 3
+TIMEOUT_S = 40.0
+
+
+def until(is_true: Callable[[], bool]) -> bool:
+    """Wait until something holds; return False where it does not in time."""
+    end = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+class Ended:
+    """Waits for collectives by their labels."""
+
+    def __init__(self) -> None:
+        self._listener = Listener()
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, label: str, step: int) -> bool:
+        """Wait until the collective has ended in step number `step`, from 1."""
+        return until(lambda: self._count(label) >= step)
+
+    def _count(self, label: str) -> int:
+        for event in self._listener.take():
+            if event["slot"] >= 0:
+                name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
+                self._counts[name] += 1
+        return sum(n for name, n in self._counts.items() if label in name)
+
+
+class Gate(keras.layers.Layer):
+    """Passes values or errors on when `forward` or `backward`, one of the two, has returned.
+
+    Attributes:
+        passed: What these have returned.
+    """
+
+    def __init__(self, forward=None, backward=None) -> None:
+        super().__init__()
+        self._ways = {"forward": forward, "backward": backward}
+        self._n_steps = 0
+        self.passed: list[bool] = []
+
+    def _through(self, way: str, tensor: tf.Tensor) -> tf.Tensor:
+        wait = self._ways[way]
+        if wait is None:
+            return tf.identity(tensor)
+
+        def pass_on(value: np.ndarray) -> np.ndarray:
+            self._n_steps += 1
+            self.passed.append(wait(self._n_steps))
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(pass_on, [tensor], tensor.dtype), tensor.shape)
+
+    def call(self, inputs, training=None):
+        if not training:
+            return inputs
+
+        @tf.custom_gradient
+        def gate(x):
+            return self._through("forward", x), lambda error: self._through("backward", error)
+
+        return gate(inputs)
+
+
+def train(layers: list[keras.layers.Layer], strategy) -> None:
+    """Train for some steps; what waited in vain shows in the gates."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), exchange=strategy)
+    model.compile(optimizer=optimizer, loss="mse")
+    tfscale.prepare(model)
+    x, y = np.ones((4, 6)), np.ones((4, 3))
+    for _ in range(N_STEPS):
+        model.train_on_batch(x, y)
+    gates = [layer for layer in layers if isinstance(layer, Gate)]
+    passed = [flag for gate in gates for flag in gate.passed]
+    assert passed == [True] * (N_STEPS * len(gates)), passed
+
+
+def dense(units: int, name: str) -> keras.layers.Layer:
+    return keras.layers.Dense(units, name=name)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_chunk_1_is_through_before_the_gradients_of_chunk_2_exist():
+    ended = Ended()
+    gate = Gate(backward=lambda step: ended("middle/kernel", step))
+    layers = [dense(5, "first"), gate, dense(4, "middle"), dense(3, "last")]
+    train(layers, tfscale.Chunked(first_chunk_layers=2))
+
+
+STRATEGIES = (
+    tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),
+    tfscale.Sharded(dense="replicated"),
+    tfscale.Sharded(dense="partial"),
+)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_activations_are_there_before_back_propagation_comes():
+    """Also where another rank is late: the gather ends while later layers are computed."""
+    for strategy in STRATEGIES:
+        ended = Ended()
+        late = Gate(forward=lambda step: time.sleep(0.05 * runtime.rank()) is None)
+        after = Gate(backward=lambda step, ended=ended: ended("wide activations", step))
+        train([late, dense(5, "wide"), after, dense(4, "next"), dense(3, "last")], strategy)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_errors_are_there_before_earlier_gradients_exist():
+    """They wait for no gradient, though layers behind them send gradients before."""
+    for strategy in STRATEGIES:
+        ended = Ended()
+        before = Gate(backward=lambda step, ended=ended: ended("wide errors", step))
+        train([dense(7, "early"), before, dense(5, "wide"), dense(3, "last")], strategy)
+
+
+@sizes(2, 3, timeout_s=240)
+def case_the_forward_pass_goes_on_while_activations_travel():
+    """Rank 0 sends its activations when the others have computed the layers behind."""
+    for number, strategy in enumerate(STRATEGIES):
+        folder = Path(shared_folder())
+
+        def file_of(step: int, rank: int, number=number, folder=folder) -> Path:
+            return folder / f"{number}-{step}-{rank}"
+
+        def come_last(step: int, file_of=file_of) -> bool:
+            others = range(1, runtime.size()) if runtime.rank() == 0 else ()
+            return until(lambda: all(file_of(step, rank).exists() for rank in others))
+
+        def tell(step: int, file_of=file_of) -> bool:
+            file_of(step, runtime.rank()).touch()
+            return True
+
+        layers = [Gate(forward=come_last), dense(5, "wide"), dense(4, "next"), Gate(forward=tell)]
+        train([*layers, dense(3, "last")], strategy)

@@ -1,0 +1,65 @@
+"""Options of dense layers that exchange activations and errors, and what pays."""
+
+from fractions import Fraction
+
+import keras
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfscale
+from tfscale import DistributedOptimizer
+from tfscale.errors import ConfigError
+from tfscale.exchange import dense
+from tfscale.plan.dense_volume import is_partial_cheaper
+
+COUNTS = st.integers(1, 5000)
+
+
+@given(COUNTS, COUNTS, COUNTS, st.integers(2, 64))
+def test_the_condition_of_the_thesis(n_in, n_out, batch, size):
+    sent = Fraction(n_in * batch, size) + n_out * batch
+    assert is_partial_cheaper(n_in, n_out, batch, size) == (sent < n_in * n_out)
+
+
+def test_layers_of_vgg_a():
+    """fc1 at a global batch of 256; a batch beyond which weights are fewer; one process."""
+    assert is_partial_cheaper(25088, 4096, 256, 4)
+    assert not is_partial_cheaper(4096, 1000, 4096, 4)
+    assert not is_partial_cheaper(25088, 4096, 256, 1)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 2.5, True])
+def test_global_batch_is_a_number_of_samples(batch):
+    with pytest.raises(ConfigError, match="global_batch must be 1 or more. Received"):
+        tfscale.Sharded(global_batch=batch)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        tfscale.Sharded(dense="partial"),
+        tfscale.Sharded(dense="replicated"),
+        tfscale.Chunked(replicated_dense=1),
+    ],
+)
+def test_not_where_gradients_are_added_up_first(exchange):
+    with pytest.raises(ConfigError, match="exchange activations in every backward pass"):
+        DistributedOptimizer(keras.optimizers.SGD(), exchange=exchange, backward_passes_per_step=2)
+
+
+def test_a_kernel_of_two_layers_is_left_alone():
+    class Transposed(keras.layers.Layer):
+        def __init__(self, other: keras.layers.Dense):
+            super().__init__()
+            self.kernel = other.kernel
+
+        def call(self, inputs):
+            return inputs @ keras.ops.transpose(self.kernel)
+
+    layer, other = keras.layers.Dense(4), keras.layers.Dense(4)
+    layer.build((None, 4))
+    model = keras.Sequential([keras.Input((4,)), layer, Transposed(layer), other])
+    shared = dense.shared_weights(model)
+    assert dense.why_not(layer, shared) == "another layer has its weights too"
+    assert dense.why_not(other, shared) == ""
