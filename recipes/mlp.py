@@ -4,10 +4,12 @@
     tfscale run -np 2 python recipes/mlp.py --data mnist                      # gradient sharing
     tfscale run -np 2 python recipes/mlp.py --data mnist --average-every 1    # parameter averaging
 
-As in the report: SGD with a fixed rate of 0.01, mean squared error, batches of 64, 20 epochs. For
-gradient sharing a batch is that of all ranks. For parameter averaging the report gives every
-process batches of 64 of its share of the data: there the ranks' batches count by themselves, so
-pass `--batch-size` 64 times the number of ranks.
+As in the report: SGD, squared error, batches of 64, 20 epochs. Its fixed rate of 0.01 is, in its
+published program, for half the squared error summed over outputs and over the batch; for Keras's
+mean over ten outputs and the batch of 64 that is 0.01 * 64 * 10 / 2 = 3.2, and it grows with the
+batch. (Keras's mean at 0.01 reaches 87.8 % in 20 epochs, at 3.2 97.5 %; published is about 98 %.)
+For parameter averaging every process has batches of 64 of its own: pass `--batch-size` 64 times
+the number of ranks.
 
 `runs/<name>/` then holds model.keras, metrics.jsonl, learning_curve.png and run.json.
 """
@@ -31,12 +33,10 @@ flags.DEFINE_string("data", "mnist", f"Data set: {', '.join(datasets.IN_MEMORY)}
 flags.DEFINE_integer("images", 0, "Training pictures to use; 0 means all.", lower_bound=0)
 flags.DEFINE_integer("test_images", 0, "Test pictures to use; 0 means all.", lower_bound=0)
 flags.DEFINE_list("hidden", ["256", "64"], "Units of the hidden layers.")
-training.set_defaults(
-    epochs=20, batch_size=64, learning_rate=0.01, schedule="constant", scaling="none"
-)
+training.set_defaults(epochs=20, batch_size=64, learning_rate=3.2, schedule="constant")
 
 BATCH = 64
-SMOKE = {"images": 2560, "test_images": 512, "epochs": 3, "batch_size": 128, "learning_rate": 1.0}
+SMOKE = {"images": 2560, "test_images": 512, "epochs": 3, "batch_size": 128, "learning_rate": 0.5}
 
 
 def with_one_hot(data: LabelledPictures, classes: int) -> tuple[np.ndarray, np.ndarray]:
