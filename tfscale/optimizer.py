@@ -135,10 +135,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
     def _apply_reduced(self, gradients: list[Any], variables: list[Any]) -> None:
         if self._self_reducer.process_set.size() > 1:
             refuse_outer(DistributedOptimizer)
-        for layer in self._self_local_layers:
-            for variable in layer.trainable_variables:
-                if not self._self_reducer.is_local(variable):
-                    self._self_reducer.register_local_var(variable)
+        self._register_local_layers()
         is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
         update = self._update()
         if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
@@ -156,6 +153,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         Args:
             variables: What it will train; values must be equal on all ranks.
         """
+        self._register_local_layers()
         self.__wrapped__ = self._update().build(self.__wrapped__, variables)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
@@ -180,6 +178,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         Returns:
             Whether functions of the model must be traced anew.
         """
+        self._register_local_layers()
         has_changed = self._self_reducer.wire(model)
         update = self._update()
         if update.is_sharded and all(layer.built for layer in model._flatten_layers()):

@@ -15,6 +15,7 @@ class Sharing:
     __wrapped__: Any
     _self_reducer: Any
     _self_update: Any
+    _self_local_layers: list[Any]
 
     @property
     def process_set(self) -> ProcessSet:
@@ -59,6 +60,13 @@ class Sharing:
         for variable, value in zip(self.group_average.targets, values, strict=True):
             variable.assign(value)
         self.show_own()
+
+    def _register_local_layers(self) -> None:
+        """Register the variables of local layers that exist by now."""
+        for layer in self._self_local_layers:
+            for variable in layer.trainable_variables:
+                if not self._self_reducer.is_local(variable):
+                    self._self_reducer.register_local_var(variable)
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank alone.

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.process_sets import ProcessSet
+from tfscale.sharded_update import unbuilt
 
 
 class CompleteVariable:
@@ -118,6 +119,9 @@ class CompleteState:
             self.__wrapped__.load_own_variables(store)
             return
         self.kept_state.load([np.asarray(store[str(i)]) for i in range(len(store))])
+
+    def _fresh(self) -> Any:
+        return unbuilt(self.__wrapped__) if self.kept_state else None
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
         if not self.kept_state:

@@ -45,13 +45,10 @@ class Progress:
         self._is_new = True
 
     def begin(self, params: dict[str, Any]) -> bool:
-        """Agree on what will be run. Collective; the first call of a `fit` counts.
+        """Agree on what will be run; return whether this is the first call of a `fit`. Collective.
 
         Args:
             params: Keras's: "steps" per epoch (None if unknown) and "epochs".
-
-        Returns:
-            Whether this call counted: the first, on several ranks.
 
         Raises:
             ExchangeError: Steps, epochs or global batches differ between ranks; on every rank,
@@ -59,8 +56,7 @@ class Progress:
         """
         if not self._is_new or runtime.is_single():
             return False
-        self._is_new = False
-        self._params = params
+        self._is_new, self._params = False, params
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),

@@ -13,9 +13,12 @@ class OptimizerProxy(wrapt.ObjectProxy):
 
     Attributes:
         _around: Defined by subclasses: wraps another optimizer in the same way.
+        _fresh: Returns an optimizer with the same settings and no state, where a copy of the
+            wrapped one would hold parts; otherwise None.
     """
 
     _around: Any
+    _fresh: Any
 
     def from_config(self, config: dict[str, Any]) -> Any:
         """Return an optimizer made from a config, wrapped as this one.
@@ -27,12 +30,12 @@ class OptimizerProxy(wrapt.ObjectProxy):
 
     def __copy__(self) -> Any:
         """Copy the wrapped optimizer and wrap it in the same way."""
-        return self._around(copy.copy(self.__wrapped__))
+        return self._around(self._fresh() or copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the wrapped optimizer and wrap it in the same way; a cycle begins anew."""
-        return self._around(copy.deepcopy(self.__wrapped__, memo))
+        return self._around(self._fresh() or copy.deepcopy(self.__wrapped__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the wrapped optimizer."""
-        return self.__wrapped__.__reduce_ex__(protocol)
+        return (self._fresh() or self.__wrapped__).__reduce_ex__(protocol)

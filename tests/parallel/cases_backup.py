@@ -32,14 +32,14 @@ class InterruptAfter(keras.callbacks.Callback):
             raise Interruption
 
 
-def train(callbacks, seed):
+def train(callbacks, seed, exchange="allreduce"):
     """Return the weights and optimizer state after four epochs, or after an interruption."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(8), layers.Dropout(0.4), layers.Dense(1)]
     )
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
     model.compile(optimizer=optimizer, loss="mse")
     random = np.random.default_rng(1)
     x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
@@ -47,20 +47,29 @@ def train(callbacks, seed):
     start = BroadcastGlobalVariablesCallback(0)
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, start])
-    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
+
+
+def interrupt_and_go_on(**options):
+    """Compare bit by bit, dropout included; other seeds, so all comes from rank 0."""
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    with float64():
+        expected = train([], 1 + runtime.rank(), **options)
+        train([BackupAndRestore(own_folder), InterruptAfter(2)], 1 + runtime.rank(), **options)
+        restored = train([BackupAndRestore(own_folder)], 50 + runtime.rank(), **options)
+    for own, value in zip(restored, expected, strict=True):
+        np.testing.assert_array_equal(own, value)
 
 
 @sizes(1, 2, 3, timeout_s=120)
 def case_a_run_goes_on_after_an_interruption():
-    """Bit by bit, dropout included; other seeds, so all that ranks know comes from rank 0."""
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
-    with float64():
-        expected = train([], seed=1 + runtime.rank())
-        train([BackupAndRestore(own_folder), InterruptAfter(2)], seed=1 + runtime.rank())
-        restored = train([BackupAndRestore(own_folder)], seed=50 + runtime.rank())
-    for own, value in zip(restored, expected, strict=True):
-        np.testing.assert_array_equal(own, value)
+    interrupt_and_go_on()
+
+
+@sizes(2, 3, timeout_s=120)
+def case_a_sharded_run_goes_on_after_an_interruption():
+    interrupt_and_go_on(exchange=tfscale.Sharded())
 
 
 @sizes(2)

@@ -114,6 +114,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         state = [variable for variable in model_state.distinct(state) if id(variable) not in local]
         _require_equal_shapes(state)
         objects.broadcast_variables(state, self.root_rank)
+        model_state.broadcast_loaded(self.model, self.root_rank)
         average = getattr(self.model.optimizer, "group_average", None)
         if average is not None:
             average.start_from_here()

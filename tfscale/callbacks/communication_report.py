@@ -29,7 +29,8 @@ class CommunicationReport(EpochCallback):
 
     At the end of each epoch rank 0 adds to `communication.jsonl`, per recorded step and rank:
     step time, compute, exposed communication, waiting for the slowest rank and overlap ratio R;
-    per collective: bytes, T_c, T_b and the times behind them. When training ends it writes
+    per collective: bytes, T_c, T_b and the times behind them; once, the bytes of optimizer state on
+    each rank. When training ends it writes
     `communication.md`, a page of tables, and `communication.png`. `tfscale report DIRECTORY`
     draws both again. `tfscale.trace.analysis` defines the numbers, docs/overlap.md explains them.
 
@@ -59,7 +60,7 @@ class CommunicationReport(EpochCallback):
         self.every_n_steps = every_n_steps
         self._n_calls = 0
         self._begin_ns = self._origin_ns = self._first_step = 0
-        self._is_due = False
+        self._is_due = self._has_memory = False
         self._listener: recorder.Listener | None = None
         self._clocks: ClockMap | None = None
         self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
@@ -69,7 +70,7 @@ class CommunicationReport(EpochCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin to listen; align the clocks."""
         super().on_train_begin(logs)
-        self._n_calls, self._is_due = 0, False
+        self._n_calls, self._is_due, self._has_memory = 0, False, False
         self._forget()
         self._listener = recorder.Listener() if recorder.has_events() else None
         self._clocks = ClockMap()
@@ -115,6 +116,8 @@ class CommunicationReport(EpochCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Collect what all ranks recorded; rank 0 writes it."""
         super().on_epoch_end(epoch, logs)
+        if not self.is_void:
+            self._write_memory()
         if self.is_void or self._clocks is None:
             self._forget()
             return
@@ -129,6 +132,19 @@ class CommunicationReport(EpochCallback):
         self._forget()
         if runtime.rank() == 0:
             self._write(itertools.chain.from_iterable(every), "a")
+
+    def _write_memory(self) -> None:
+        """Write once how many bytes of optimizer state each rank holds."""
+        optimizer = getattr(self.model, "optimizer", None)
+        report = getattr(optimizer, "memory_report", None)
+        if self._has_memory or report is None:
+            return
+        self._has_memory = True
+        every = objects.allgather_object(report(), name="memory of optimizer state")
+        row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
+        row |= {key: [own[key] for own in every] for key in ("state", "parameters", "accumulators")}
+        if runtime.rank() == 0:
+            self._write([json.dumps(row)], "a")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write tables and picture on rank 0."""

@@ -45,7 +45,7 @@ def read_rows(directory: str | Path) -> list[Row]:
 
 
 def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
-    """Return the lines of one kind: "run", "step" or "slot"."""
+    """Return the lines of one kind: "run", "step", "slot" or "memory"."""
     return [row for row in rows if row["kind"] == kind]
 
 
@@ -70,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
             "",
             *grid(["rank", "step"], [[r, _ms(_median(own, "step_s"))] for r, own in _ranks(steps)]),
         ]
-        return "\n".join([*lines, ""])
+        return "\n".join([*lines, "", *_memory_lines(rows)])
     lines += _ranks_grid(steps)
     lines += [
         "",
@@ -82,8 +82,19 @@ def table(rows: Sequence[Row]) -> str:
         *_slots_grid([slot for slot in of_kind(rows, "slot") if slot["rank"] == 0]),
         "",
         f"Clocks of the ranks agree to {1e6 * max(run['clock_error_s']):.0f} microseconds.",
+        "",
+        *_memory_lines(rows),
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+def _memory_lines(rows: Iterable[Row]) -> list[str]:
+    lines = []
+    for row in of_kind(rows, "memory"):
+        shares = ", ".join(f"{n_bytes / 1e6:.2f}" for n_bytes in row["state"])
+        complete = row["complete_state"] / 1e6
+        lines += [f"Optimizer state per rank: {shares} MB; in one process {complete:.2f} MB.", ""]
+    return lines
 
 
 def _ranks_grid(steps: Sequence[Row]) -> list[str]:

@@ -1,0 +1,227 @@
+"""Sharded together with Keras's and our other options: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import require_equal_ranks, shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import BATCH, dense_model, float64
+from tests.parallel.sharded_model import (
+    N_STEPS,
+    Adam,
+    alone,
+    compiled,
+    data,
+    fit,
+    require_near,
+    require_state,
+    sharded,
+    state_of,
+)
+
+
+def own_rows(array, step):
+    """Return this rank's slice of a global batch."""
+    n = BATCH // tfscale.size()
+    begin = step * BATCH + tfscale.rank() * n
+    return array[begin : begin + n]
+
+
+@sizes(2, 3, 4, timeout_s=100)
+def case_ways_of_running_steps():
+    """run_eagerly, steps_per_execution, train_on_batch, with and without `prepare`."""
+    with float64():
+        expected = alone(N_STEPS)[1][N_STEPS]
+        for options in ({"run_eagerly": True}, {"steps_per_execution": 3}):
+            model = compiled(sharded(Adam(0.01)))
+            model.compile(sharded(Adam(0.01)), "mse", **options)
+            fit(model, 0, N_STEPS)
+            require_state(model, expected, options)
+        x, y = data()
+        for is_prepared in (True, False):
+            model = compiled(sharded(Adam(0.01)))
+            if is_prepared:
+                tfscale.prepare(model)
+            for step in range(N_STEPS):
+                model.train_on_batch(own_rows(x, step), own_rows(y, step))
+            require_state(model, expected, is_prepared)
+
+
+@sizes(2, 3, timeout_s=80)
+def case_backward_passes_per_step():
+    """Two batches per exchange are one of twice the size."""
+    with float64():
+        x, y = data()
+        model = compiled(
+            tfscale.DistributedOptimizer(
+                keras.optimizers.SGD(0.05, momentum=0.9),
+                exchange=tfscale.Sharded(dense="weights"),
+                backward_passes_per_step=2,
+                average_aggregated_gradients=True,
+            )
+        )
+        fit(model, 0, N_STEPS)
+        single = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
+        for step in range(0, N_STEPS, 2):
+            rows = slice(step * BATCH, (step + 2) * BATCH)
+            single.train_on_batch(x[rows], y[rows])
+        expected = state_of(single)
+        n_weights = len(single.variables)
+        assert int(model.optimizer.iterations.numpy()) == N_STEPS
+        full = model.optimizer.full_state()
+        require_near([v.numpy() for v in model.variables], expected[:n_weights])
+        require_near(full[1:], expected[n_weights + 1 :])
+        report = model.optimizer.memory_report()
+        assert report["accumulators"] == 8 * single.count_params()
+
+
+@sizes(2, 3, timeout_s=80)
+def case_frozen_layers():
+    with float64():
+        x, y = data()
+
+        def frozen(optimizer):
+            keras.utils.set_random_seed(3)
+            model = dense_model()
+            model.layers[1].trainable = False
+            model.compile(optimizer, "mse")
+            return model
+
+        single, model = frozen(Adam(0.01)), frozen(sharded(Adam(0.01)))
+        for step in range(N_STEPS):
+            rows = slice(step * BATCH, (step + 1) * BATCH)
+            single.train_on_batch(x[rows], y[rows])
+        fit(model, 0, N_STEPS)
+        require_state(model, state_of(single))
+
+
+@sizes(2, 3, timeout_s=80)
+def case_two_optimizers():
+    """Each has a layer; the callback of rank 0 saves the state of both."""
+    with float64():
+        x, y = data()
+        models = [TwoOptimizers(), TwoOptimizers()]
+        single, model = models
+        for each, wrap in ((single, lambda o: o), (model, sharded)):
+            each.set_weights(single.get_weights())
+            each.compile(wrap(Adam(0.01)), "mse")
+            each.second = wrap(keras.optimizers.SGD(0.02, momentum=0.9))
+        for step in range(N_STEPS):
+            rows = slice(step * BATCH, (step + 1) * BATCH)
+            single.train_on_batch(x[rows], y[rows])
+        with shared_folder() as folder:
+            path = str(folder / "two.weights.h5")
+            saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+            fit(model, 0, N_STEPS, [saver] if tfscale.rank() == 0 else [])
+            require_near(
+                [v.numpy() for v in model.variables], [v.numpy() for v in single.variables]
+            )
+            for mine, theirs in (
+                (model.optimizer, single.optimizer),
+                (model.second, single.second),
+            ):
+                require_near(mine.full_state(), [v.numpy() for v in theirs.variables])
+            if tfscale.rank() == 0:
+                expected = [v.numpy() for v in single.second.variables]
+                for variable in single.second.variables:
+                    variable.assign(tf.zeros_like(variable.value))
+                single.load_weights(path)
+                require_near([v.numpy() for v in single.second.variables], expected)
+
+
+@keras.saving.register_keras_serializable("tests")
+class TwoOptimizers(keras.Model):
+    """Each layer has an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_layer = keras.layers.Dense(5, activation="tanh")
+        self.last_layer = keras.layers.Dense(3)
+        self(np.zeros((1, 6)))
+
+    def call(self, inputs):
+        return self.last_layer(self.first_layer(inputs))
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
+        groups = (self.first_layer.trainable_variables, self.last_layer.trainable_variables)
+        for optimizer, variables, gradients in zip(
+            (self.optimizer, self.second), groups, tape.gradient(loss, groups), strict=True
+        ):
+            optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+@sizes(2, 3, timeout_s=80)
+def case_local_variables():
+    """`register_local_var` and local layers: whole on each rank, and in complete state."""
+    with float64():
+        for way in ("variable", "layer"):
+            keras.utils.set_random_seed(3)
+            model = dense_model()
+            layer = model.layers[-1]
+            if way == "layer":
+                optimizer = tfscale.PartialDistributedOptimizer(
+                    Adam(0.01), local_layers=layer, exchange=tfscale.Sharded()
+                )
+            else:
+                optimizer = sharded(Adam(0.01))
+                for variable in layer.trainable_variables:
+                    optimizer.register_local_var(variable)
+            model.compile(optimizer, "mse")
+            fit(model, 0, 3)
+            local = layer.get_weights()[0]
+            others = tfscale.allgather_object(local)
+            assert not np.array_equal(others[0], others[1]), way
+            require_equal_ranks([w for o in model.layers[:-1] for w in o.trainable_variables])
+            shapes = [tuple(a.shape) for a in optimizer.full_state()]
+            plain = Adam(0.01)
+            plain.build(model.trainable_variables)
+            assert shapes == [tuple(v.shape) for v in plain.variables], way
+
+
+@sizes(3, timeout_s=80)
+def case_process_set():
+    """Two of three ranks share; the third trains alone."""
+    with float64():
+        pair = tfscale.add_process_set([0, 2])
+        x, y = data()
+        optimizer = sharded(Adam(0.01), process_set=pair)
+        model = tfscale.prepare(compiled(optimizer))
+        n = BATCH // 2 if pair.included() else BATCH
+        for step in range(N_STEPS):
+            begin = step * BATCH + n * max(pair.rank(), 0)
+            model.train_on_batch(x[begin : begin + n], y[begin : begin + n])
+        assert bool(optimizer.parts) == pair.included()
+        require_state(model, alone(N_STEPS)[1][N_STEPS])
+        with shared_folder() as folder:
+            if pair.included():
+                model.save(folder / "pair.keras")
+                assert (folder / "pair.keras").exists()
+        tfscale.remove_process_set(pair)
+
+
+@sizes(2, 4, timeout_s=80)
+def case_compression_is_as_with_allreduce():
+    """What travels is rounded in the same way; parameters come back whole."""
+    results = []
+    for exchange in (tfscale.Sharded(dense="weights"), "allreduce"):
+        keras.utils.set_random_seed(3)
+        model = dense_model()
+        optimizer = tfscale.DistributedOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            compression=tfscale.Compression.fp16,
+            exchange=exchange,
+        )
+        model.compile(optimizer, "mse")
+        fit(model, 0, N_STEPS)
+        results.append([v.numpy() for v in model.variables])
+        require_equal_ranks(model.variables)
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)

@@ -1,0 +1,64 @@
+"""A small float64 model, trained sharded and in one process, for tests that compare the two."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model
+from tfscale.callbacks import Callback
+
+Adam = keras.optimizers.Adam
+N_STEPS = 6
+
+
+def sharded(inner, **options):
+    return tfscale.DistributedOptimizer(inner, exchange=tfscale.Sharded(), **options)
+
+
+def data(n_steps=N_STEPS, seed=7):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(BATCH * n_steps, 6)), random.normal(size=(BATCH * n_steps, 3))
+
+
+def compiled(optimizer, seed=3):
+    keras.utils.set_random_seed(seed)
+    model = dense_model()
+    model.compile(optimizer, "mse")
+    return model
+
+
+def state_of(model):
+    """Return copies of weights and optimizer state of a model in one process."""
+    return [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def alone(steps):
+    """Train plain Keras on global batches; return the model and its state before each step."""
+    x, y = data()
+    model = compiled(Adam(0.01))
+    model.optimizer.build(model.trainable_variables)
+    states = []
+    for step in range(steps):
+        states.append(state_of(model))
+        model.train_on_batch(x[step * BATCH :][:BATCH], y[step * BATCH :][:BATCH])
+    return model, [*states, state_of(model)]
+
+
+def fit(model, first, stop, callbacks=(), **options):
+    """Train on global batches number `first` to `stop`."""
+    x, y = (values[first * BATCH : stop * BATCH] for values in data())
+    batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    return model.fit(batches, verbose=0, callbacks=[*callbacks, Callback()], **options)
+
+
+def require_near(values, expected, what=""):
+    for mine, single in zip(values, expected, strict=True):
+        np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE, err_msg=str(what))
+
+
+def require_state(model, expected, what=""):
+    """Compare weights and complete state of a sharded model. Collective."""
+    values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
+    require_near(values, expected, what)
