@@ -9,6 +9,7 @@ from tfscale.plan.bounds import lower_bound_s, memory_bytes
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import choose, plain_plan
 from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers, specs_of
+from tfscale.plan.recommend import recommend
 from tfscale.plan.search import best_first_chunk
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 from tfscale.plan.thesis import pcnn
@@ -187,12 +188,15 @@ def report(scenario: Scenario, points: Sequence[Point]) -> str:
 
 
 def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
-    head = ["ranks", "best fixed", "its step ms", "auto step ms", "bound ms", "auto is made of"]
+    head = ["ranks", "best of the table", "ms", "exchange=", "ms", "planner ms", "bound ms", "plan"]
     autos = {point.n_ranks: point for point in points if point.exchange == AUTO}
     body = []
     for n_ranks, best in winners(points).items():
-        auto, bound_s = autos[n_ranks], lower_bound_s(replace(scenario, n_ranks=n_ranks))
-        times = [best.predicted.step_s, auto.predicted.step_s, bound_s]
-        shown = [f"{1e3 * t:.2f}" for t in times]
-        body.append([n_ranks, best.exchange, *shown, auto.made_of])
-    return grid(head, body, ("best fixed", "auto is made of"))
+        auto, at = autos[n_ranks], replace(scenario, n_ranks=n_ranks)
+        said = recommend(at)
+        times = (best.predicted, said.predicted, auto.predicted)
+        best_ms, said_ms, auto_ms = (f"{1e3 * one.step_s:.2f}" for one in times)
+        bound_ms = f"{1e3 * lower_bound_s(at):.2f}"
+        row = [n_ranks, best.exchange, best_ms, said.words, said_ms, auto_ms, bound_ms]
+        body.append([*row, auto.made_of])
+    return grid(head, body, ("best of the table", "exchange=", "plan"))
