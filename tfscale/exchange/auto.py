@@ -128,8 +128,9 @@ class Planned(Chunked):
             Names of the layers that do.
         """
         chosen = []
+        shared = dense.shared_weights(model)
         for layer in model._flatten_layers():
-            if layer.path in self.replicated and not dense.why_not(layer):
+            if layer.path in self.replicated and not dense.why_not(layer, shared):
                 layer.call = dense.ReplicatedCall(layer, options, process_set)
                 chosen.append(layer.name)
         return chosen

@@ -161,9 +161,10 @@ class AutoWatch:
             logger.info("Dense layers send weight gradients: %s", error)
             table = LayerTable(model.name, tuple(_bare(model)))
         # What cannot gather activations and errors is no dense layer to the planner.
+        shared = dense.shared_weights(model)
         layers = tuple(
             layer
-            if layer.dense is None or not dense.why_not(owners[layer.name])
+            if layer.dense is None or not dense.why_not(owners[layer.name], shared)
             else dataclasses.replace(layer, dense=None)
             for layer in table.layers
         )
