@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 
@@ -40,11 +42,13 @@ def case_chunks_equal_one_process():
         )
 
 
-@sizes(2, 3, 4, timeout_s=300)
+@sizes(2, 3, 4, timeout_s=500)
 def case_replicated_dense_equals_one_process():
-    for n_replicated in (1, 2, 3):
-        exchange = tfscale.Chunked(replicated_dense=n_replicated)
-        check(mlp(), OPTIMIZERS["momentum"], exchange=exchange)
+    ways = itertools.product((1, 2, 9), (1, 2, 3))
+    for number, (first, n_replicated) in enumerate(ways):
+        exchange = tfscale.Chunked(first_chunk_layers=first, replicated_dense=n_replicated)
+        rule = OPTIMIZERS["adam" if number % 2 else "momentum"]
+        check(mlp(use_bias=number % 3 > 0), rule, exchange=exchange)
     check(mlp(use_bias=False), OPTIMIZERS["adam"], exchange=tfscale.Chunked(replicated_dense=4))
     clipped = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1)  # noqa: E731
     check(mlp(), clipped, exchange=tfscale.Chunked(replicated_dense=2))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import keras
 import numpy as np
+import pytest
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_chunked import mlp
-from tests.parallel.cases_equality import BATCH, float64
+from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
+from tests.parallel.cases_equality import check as check_whole
+from tests.parallel.cases_sharded import check
 from tests.parallel.cases_sharded_dense import DENSE, compiled
 from tfscale import runtime
+from tfscale.errors import PlanError
 from tfscale.exchange.dense import PartialCall, ReplicatedCall
 
 
@@ -163,3 +169,57 @@ def case_bytes_and_number_of_collectives():
         assert sorted(bytes_of["errors"]) == sorted(8 * n * p * n_local for _, n, p in chosen)
         assert sum(bytes_of.get("gradients", [0])) == 8 * sum(n * m + m for n, m, _ in rest)
         assert len(bytes_of.get("gradients", [])) == len(rest)
+
+
+def nested(is_function: bool) -> Callable[[], keras.Model]:
+    """Return a builder of a model that calls its layers in a function, or in a loop, of its own."""
+
+    class Nested(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = keras.layers.Dense(6), keras.layers.Dense(3)
+            self.run = tf.function(self._first) if is_function else self._in_a_loop
+
+        def _first(self, x):
+            return self.first(x, training=True)
+
+        def _in_a_loop(self, x):
+            count = lambda i, x: i < 2  # noqa: E731
+            return tf.while_loop(count, lambda i, x: (i + 1, self._first(x)), (0, x))[1]
+
+        def call(self, inputs, training=None):
+            hidden = self.run(inputs) if training else self.first(inputs)
+            return self.last(hidden, training=training)
+
+    def build() -> keras.Model:
+        model = Nested()
+        model(np.zeros((2, 6)))
+        return model
+
+    return build
+
+
+@sizes(2, timeout_s=180)
+def case_layers_in_loops_send_weights():
+    """And in functions that the step calls they are refused, on all ranks."""
+    for route in DENSE:
+        check(nested(is_function=False), OPTIMIZERS["adam"], tfscale.Sharded(dense=route))
+        model = compiled(nested(is_function=True), tfscale.Sharded(dense=route))
+        tfscale.prepare(model)
+        with pytest.raises(PlanError, match="called in the function that applies its gradient"):
+            model.train_on_batch(np.ones((4, 6), "float32"), np.ones((4, 3), "float32"))
+    check_whole(nested(is_function=False), OPTIMIZERS["adam"], tfscale.Chunked(replicated_dense=2))
+
+
+@sizes(2, timeout_s=120)
+def case_local_layers_and_unprepared_models():
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.Dense(3)])
+
+    model = compiled(build, tfscale.Sharded(dense="partial"))
+    with pytest.raises(PlanError, match="must be prepared before they exchange"):
+        model.train_on_batch(np.ones((4, 6), "float32"), np.ones((4, 3), "float32"))
+    for variable in model.layers[0].trainable_variables:
+        model.optimizer.register_local_var(variable)
+    tfscale.prepare(model)
+    assert routes(model) == ["weights", "partial"]

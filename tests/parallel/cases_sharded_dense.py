@@ -81,88 +81,100 @@ def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -
     return model
 
 
-@sizes(2, 3, timeout_s=180)
+STRATEGIES = (
+    *(tfscale.Sharded(dense=route) for route in DENSE),
+    tfscale.Chunked(first_chunk_layers=2, replicated_dense=2),
+)
+
+
+@sizes(2, 3, timeout_s=240)
 def case_uneven_local_batches():
-    """Ranks with different numbers of samples, and with none."""
-    for route in DENSE:
+    """Ranks with different numbers of samples: the same as with whole gradients."""
+    random = np.random.default_rng(runtime.rank())
+    n = 1 + (runtime.rank() * 3) % 4  # 1, 4, 3
+    x, y = random.normal(size=(n, 6)), random.normal(size=(n, 3))
+    results = []
+    for strategy in ("allreduce", *STRATEGIES):
         with float64():
-            model = compiled(mlp(), tfscale.Sharded(dense=route))
-            alone = compiled(mlp(), "allreduce")
-            random = np.random.default_rng(3)
-            x, y = random.normal(size=(12, 6)), random.normal(size=(12, 3))
+            model = compiled(mlp(), strategy)
             tfscale.prepare(model)
-            tfscale.prepare(alone)
-            data = tfscale.data.GlobalBatches(x, y, batch_size=12, shuffle=False)
             for _ in range(3):
-                n = (runtime.rank() * 3) % 4  # 0, 3, 2
-                weights = np.full(n, 1.0)
-                for one in (model, alone):
-                    one.train_on_batch(
-                        x[: max(n, 1)], y[: max(n, 1)], np.resize(weights, max(n, 1))
-                    )
-            assert data.batch_size == 12
-            for a, b in zip(model.get_weights(), alone.get_weights(), strict=True):
-                np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+                model.train_on_batch(x, y)
+            results.append(model.get_weights())
+    for found in results[1:]:
+        for mine, other in zip(found, results[0], strict=True):
+            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+
+
+def changes(policy: str, strategy) -> list[np.ndarray]:
+    """Return what some steps in half precision add to the weights."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        rule = keras.optimizers.SGD(0.1)
+        if policy == "mixed_float16":
+            rule = keras.optimizers.LossScaleOptimizer(rule, initial_scale=16.0)
+        model = compiled(mlp(), strategy, rule)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    tfscale.prepare(model)
+    random = np.random.default_rng(runtime.rank())
+    x, y = random.normal(size=(8, 6)), random.normal(size=(8, 3))
+    begin = model.get_weights()
+    for _ in range(4):
+        model.train_on_batch(x, y)
+    return [w - b for w, b in zip(model.get_weights(), begin, strict=True)]
 
 
 @sizes(2, 3, timeout_s=240)
 def case_mixed_precision():
     """Half precision on the wire and in the products: close to weights, and equal on all ranks."""
     for policy in ("mixed_float16", "mixed_bfloat16"):
-        keras.config.set_dtype_policy(policy)
-        try:
-            results = []
-            for route in ("weights", *DENSE):
-                rule = keras.optimizers.SGD(0.1)
-                if policy == "mixed_float16":
-                    rule = keras.optimizers.LossScaleOptimizer(rule, initial_scale=16.0)
-                model = compiled(mlp(), tfscale.Sharded(dense=route), rule)
-                tfscale.prepare(model)
-                random = np.random.default_rng(runtime.rank())
-                x, y = random.normal(size=(8, 6)), random.normal(size=(8, 3))
-                begin = model.get_weights()
-                for _ in range(4):
-                    model.train_on_batch(x, y)
-                results.append([w - b for w, b in zip(model.get_weights(), begin, strict=True)])
-        finally:
-            keras.config.set_dtype_policy("float32")
-        for found in results[1:]:
-            for mine, other in zip(found, results[0], strict=True):
-                scale = np.abs(other).max()
-                np.testing.assert_allclose(mine, other, rtol=0, atol=0.05 * scale + 1e-3)
+        expected = changes(policy, tfscale.Sharded(dense="weights"))
+        for strategy in STRATEGIES:
+            found = changes(policy, strategy)
+            for mine, other in zip(found, expected, strict=True):
+                atol = 0.05 * np.abs(other).max() + 1e-3
+                np.testing.assert_allclose(mine, other, rtol=0, atol=atol)
             for theirs in tfscale.allgather_object(found):
                 for mine, other in zip(found, theirs, strict=True):
                     np.testing.assert_array_equal(mine, other)
 
 
-@sizes(2, 3, timeout_s=240)
+def adam_model(strategy=None) -> keras.Model:
+    """Return a model with Adam, distributed if there is a strategy."""
+    if strategy is None:
+        model = mlp()()
+        model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    else:
+        model = compiled(mlp(), strategy, keras.optimizers.Adam(0.01))
+        tfscale.prepare(model)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@sizes(2, 3, 4, timeout_s=300)
 def case_a_checkpoint_between_two_steps():
-    """Complete state of routed layers loads in one process and on other routes."""
-    with float64():
-        random = np.random.default_rng(5)
-        x, y = random.normal(size=(8, 12, 6)), random.normal(size=(8, 12, 3))
-        n = 12 // runtime.size()
-        own = slice(runtime.rank() * n, (runtime.rank() + 1) * n)
-        ours = compiled(mlp(), tfscale.Sharded(dense="partial"), keras.optimizers.Adam(0.01))
-        tfscale.prepare(ours)
-        for step in range(4):
-            ours.train_on_batch(x[step, own], y[step, own])
-            ours.evaluate(x[0], y[0], verbose=0)
-        weights, state = ours.get_weights(), ours.optimizer.full_state()
-        other = compiled(mlp(), tfscale.Sharded(dense="replicated"), keras.optimizers.Adam(0.01))
-        tfscale.prepare(other)
-        plain = mlp()()
-        plain.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
-        plain.optimizer.build(plain.trainable_variables)
-        for model in (other, plain):
-            model.set_weights(weights)
-            model.optimizer.load_own_variables({str(i): v for i, v in enumerate(state)})
-        for step in range(4, 8):
-            ours.train_on_batch(x[step, own], y[step, own])
-            other.train_on_batch(x[step, own], y[step, own])
-            plain.train_on_batch(x[step], y[step])
-        for a, b, c in zip(
-            ours.get_weights(), other.get_weights(), plain.get_weights(), strict=True
-        ):
-            np.testing.assert_allclose(a, c, rtol=0, atol=1e-10)
-            np.testing.assert_allclose(b, c, rtol=0, atol=1e-10)
+    """Complete state loads in one process and with another strategy; evaluations in between."""
+    random = np.random.default_rng(5)
+    x, y = random.normal(size=(8, 12, 6)), random.normal(size=(8, 12, 3))
+    n = 12 // runtime.size()
+    own = slice(runtime.rank() * n, (runtime.rank() + 1) * n)
+    for ours, others in zip(STRATEGIES, reversed(STRATEGIES), strict=True):
+        with float64():
+            model = adam_model(ours)
+            for step in range(4):
+                model.train_on_batch(x[step, own], y[step, own])
+                model.evaluate(x[0], y[0], verbose=0)
+            weights, state = model.get_weights(), model.optimizer.full_state()
+            other, plain = adam_model(others), adam_model()
+            for loaded in (other, plain):
+                loaded.set_weights(weights)
+                loaded.optimizer.load_own_variables({str(i): v for i, v in enumerate(state)})
+            for step in range(4, 8):
+                model.train_on_batch(x[step, own], y[step, own])
+                other.train_on_batch(x[step, own], y[step, own])
+                plain.train_on_batch(x[step], y[step])
+            for one in (model, other):
+                for mine, single in zip(one.get_weights(), plain.get_weights(), strict=True):
+                    np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)
