@@ -46,7 +46,7 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
             train,
             FLAGS.adaptive_batch,
             interval=FLAGS.adaptive_interval or None,
-            learning_rate_rule=FLAGS.scaling if FLAGS.scaling != "none" else "linear",
+            learning_rate_rule=FLAGS.scaling,
             decay_epochs=decays,
             log_path=folder / "adaptive.jsonl",
         )

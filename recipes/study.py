@@ -48,6 +48,7 @@ from command_line import flags_parser
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Run the configurations whose names contain this.")
 flags.DEFINE_list("seeds", [], "Run these seeds only.")
+flags.DEFINE_string("note", "", "A sentence to put under the table: what else to know.")
 flags.DEFINE_bool("draw", False, "Run nothing; write table and picture of what is there.")
 flags.DEFINE_string("data_dir", ".cache/data", "Passed to the recipes.")
 flags.DEFINE_string("run_dir", "runs/studies", "Folder of the runs.")
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> None:
     if outcomes:
         where = Path(FLAGS.results_dir) / study.name
         where.parent.mkdir(parents=True, exist_ok=True)
-        text = study_report.write(study, outcomes, where)
+        text = study_report.write(study, outcomes, where, FLAGS.note)
         study_picture.draw(study, outcomes, where.with_suffix(".png"))
         print(f"{text}\nResults are in {where}.md, .png and .json.")
     if failed or not outcomes:

@@ -100,9 +100,16 @@ def speedup(base: float | None, own: float | None) -> float | None:
     return base / own if base and own else None
 
 
-def write(study: Study, outcomes: Sequence[Outcome], where: Path) -> str:
-    """Write `where`.md and `where`.json; return the text of the former."""
-    text = _page(study, outcomes, where.name)
+def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = "") -> str:
+    """Write `where`.md and `where`.json; return the text of the former.
+
+    Args:
+        study: The study.
+        outcomes: Of its finished runs, at least one.
+        where: Path of the files, without their suffixes.
+        note: To stand under the table.
+    """
+    text = _page(study, outcomes, where.name, note)
     where.with_suffix(".md").write_text(text, encoding="utf-8")
     runs = [
         {
@@ -120,7 +127,7 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path) -> str:
     return text
 
 
-def _page(study: Study, outcomes: Sequence[Outcome], name: str) -> str:
+def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> str:
     rows = summaries(study, outcomes)
     own_titles = list(study.columns)
     head = ["configuration", "ranks", "seeds", f"{study.metric}, last epoch", "epochs", *own_titles]
@@ -136,6 +143,7 @@ def _page(study: Study, outcomes: Sequence[Outcome], name: str) -> str:
         f"Speedups are over “{rows[0].name}”, by seconds of training without validation.",
         "",
     ]
+    lines += [note, ""] if note else []
     lines += _made(study, outcomes)
     return "\n".join(lines) + "\n"
 
@@ -156,7 +164,10 @@ def _cells(study: Study, row: Summary, base: Summary) -> list[str]:
 def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
     """Return what made the numbers: commands, seeds, commits, machines."""
     lines = ["Made by:", "", "```", f"python recipes/study.py {study.name}", "```", ""]
-    for title, key in (("Commit", "commit"), ("Machine", "machine"), ("Versions", "versions")):
+    for title, key in (
+        ("Commit", "commit"), ("Machine", "machine"), ("Load when runs began", "load"),
+        ("Versions", "versions"),
+    ):  # fmt: skip
         values = sorted({outcome.made.get(key, "unknown") for outcome in outcomes})
         lines.append(f"* {title}: {'; '.join(values)}")
     seeds = sorted({outcome.run.seed for outcome in outcomes})

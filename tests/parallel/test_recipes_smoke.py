@@ -102,6 +102,28 @@ def test_loss_of_the_first_20_steps_on_two_ranks_is_the_known_one(recipe, tmp_pa
     assert loss == pytest.approx(golden[recipe], rel=TOLERANCE)
 
 
+WAYS = {
+    "averaging": ["--average-every", 1],
+    "chunked": ["--exchange", "chunked:replicated_dense=1,first_chunk_layers=3", "--report"],
+    "growing": ["--adaptive-batch", 256, "--adaptive-interval", 1],
+    "groups": ["--groups", 2, "--interval", 4],
+    "shards": ["--shuffle", "shards"],
+    "sharded": ["--exchange", "sharded"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train(way, tmp_path, data_dir):
+    where = ["--run-dir", tmp_path, "--data-dir", data_dir, "--run-name", way]
+    _train("lenet", 2, *where, *WAYS[way])
+    lines = _lines(tmp_path / way)
+    assert len(lines) == 3 and lines[-1]["val_accuracy"] > 0.3
+    assert (tmp_path / way / "model.keras").exists()
+    assert [line["batch_size"] for line in lines][1:] == [256 if way == "growing" else 128] * 2
+    assert (tmp_path / way / "communication.png").exists() == (way == "chunked")
+    assert (tmp_path / way / "adaptive.jsonl").exists() == (way == "growing")
+
+
 def test_a_resumed_run_goes_on_where_it_ended(tmp_path, data_dir):
     whole = ["--run-dir", tmp_path, "--data-dir", data_dir, "--resume"]
     _train("lenet", 2, *whole, "--epochs", 3, "--run-name", "whole")

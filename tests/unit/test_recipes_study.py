@@ -91,7 +91,7 @@ def test_table_json_and_picture(study, tmp_path):
         assert study_runs.finish(run)
     outcomes = study_runs.outcomes(study, tmp_path / "runs")
     outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
-    text = study_report.write(study, outcomes, tmp_path / "mine")
+    text = study_report.write(study, outcomes, tmp_path / "mine", "Mind this.")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     # Losses 1/2, 1/4 and 2, 1, 1/2: the threshold after one epoch of 2 s and three of 0.5 s.
     assert rows[2:] == [
@@ -99,7 +99,13 @@ def test_table_json_and_picture(study, tmp_path):
         "| Large: 16 | 1 | 2 | 0.65 ± 0.07071 | 3 | 16 | 0.5 | 25 % | 4 | 3 | 1.5 | 1.33 |",
     ]
     assert (tmp_path / "mine.md").read_text() == text
-    for part in ("Commit: ", "Machine: ", "Seeds: 1, 2", "python recipes/fake.py --epochs=3"):
+    for part in (
+        "Mind this.",
+        "Commit: ",
+        "Machine: ",
+        "Seeds: 1, 2",
+        "python recipes/fake.py --epochs=3",
+    ):
         assert part in text
     content = json.loads((tmp_path / "mine.json").read_text())
     assert len(content["runs"]) == 4 and len(content["runs"][0]["epochs"]) == 3
@@ -139,7 +145,7 @@ def test_the_machine_is_told_without_names_of_hosts_or_folders():
     import os
 
     told = machine.describe()
-    assert set(told) == {"commit", "machine", "versions"}
+    assert set(told) == {"commit", "machine", "load", "versions"}
     assert "cores" in told["machine"] and "GiB" in told["machine"]
     assert "tensorflow 2." in told["versions"]
     text = " ".join(told.values())
