@@ -107,6 +107,11 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
             variable.__class__ = _awaited_class(variable)
 
 
+def told_of(variable: Any) -> OnAssign | None:
+    """Return what is called after assignments to a variable; None if it is no future."""
+    return getattr(variable, _FUTURE).on_assign if isinstance(variable, Awaited) else None
+
+
 def release(variables: Sequence[Any]) -> None:
     """Make variables ordinary again, after what is under way has arrived.
 

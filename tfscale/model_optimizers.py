@@ -34,6 +34,14 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return list(unique.values())
 
 
+def trains_all(model: keras.Model) -> bool:
+    """Return whether the one optimizer of a model can be built on all its variables.
+
+    Of several optimizers each is built on its own, in the first step.
+    """
+    return len(optimizers_of(model)) == 1 and all(layer.built for layer in model._flatten_layers())
+
+
 def sharded_states(model: keras.Model) -> list[Any]:
     """Return the `KeptState` of each optimizer whose state the ranks share."""
     found = [getattr(optimizer, "kept_state", None) for optimizer in optimizers_of(model)]

@@ -15,6 +15,7 @@ from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import refuse_outer
+from tfscale.model_optimizers import trains_all
 from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
@@ -181,7 +182,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         self._register_local_layers()
         has_changed = self._self_reducer.wire(model)
         update = self._update()
-        if update.is_sharded and all(layer.built for layer in model._flatten_layers()):
+        if update.is_sharded and trains_all(model):
             if self._self_accumulator is None and hasattr(update, "route"):
                 is_rerouted = update.route(model, self.__wrapped__)
                 has_changed = is_rerouted or has_changed

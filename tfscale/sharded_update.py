@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfscale import futures, runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
 from tfscale.dense_routes import DenseRoutes
+from tfscale.errors import ConfigError
 from tfscale.exchange.clipping import clip
 from tfscale.exchange.kept_state import KeptState
 from tfscale.exchange.shard_state import ShardState
@@ -103,7 +104,7 @@ class ShardedUpdate:
         self.kept = KeptState(state, process_set)
         self.nodes = StateNodes(self.kept, optimizer)
         if rule is not optimizer:
-            _save_and_load_complete(rule, len(optimizer._variables), self.kept)
+            self.kept.serve(rule, first=len(optimizer._variables))
 
     def route(self, model: keras.Model, optimizer: Any) -> bool:
         """Choose which dense layers exchange activations and errors, before `build`.
@@ -124,7 +125,8 @@ class ShardedUpdate:
         Args:
             model: The model whose variables are sharded.
         """
-        assert self.shards is not None
+        if self.shards is None:
+            return
         if not self._is_attached and self._strategy.overlap_forward:
             self._is_attached = True
             futures.attach(model, self.shards.variables, self.shards.refresh)
@@ -170,7 +172,9 @@ class ShardedUpdate:
             optimizer.apply(own, targets)
         if self.after_update is not None:
             self.after_update(targets, own)
-        shards.publish(waits=not self._is_attached)
+        updated = None if update_rule(optimizer).use_ema else frozenset(c[2] for c in chosen)
+        _require_own(shards, updated)
+        shards.publish(not self._is_attached, updated)
         return targets
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -203,6 +207,18 @@ class ShardedUpdate:
         return tf.cast(least, tf.bool)
 
 
+def _require_own(shards: Shards, updated: frozenset[int] | None) -> None:
+    """Raise where parts of another optimizer would be overwritten with outdated values."""
+    for bucket in shards.buckets_with(updated):
+        for variable in (shards.variables[i] for i in bucket.indices):
+            if futures.told_of(variable) != shards.refresh:
+                raise ConfigError(
+                    "Sharded optimizers must be built on variables of their own. Received: two for "
+                    f"{variable.path}. Call build(variables) on each, before tfscale.prepare and "
+                    "fit, or give all but one exchange='allreduce'."
+                )
+
+
 def _exclude_pieces(rule: Any, shards: Shards) -> None:
     """Let no weight decay where it was excluded for a variable given as such.
 
@@ -211,27 +227,6 @@ def _exclude_pieces(rule: Any, shards: Shards) -> None:
     excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
     pairs = zip(shards.variables, shards.pieces, strict=True)
     excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
-
-
-def _save_and_load_complete(rule: Any, first: int, kept: KeptState) -> None:
-    """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
-
-    Args:
-        rule: That optimizer.
-        first: Number of its first variable among those of the outer one.
-        kept: State of the outer one.
-    """
-
-    def save_own_variables(store: dict[str, Any]) -> None:
-        for i, value in enumerate(kept.read("saving")[first:]):
-            store[str(i)] = value
-
-    def load_own_variables(store: dict[str, Any]) -> None:
-        # The outer one has loaded it all, see CompleteState.load_own_variables.
-        del store
-
-    rule.save_own_variables = save_own_variables
-    rule.load_own_variables = load_own_variables
 
 
 def unbuilt(optimizer: Any) -> Any:

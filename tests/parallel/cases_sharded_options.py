@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, shared_folder
+from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import BATCH, dense_model, float64
 from tests.parallel.sharded_model import (
@@ -133,6 +133,16 @@ def case_two_optimizers():
                 require_near([v.numpy() for v in single.second.variables], expected)
 
 
+@sizes(2, timeout_s=80)
+def case_two_optimizers_of_the_same_variables_are_refused():
+    model = TwoOptimizers()
+    model.compile(sharded(Adam(0.01)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.second = sharded(keras.optimizers.SGD(0.02))
+    model.second.build(model.trainable_variables)
+    require_error(lambda: fit(model, 0, 1), "must be built on variables of their own")
+
+
 @keras.saving.register_keras_serializable("tests")
 class TwoOptimizers(keras.Model):
     """Each layer has an optimizer of its own."""
@@ -199,11 +209,11 @@ def case_process_set():
             begin = step * BATCH + n * max(pair.rank(), 0)
             model.train_on_batch(x[begin : begin + n], y[begin : begin + n])
         assert bool(optimizer.parts) == pair.included()
-        require_state(model, alone(N_STEPS)[1][N_STEPS])
         with shared_folder() as folder:
             if pair.included():
                 model.save(folder / "pair.keras")
                 assert (folder / "pair.keras").exists()
+        require_state(model, alone(N_STEPS)[1][N_STEPS])
         tfscale.remove_process_set(pair)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -116,6 +117,25 @@ class KeptState:
         self.state.load(state, first)
         if keeps and len(state) == self.state.n_variables:
             self._loaded = (self.state.version, list(state))
+
+    def serve(self, rule: Any, first: int) -> None:
+        """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
+
+        Args:
+            rule: That optimizer.
+            first: Number of its first variable among those of the outer one.
+        """
+
+        def save_own_variables(store: dict[str, Any]) -> None:
+            for i, value in enumerate(self.read("saving")[first:]):
+                store[str(i)] = value
+
+        def load_own_variables(store: dict[str, Any]) -> None:
+            # The outer one has loaded it all, see CompleteState.load_own_variables.
+            del store
+
+        rule.save_own_variables = save_own_variables
+        rule.load_own_variables = load_own_variables
 
     def broadcast_loaded(self, root_rank: int, process_set: ProcessSet) -> bool:
         """Give all ranks their parts of the state that one rank loaded. Collective.

@@ -208,18 +208,27 @@ class Shards:
         after = tuple(self.pieces[i].handle for i in indices)
         return Call(self.group, f"{what} of {label}", after, what)
 
-    def publish(self, waits: bool) -> None:
+    def buckets_with(self, updated: frozenset[int] | None) -> list[SegmentedBucket]:
+        """Return the buckets that hold some of the variables, all of them for None.
+
+        Args:
+            updated: Positions.
+        """
+        return [b for b in self.buckets if updated is None or not updated.isdisjoint(b.indices)]
+
+    def publish(self, waits: bool, updated: frozenset[int] | None = None) -> None:
         """Send the own pieces to all ranks and receive theirs, in forward order.
 
         Args:
             waits: Wait for all of them; otherwise readers do, who must know (`tfscale.futures`).
+            updated: Positions of variables; buckets without any of them are left out.
 
         Raises:
             ExchangeError: Communication failed.
         """
         backend = runtime.backend()
         handles = []
-        for bucket in self.buckets:
+        for bucket in self.buckets_with(updated):
             raw = [raw_variable(self.variables[i]) for i in bucket.indices]
             own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
             call = self._call("parameters", bucket.indices)
