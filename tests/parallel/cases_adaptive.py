@@ -154,13 +154,12 @@ class InterruptIn(keras.callbacks.Callback):
             raise Interruption
 
 
-@sizes(1, 2, 3, timeout_s=180)
-def case_a_run_goes_on():
-    """Bit by bit, while K is still looked for and later; seeds of the other ranks differ."""
+def check_resume(exchange, interruptions):
     options = {"interval": None, "rule": "robust", "decay_epochs": (), "saturation": 0.3}
+    options["exchange"] = exchange
     with float64(), shared_folder() as folder:
         whole, history = fit(adam, folder / "whole.jsonl", **options)
-        for at in (2, 5):
+        for at in interruptions:
             path = folder / f"cut-{at}.jsonl"
             backup = f"{folder}/backup-{at}" + ("" if runtime.rank() == 0 else "-not-there")
             fit(adam, path, extra=[BackupAndRestore(backup), InterruptIn(at)], **options)
@@ -172,6 +171,17 @@ def case_a_run_goes_on():
             tfscale.barrier()
             assert path.read_text() == (folder / "whole.jsonl").read_text()
             tfscale.barrier()
+
+
+@sizes(1, 2, 3, timeout_s=180)
+def case_a_run_goes_on():
+    """Bit by bit, while K is still looked for and later; seeds of the other ranks differ."""
+    check_resume("allreduce", (2, 5))
+
+
+@sizes(2, timeout_s=120)
+def case_a_run_goes_on_with_sharded_parameters():
+    check_resume("sharded", (5,))
 
 
 @sizes(2, 3, 4)
