@@ -104,6 +104,7 @@ def case_two_optimizers():
     """Each has a layer; the callback of rank 0 saves the state of both."""
     with float64():
         x, y = data()
+        keras.utils.set_random_seed(3)
         models = [TwoOptimizers(), TwoOptimizers()]
         single, model = models
         for each, wrap in ((single, lambda o: o), (model, sharded)):
