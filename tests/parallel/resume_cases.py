@@ -1,5 +1,6 @@
 """What the ranks of `test_sharded_resume` do; a folder is in the environment."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -7,9 +8,14 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.parallel.cases_backup import InterruptAfter, Interruption
 from tests.parallel.cases_equality import BATCH, float64
-from tests.parallel.sharded_model import compiled, sharded
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from tests.parallel.sharded_model import compiled, require_state, sharded, state_of
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+)
 
 STEPS_PER_EPOCH, N_EPOCHS = 4, 3
 SAVED = {"epoch": STEPS_PER_EPOCH, "step": STEPS_PER_EPOCH + 2}  # after so many steps
@@ -108,3 +114,39 @@ def go_on():
             losses = train(model, first, STEPS_PER_EPOCH * N_EPOCHS)
             assert model.optimizer.parts
             write(f"{tfscale.size()}-{moment}", model, losses)
+
+
+def fit_with_backup(save_freq, *callbacks):
+    """Train for three epochs on the same batches; only rank 0 has the folder."""
+    x, y = (values[:STEPS_PER_EPOCH] for values in all_data())
+    batches = tfscale.data.GlobalBatches(
+        np.concatenate(x), np.concatenate(y), batch_size=BATCH, shuffle=False
+    )
+    name = f"backup-{save_freq}" if tfscale.rank() == 0 else f"not-there-{tfscale.rank()}"
+    model = compiled(sharded(keras.optimizers.Adam(0.01)), seed=3 + tfscale.rank())
+    backup = BackupAndRestore(str(folder() / name), save_freq=save_freq)
+    start = BroadcastGlobalVariablesCallback(0)
+    with contextlib.suppress(Interruption):
+        model.fit(batches, epochs=N_EPOCHS, verbose=0, callbacks=[backup, start, *callbacks])
+    return model
+
+
+def back_up():
+    """Stop at the end of the second epoch, before its own backup is written."""
+    with float64():
+        for save_freq in ("epoch", 3):
+            fit_with_backup(save_freq, InterruptAfter(1))
+
+
+def restore():
+    """Go on with the epoch that was under way: after four steps, or after six."""
+    with float64():
+        x, y = all_data()
+        for save_freq, n_before in (("epoch", 4), (3, 6)):
+            model = fit_with_backup(save_freq)
+            single = compiled(keras.optimizers.Adam(0.01))
+            steps = [*range(n_before), *range(STEPS_PER_EPOCH, N_EPOCHS * STEPS_PER_EPOCH)]
+            for step in steps:
+                place = step % STEPS_PER_EPOCH
+                single.train_on_batch(x[place], y[place])
+            require_state(model, state_of(single), save_freq)

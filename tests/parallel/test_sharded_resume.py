@@ -54,6 +54,13 @@ def test_other_numbers_of_ranks_go_on(tmp_path):
         require_equal(tmp_path, f"plain-{moment}")
 
 
+@pytest.mark.timeout(0)
+def test_a_backup_goes_on_with_fewer_ranks(tmp_path):
+    """Written between epochs and between steps; read by rank 0 alone."""
+    run(3, "back_up", tmp_path)
+    run(2, "restore", tmp_path)
+
+
 PLAIN = """
 import json, sys
 sys.modules["tfscale"] = None  # every import of it raises
