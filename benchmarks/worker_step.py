@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,6 +16,14 @@ from benchmarks.workloads import WORKLOADS, Workload, make_batch, make_loss, wei
 Reduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    workload: Workload
+    model: keras.Model
+
+
 class Compute:
     """No exchange at all; ranks start together, and MPI is silent afterwards."""
 
@@ -24,7 +33,7 @@ class Compute:
         self.comm = MPI.COMM_WORLD
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
 
-    def wrap(self, optimizer: keras.optimizers.Optimizer) -> tuple[Any, Reduce]:
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, and what exchanges gradients before it is called."""
         return optimizer, lambda gradients: gradients
 
@@ -46,10 +55,26 @@ class Tfscale:
         self.exchange, self.tfscale = exchange, tfscale
         self.rank, self.size = tfscale.rank(), tfscale.size()
 
-    def wrap(self, optimizer: keras.optimizers.Optimizer) -> tuple[Any, Reduce]:
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, which exchanges by itself."""
-        wrapped = self.tfscale.DistributedOptimizer(optimizer, exchange=self.exchange)
+        wrapped = self.tfscale.DistributedOptimizer(optimizer, exchange=self._strategy(case))
+        case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
+        self.tfscale.prepare(case.model)
         return wrapped, lambda gradients: gradients
+
+    def _strategy(self, case: Case) -> Any:
+        """Return what the name of the exchange stands for."""
+        half = sum(bool(x.trainable_weights) for x in case.model._flatten_layers()) // 2
+        named = {
+            "chunked": lambda: self.tfscale.Chunked(
+                max(1, half), "auto", global_batch=case.workload.global_batch
+            ),
+            "sharded": lambda: self.tfscale.Sharded(global_batch=case.workload.global_batch),
+            "sharded-weights": lambda: self.tfscale.Sharded(dense="weights"),
+            "local8": lambda: self.tfscale.LocalSGD(self.size, 8, "allreduce"),
+            "local16": lambda: self.tfscale.LocalSGD(self.size, 16, "allreduce"),
+        }
+        return named.get(self.exchange, lambda: self.exchange)()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -70,7 +95,7 @@ class Horovod:
         self.hvd = hvd
         self.rank, self.size = hvd.rank(), hvd.size()
 
-    def wrap(self, optimizer: keras.optimizers.Optimizer) -> tuple[Any, Reduce]:
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer and an allreduce per gradient, which Horovod fuses."""
 
         def reduce(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -100,9 +125,9 @@ def start(system: str) -> Compute | Tfscale | Horovod:
 
 def make_step(workload: Workload, model: keras.Model, system: Any) -> Callable[[], object]:
     """Return one training step on a batch that stays the same, traced."""
-    optimizer, reduce = system.wrap(keras.optimizers.SGD(1e-4, momentum=0.9))
+    optimizer, reduce = system.wrap(keras.optimizers.SGD(1e-4, momentum=0.9), Case(workload, model))
     loss = make_loss(workload)
-    pictures, targets = map(tf.constant, make_batch(workload, system.rank))
+    pictures, targets = map(tf.constant, make_batch(workload, system.rank, system.size))
     variables = model.trainable_variables
     optimizer.build(variables)
 
@@ -138,7 +163,7 @@ def main() -> None:
         start_s=start_s,
         n_parameters=sum(layer.n_parameters for layer in weights),
         allreduce_bytes=allreduce_bytes(weights, system.size),
-        least_bytes=least_bytes(weights, system.size, workload.batch),
+        least_bytes=least_bytes(weights, system.size, workload.global_batch // system.size),
     )
     system.end()
 

@@ -29,13 +29,13 @@ class Workload:
 
     Attributes:
         build: Makes the model.
-        batch: Pictures per rank and step.
+        global_batch: Pictures per step, of all ranks together.
         shape: Rows, columns and channels of a picture.
         classes: Number of classes; 0 for a model that restores pictures.
     """
 
     build: Callable[[], keras.Model]
-    batch: int
+    global_batch: int
     shape: tuple[int, int, int]
     classes: int
 
@@ -45,16 +45,17 @@ WORKLOADS = {
     "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
     "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
     "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
-    "edsr16": Workload(lambda: edsr(), 4, (48, 48, 1), 0),
+    "edsr16": Workload(lambda: edsr(), 16, (48, 48, 1), 0),
 }
 
 
-def make_batch(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def make_batch(workload: Workload, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (pictures, targets) of one rank: float32 pictures, labels or pictures as targets."""
-    generator = np.random.default_rng(seed)
-    pictures = generator.random((workload.batch, *workload.shape), np.float32)
+    generator = np.random.default_rng(rank)
+    n = workload.global_batch // size
+    pictures = generator.random((n, *workload.shape), np.float32)
     if workload.classes:
-        return pictures, generator.integers(0, workload.classes, workload.batch)
+        return pictures, generator.integers(0, workload.classes, n)
     return pictures, generator.random(pictures.shape, np.float32)
 
 

@@ -24,7 +24,6 @@ from tfscale.reduce_ops import Average
 from tfscale.retracing import drop_traces
 from tfscale.sharded_update import unbuilt
 from tfscale.trace.stamps import stamp_updates
-from tfscale.update import choose_update
 
 
 class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
@@ -117,20 +116,17 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
                 communication failed.
         """
-        inner = self.__wrapped__
-        variables = list(
-            inner._trainable_variables if trainable_variables is None else trainable_variables
-        )
+        variables = self._built_for() if trainable_variables is None else list(trainable_variables)
         if self._self_accumulator is None:
             self._apply_reduced(list(grads), variables)
             return
-        if not inner.built:
+        if not self.__wrapped__.built:
             self.build(variables)
         self._self_accumulator.add(
             grads,
             variables,
             on_full=lambda sums: self._apply_reduced(sums, variables),
-            on_other=lambda: inner.iterations.assign_add(1),
+            on_other=lambda: self.__wrapped__.iterations.assign_add(1),
         )
 
     def _apply_reduced(self, gradients: list[Any], variables: list[Any]) -> None:
@@ -143,19 +139,15 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             self.build(variables)
         stamp_updates(update.apply(self.__wrapped__, gradients, variables, is_scaler))
 
-    def _update(self) -> Any:
-        if self._self_update is None:
-            self._self_update = choose_update(self._self_reducer, self.__wrapped__)
-        return self._self_update
-
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the optimizer's state, or this rank's part of it.
+        """Create the optimizer's state, or this rank's part of it, unless it exists.
 
         Args:
             variables: What it will train; values must be equal on all ranks.
         """
         self._register_local_layers()
-        self.__wrapped__ = self._update().build(self.__wrapped__, variables)
+        if self._update().shards is None:
+            self.__wrapped__ = self._update().build(self.__wrapped__, variables)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Set the final values of variables at the end of `fit`, as Keras does."""

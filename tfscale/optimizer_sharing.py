@@ -7,6 +7,7 @@ from typing import Any
 
 from tfscale.exchange.base import Exchange
 from tfscale.process_sets import ProcessSet
+from tfscale.update import choose_update
 
 
 class Sharing:
@@ -16,6 +17,20 @@ class Sharing:
     _self_reducer: Any
     _self_update: Any
     _self_local_layers: list[Any]
+
+    def _update(self) -> Any:
+        if self._self_update is None:
+            self._self_update = choose_update(self._self_reducer, self.__wrapped__)
+        return self._self_update
+
+    def _built_for(self) -> list[Any]:
+        """Return the model's variables that the optimizer was built for."""
+        shards = self._update().shards
+        trained = self.__wrapped__._trainable_variables
+        if shards is None:
+            return list(trained)
+        places = {id(piece): i for i, piece in enumerate(shards.pieces)}
+        return [shards.variables[places[id(v)]] if id(v) in places else v for v in trained]
 
     @property
     def process_set(self) -> ProcessSet:

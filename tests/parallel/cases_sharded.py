@@ -140,3 +140,25 @@ def case_batch_normalization():
         SHARDED["momentum"],
         local_build=plain,
     )
+
+
+@sizes(2, timeout_s=120)
+def case_built_twice_and_applied_without_variables():
+    """As a loop of one's own does: build after prepare, apply(gradients) alone."""
+    results = []
+    for wrap in (
+        lambda rule: rule,
+        lambda rule: hvd.DistributedOptimizer(rule, exchange="sharded"),
+    ):
+        with float64():
+            keras.utils.set_random_seed(1)
+            model = dense_model()
+            model.compile(wrap(SHARDED["adam"]()), loss="mse")
+            tfscale.prepare(model)
+            model.optimizer.build(model.trainable_variables)
+            gradients = [np.full(v.shape, 0.5) for v in model.trainable_variables]
+            for _ in range(3):
+                model.optimizer.apply([keras.ops.convert_to_tensor(g) for g in gradients])
+            results.append(model.get_weights())
+    for mine, single in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE)

@@ -103,7 +103,7 @@ class GroupAverage:
         squares = [_when(is_due, partial(self._average, part)) for part in self._parts()]
         for state in self._states:
             _when(is_due, partial(self._average_state, state))
-        _when(is_due, lambda: self._measure(tf.add_n([tf.zeros([], tf.float64), *squares])))
+        _when(is_due, lambda: self._measure(_sum(squares)))
         self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
 
     def _parts(self) -> list[list[int]]:
@@ -134,7 +134,7 @@ class GroupAverage:
             for variable, mean in zip(variables, self._mean(before, "parameters"), strict=True):
                 variable.assign(mean)
         moved = [v.value - b for v, b in zip(variables, before, strict=True)]
-        return tf.add_n([tf.reduce_sum(tf.cast(m, tf.float64) ** 2) for m in moved])
+        return _sum([tf.reduce_sum(tf.cast(m, tf.float64) ** 2) for m in moved])
 
     def _move_by_gradients(self, part: Sequence[int]) -> None:
         means = self._mean([self._sums[i].value for i in part], "gradients")
@@ -162,6 +162,11 @@ class GroupAverage:
 def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+
+
+def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
+    return tf.reduce_sum(tf.stack([tf.zeros([], tf.float64), *scalars]))
 
 
 def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:

@@ -45,11 +45,16 @@ def _clip_globally(
     squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
     shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
     local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
-    total = _sum_over_ranks(tf.add_n([tf.zeros([], dtype), *shared]), shards)
-    norm = tf.sqrt(tf.add_n([total, *local]))
+    total = _sum_over_ranks(_sum(shared, dtype), shards)
+    norm = tf.sqrt(total + _sum(local, dtype))
     # An infinite norm makes all gradients NaN, as in Keras.
     scale = limit * tf.minimum(1 / norm, tf.constant(1 / limit, norm.dtype)) + (norm - norm)
     return [g * tf.cast(scale, g.dtype) for g in gradients]
+
+
+def _sum(scalars: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
+    return tf.reduce_sum(tf.stack([tf.zeros([], dtype), *scalars]))
 
 
 def _squares(
