@@ -20,6 +20,8 @@ import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_trace import shared_folder
 from tfscale import runtime
+from tfscale.trace.analysis import Key
+from tfscale.trace.dependencies import collectives_before
 from tfscale.trace.recorder import Listener
 
 N_STEPS = 3
@@ -101,6 +103,7 @@ def train(layers: list[keras.layers.Layer], strategy) -> None:
     x, y = np.ones((4, 6)), np.ones((4, 3))
     for _ in range(N_STEPS):
         model.train_on_batch(x, y)
+    model.get_weights()  # waits for what is under way
     gates = [layer for layer in layers if isinstance(layer, Gate)]
     passed = [flag for gate in gates for flag in gate.passed]
     assert passed == [True] * (N_STEPS * len(gates)), passed
@@ -163,3 +166,51 @@ def case_the_forward_pass_goes_on_while_activations_travel():
 
         layers = [Gate(forward=come_last), dense(5, "wide"), dense(4, "next"), Gate(forward=tell)]
         train([*layers, dense(3, "last")], strategy)
+
+
+_SENDS_ACTIVATIONS = ("TfscaleAllgather", "TfscaleAlltoall")
+
+
+class OwnDense(keras.layers.Dense):
+    """Exchanges weights."""
+
+
+def awaited_before(op: tf.Operation) -> set[int]:
+    """Return the ids of the handles of variables that an op, or what it needs, waits for."""
+    outer = {id(inner): id(handle) for handle, inner in op.graph.captures}
+    found, seen, rest = set(), set(), [op]
+    while rest:
+        one = rest.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one.type == "TfscaleAwait":
+            found |= {outer[id(tensor)] for tensor in one.inputs}
+        rest += [*(tensor.op for tensor in one.inputs), *one.control_inputs]
+    return found
+
+
+def kind(key: Key) -> str:
+    """Return whose collective it is: of gradients, parameters, or the layer "wide"."""
+    name = runtime.backend().slot_name(key.plan, key.slot)
+    return next(word for word in ("gradients", "parameters", "wide") if word in name)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_streams_do_not_wait_for_each_other():
+    """Gradients, activations and errors; nor activations for the parameters of their layer."""
+    for route in ("replicated", "partial"):
+        layers = [OwnDense(7, name="early"), dense(5, "wide"), OwnDense(3, name="last")]
+        listener = Listener()
+        train(layers, tfscale.Sharded(dense=route, bucket_mb=0))
+        plans = {int(e["plan"]) for e in listener.take() if e["plan"] >= 0 and e["slot"] >= 0}
+        (graph,) = {runtime.backend().graph_of(plan) for plan in plans}
+        before = {k: v for k, v in collectives_before(graph).items() if k.slot >= 0}
+        # Gradients of two layers; activations and errors; parameters, rows with their bias.
+        assert len(before) == 4 + 2 + (5 if route == "partial" else 6), before
+        for key, needed in before.items():
+            assert kind(key) == "parameters" or {kind(k) for k in needed} <= {kind(key)}, key
+        (op, *_) = [op for op in graph.get_operations() if op.type in _SENDS_ACTIVATIONS]
+        handles = {v.path: id(v._value.handle) for layer in layers for v in layer.variables}
+        waits = {path for path, handle in handles.items() if handle in awaited_before(op)}
+        assert {path.split("/")[-2] for path in waits} == {"early"}, waits

@@ -27,6 +27,8 @@ def case_dense_layers_equal_one_process():
         strategy = tfscale.Sharded(dense=route, overlap=False, overlap_forward=False)
         check(mlp(use_bias=False), SHARDED["adam"], strategy)
     check(conv_model, SHARDED["momentum"], tfscale.Sharded(dense="partial", bucket_mb=0))
+    for options in ({"run_eagerly": True}, {"steps_per_execution": 5}):
+        check(mlp(), SHARDED["adam"], tfscale.Sharded(dense="partial"), **options)
 
 
 @sizes(2, 3, 4, timeout_s=300)
