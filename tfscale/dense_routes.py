@@ -88,7 +88,8 @@ class DenseRoutes:
                 "Dense layers must be prepared before they exchange activations. Received: "
                 f"dense={self._strategy.dense!r} and a step of a model that was not. Call "
                 "tfscale.prepare(model) after compile() when all its layers are built, or give fit "
-                "a tfscale callback. Within LocalSGD use dense='weights'."
+                "a tfscale callback. Within LocalSGD, and in a model with several optimizers, use "
+                "dense='weights'."
             )
 
     def _set(self, layer: keras.layers.Dense, route: Route) -> bool:

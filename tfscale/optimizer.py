@@ -188,8 +188,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
     def _rebuild(self, model: keras.Model) -> None:
         """Cut parameters and state anew. Collective."""
         state = self.full_state()
-        self.__wrapped__ = unbuilt(self.__wrapped__)
-        self.build(model.trainable_variables)
+        inner = unbuilt(self.__wrapped__)
+        self.__wrapped__ = self._update().build(inner, model.trainable_variables)
         self.load_own_variables({str(i): value for i, value in enumerate(state)})
         drop_traces([raw_variable(v) for v in model.trainable_variables])
 

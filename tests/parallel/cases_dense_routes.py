@@ -223,3 +223,21 @@ def case_local_layers_and_unprepared_models():
         model.optimizer.register_local_var(variable)
     tfscale.prepare(model)
     assert routes(model) == ["weights", "partial"]
+
+
+@sizes(2, 3, timeout_s=120)
+def case_models_that_are_built_by_their_first_batch():
+    random = np.random.default_rng(2)
+    x, y = random.normal(size=(24, 6)), random.normal(size=(24, 3))
+    found = []
+    for strategy in ("allreduce", tfscale.Sharded(dense="partial")):
+        with float64():
+            dense = keras.layers.Dense
+            model = compiled(lambda: keras.Sequential([dense(6), dense(3)]), strategy)  # noqa: B023
+            data = tfscale.data.GlobalBatches(x, y, batch_size=12, shuffle=False)
+            start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            model.fit(data, epochs=2, verbose=0, callbacks=[start])
+            found.append((routes(model), model.get_weights()))
+    assert [way for way, _ in found] == [["weights"] * 2, ["partial"] * 2]
+    for mine, other in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
