@@ -13,6 +13,8 @@ from tfscale.update import choose_update
 class Sharing:
     """What a `DistributedOptimizer` answers when it is asked about ranks and strategy."""
 
+    __slots__ = ()  # `vars` of the proxy stays that of the wrapped optimizer
+
     __wrapped__: Any
     _self_reducer: Any
     _self_update: Any

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale import runtime
+from tfscale.errors import ConfigError
 from tfscale.process_sets import ProcessSet
 from tfscale.sharded_update import unbuilt
 
@@ -29,6 +31,8 @@ class CompleteVariable:
 
 class CompleteState:
     """What a `DistributedOptimizer` answers when its state is asked for."""
+
+    __slots__ = ()  # `vars` of the proxy stays that of the wrapped optimizer
 
     __wrapped__: Any
     _self_update: Any
@@ -67,11 +71,12 @@ class CompleteState:
         """Let `variables` hold complete values within a block, for reading only."""
         if self.kept_state:
             pairs = zip(self.__wrapped__.variables, self.kept_state.read(), strict=True)
-            self._self_shown = [CompleteVariable(v.path, value) for v, value in pairs]
+            shown = [CompleteVariable(v.path, value) for v, value in pairs]
+            self._self_shown = shown  # type: ignore[misc]  # a slot of the proxy's
         try:
             yield
         finally:
-            self._self_shown = None
+            self._self_shown = None  # type: ignore[misc]
 
     def full_state(self) -> list[np.ndarray]:
         """Return the complete state, in the order of `variables`.
@@ -130,6 +135,12 @@ class CompleteState:
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         if not self.kept_state:
+            if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
+                raise ConfigError(
+                    "A checkpoint must be restored into a sharded optimizer after it is built, or "
+                    f"its state would be lost. Received: {self.__wrapped__.name}, not built. Call "
+                    "tfscale.prepare(model), or optimizer.build(variables), before restoring."
+                )
             return self.__wrapped__._lookup_dependency(name, cached_dependencies)
         return self._trackable_children().get(name)
 

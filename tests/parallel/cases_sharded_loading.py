@@ -48,6 +48,8 @@ def case_loading_into_a_live_model():
             model.set_weights(states[3][:n_weights])
             model.optimizer.load_own_variables(stored)
 
+        unbuilt = compiled(sharded(Adam(0.03)))
+        require_error(lambda: read(unbuilt), "tfscale.prepare(model)")
         expected = alone(N_STEPS)[1][N_STEPS]
         for load in (
             lambda model: model.load_weights(folder / "plain.weights.h5"),
