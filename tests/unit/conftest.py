@@ -1,0 +1,13 @@
+"""Unit tests leave nothing behind: what one of them initialised is gone before the next."""
+
+import pytest
+
+from tfscale import runtime
+
+
+@pytest.fixture(autouse=True)
+def not_initialised():
+    """Forget a job of one process that a test has joined."""
+    before = runtime._state
+    yield
+    runtime._state = before
