@@ -50,9 +50,12 @@ def gather_and_assign(
         for piece in layout.pieces(rank):
             parts[piece.variable].append(gathered[begin : begin + piece.count])
             begin += piece.count
-    for index, shape, variable in zip(layout.indices, layout.shapes, variables, strict=True):
+    raw = [raw_variable(v) for v in variables]
+    # A gather posted before would give the variables its values after these.
+    backend.await_variables([v.handle for v in raw], is_write=True)
+    for index, shape, variable in zip(layout.indices, layout.shapes, raw, strict=True):
         if math.prod(shape) > 0:
-            raw_variable(variable).assign(tf.reshape(tf.concat(parts[index], 0), shape))
+            variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
 
 
 class WaitingBackend:
