@@ -117,11 +117,14 @@ def check(build, make_optimizer, exchange="allreduce", local_build=None, **optio
         wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=exchange)
         ours = trained(local_build or build, wrapped, (x, y), batches, **options)
         alone = trained(build, make_optimizer(), (x, y), None, **options)
-    for mine, single in zip(ours, alone, strict=True):
-        if np.issubdtype(mine.dtype, np.floating):
-            np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE)
-        else:
-            np.testing.assert_array_equal(mine, single)
+    require_equal(ours, alone)
+
+
+def require_equal(ours, alone) -> None:
+    """Values are those of one process up to rounding, and equal bit by bit on all ranks."""
+    for i, (mine, single) in enumerate(zip(ours, alone, strict=True)):
+        atol = TOLERANCE if np.issubdtype(mine.dtype, np.floating) else 0
+        np.testing.assert_allclose(mine, single, rtol=0, atol=atol, err_msg=f"variable {i}")
     for mine, others in zip(ours, zip(*tfscale.allgather_object(ours), strict=True), strict=True):
         for other in others:
             np.testing.assert_array_equal(mine, other)

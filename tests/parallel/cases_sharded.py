@@ -16,6 +16,7 @@ from tests.parallel.cases_equality import (
     float64,
     inputs_of,
     norm_model,
+    require_equal,
     trained,
 )
 
@@ -47,13 +48,7 @@ def check(build, make_optimizer, strategy=None, local_build=None, **options) -> 
         alone = trained(build, make_optimizer(), (x, y), None, **options)
         n_weights = len(alone) - len(wrapped.variables)
         ours = ours[:n_weights] + wrapped.full_state()
-    assert len(ours) == len(alone)
-    for i, (mine, single) in enumerate(zip(ours, alone, strict=True)):
-        message = f"{wrapped.name} variable {i} of {n_weights} weights"
-        np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE, err_msg=message)
-    for mine, others in zip(ours, zip(*tfscale.allgather_object(ours), strict=True), strict=True):
-        for other in others:
-            np.testing.assert_array_equal(mine, other)
+    require_equal(ours, alone)
 
 
 @sizes(2, 3, 4, timeout_s=300)

@@ -57,17 +57,11 @@ class Sharded:
         Raises:
             ConfigError: An option does not fit.
         """
-        is_number = isinstance(self.bucket_mb, int | float) and self.bucket_mb >= 0
-        if self.bucket_mb != "auto" and not is_number:
-            raise ConfigError(
-                "bucket_mb must be 'auto' or a number of MiB, 0 or more. "
-                f"Received: bucket_mb={self.bucket_mb!r}."
-            )
+        Allreduce(self.bucket_mb)  # checks the size of buckets
         if self.dense not in DENSE:
             raise ConfigError(
                 f"dense must be one of {', '.join(map(repr, DENSE))}. Received: {self.dense!r}."
             )
-
         batch = self.global_batch
         if batch is not None and (isinstance(batch, bool) or int(batch) != batch or batch < 1):
             raise ConfigError(f"global_batch must be 1 or more. Received: global_batch={batch!r}.")
