@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | adaptive-study | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | adaptive-study | local-sgd-study | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel thesis-scaling \
-        adaptive-study clean format
+        adaptive-study local-sgd-study clean format
 
 venv: $(VENV)/.installed
 
@@ -95,6 +95,17 @@ STUDY ?= adaptive_batch
 adaptive-study: export TF_CPP_MIN_LOG_LEVEL ?= 2
 adaptive-study: build
 	@$(BIN)/python recipes/study.py $(STUDY) $(ARGS_STUDY)
+
+# [L] table I and figure 4, then what the tuner makes of the same training; 40 minutes on two idle
+# cores. [S] tables 3 and 4: make local-sgd-study LOCAL_STUDY=parameter_averaging_fashion.
+LOCAL_STUDY ?= local_sgd_fashion
+local-sgd-study: export TF_CPP_MIN_LOG_LEVEL ?= 2
+local-sgd-study: build
+	@$(BIN)/python recipes/study.py $(LOCAL_STUDY) $(ARGS_STUDY)
+ifeq ($(LOCAL_STUDY),local_sgd_fashion)
+	@$(BIN)/tfscale tune groups --groups 2,4,8 --output recipes/results/local_sgd_fashion_groups \
+	  recipes/resnet.py --data fashion_mnist --depth 8 --images 15000 --schedule constant
+endif
 
 bazel: venv
 	@$(BIN)/python tools/bazel_build.py

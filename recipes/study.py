@@ -27,8 +27,8 @@ A study is a Python file, `recipes/studies/<study>.py` or any other path, that d
 
 A loss reaches a threshold from above, anything else from below. With THRESHOLD = None there is no
 total speedup. A function of COLUMNS gets a list with the epochs of a run, each a dict as in
-`metrics.jsonl`, and returns a number; the table shows the mean over seeds. All runs get `--resume`;
-those on several ranks `--report` as well, which measures compute and communication.
+`metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds. All runs get
+`--resume`; those on several ranks `--report` as well, which measures compute and communication.
 
 Speedups, as [F] has them: the epoch speedup compares seconds of training per epoch, medians; the
 total speedup seconds of training until the threshold, which contains what the configuration loses

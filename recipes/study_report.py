@@ -24,7 +24,7 @@ class Summary:
         seconds_to_threshold: Seconds of training until then, mean.
         epoch_s: Seconds of training of an epoch: median over epochs, mean over seeds.
         exposed_share: Part of the time of a step in which ranks wait for communication.
-        more: The study's own columns, means.
+        more: The study's own columns, means; None where a run has no such number.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Summary:
     seconds_to_threshold: float | None
     epoch_s: float
     exposed_share: float | None
-    more: list[float]
+    more: list[float | None]
 
 
 def summaries(study: Study, outcomes: Sequence[Outcome]) -> list[Summary]:
@@ -71,8 +71,13 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
             statistics.median(line["train_seconds"] for line in outcome.epochs) for outcome in own
         ),
         exposed_share=exposed / total if total else None,
-        more=[statistics.mean(f(o.epochs) for o in own) for f in study.columns.values()],
+        more=[_mean([f(o.epochs) for o in own]) for f in study.columns.values()],
     )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if len(known) == len(values) else None
 
 
 def epochs_to(

@@ -14,6 +14,7 @@ from typing import Any
 import machine
 
 RECIPES = Path(__file__).resolve().parent
+Column = Callable[[list[dict[str, float]]], float | None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Study:
     flags: Mapping[str, Any] = field(default_factory=dict)
     seeds: Sequence[int] = (1,)
     threshold: tuple[str, float] | None = None
-    columns: Mapping[str, Callable[[list[dict[str, float]]], float]] = field(default_factory=dict)
+    columns: Mapping[str, "Column"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ flags.DEFINE_integer(
     "Train the ranks on their own and average parameters every n epochs; 0: exchange gradients.",
     lower_bound=0,
 )  # fmt: skip
+flags.DEFINE_float(
+    "distance_weights", 0.0,
+    "Parameter averaging: lambda, by which ranks count less the further they have moved; 0: alike.",
+    lower_bound=0.0,
+)  # fmt: skip
 flags.DEFINE_integer(
     "groups", 1, "Local SGD: groups of ranks; inside, they exchange as --exchange says.",
     lower_bound=1,
@@ -216,10 +221,14 @@ def _callbacks(
     if FLAGS.average_every:
         consistent: dict[str, Any] = {"consistency_check": False, "non_trainable": "local"}
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0, **consistent))
-        callbacks.append(tfscale.callbacks.ParameterAveraging(FLAGS.average_every))
+        lam = FLAGS.distance_weights
+        weights: Any = tfscale.DistanceWeights(lam) if lam else "uniform"
+        callbacks.append(tfscale.callbacks.ParameterAveraging(FLAGS.average_every, weights=weights))
     else:
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
     callbacks.append(hvd.callbacks.MetricAverageCallback())
+    if FLAGS.groups > 1:
+        callbacks.append(tfscale.callbacks.ModelDistance(folder))
     callbacks += batch_growth.callbacks(train, reference_batch, folder)
     if FLAGS.report:
         callbacks.append(tfscale.callbacks.CommunicationReport(folder))

@@ -24,7 +24,8 @@ def add_groups(tuners: argparse._SubParsersAction) -> None:
         usage="tfscale tune groups [options] recipe.py ...",
         description="Runs a training script for some steps with as many ranks as groups, one "
         "number of groups after another, and measures how far the groups' models part. The script "
-        "must train with model.fit and a DistributedOptimizer, whose exchange is replaced.",
+        "must train with model.fit and a DistributedOptimizer, whose exchange is replaced. Its "
+        "batch size and learning rate are those of one group.",
     )
     parser.add_argument("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="per probe")

@@ -73,6 +73,7 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
         _regroup(model, settings)
+        _enlarge(args[0] if args else options.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         extra = [record, GroupsProbe(settings, record)]
         callbacks = [*(options.pop("callbacks", None) or []), *extra]
@@ -105,6 +106,12 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     rule = type(optimizer.__wrapped__).from_config(config | {"learning_rate": rate * factor})
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
     model.optimizer = tfscale.DistributedOptimizer(rule, exchange=exchange)
+
+
+def _enlarge(data: Any, groups: int) -> None:
+    """Give each group the batches that the script has for all: [L] keeps the local batch."""
+    if isinstance(data, tfscale.data.GlobalBatches):
+        data.batch_size *= groups
 
 
 if __name__ == "__main__":
