@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | thesis-scaling | adaptive-study | local-sgd-study | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study clean format
 
 venv: $(VENV)/.installed
@@ -75,15 +75,17 @@ format: venv
 	@$(BIN)/ruff check --fix $(CHECKED)
 	@$(BIN)/clang-format -i $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
 
-# Both need root, for the emulated links; PLACES=memory does without. Results go to $(BENCH).
-bench: SUITE := $(BENCH)/full.json
-bench-quick: SUITE := $(BENCH)/quick.json
-bench-quick: QUICK := --quick
-bench bench-quick: build
-	@$(BIN)/python -m benchmarks collectives step $(QUICK) --output $(SUITE) \
-	  $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH)
-	@$(BIN)/python -m benchmarks.report $(SUITE) --output $(basename $(SUITE))
-	@cat $(basename $(SUITE))/benchmarks.md
+# These need root, for the emulated links; PLACES=memory does without. Results go to $(BENCH).
+# bench-full measures every cell, as long as it takes; all go on where they were interrupted.
+bench: NAME := table
+bench-quick: NAME := quick
+bench-full: NAME := full
+bench-quick bench-full: EXTENT = --$(NAME)
+bench bench-quick bench-full: build
+	@$(BIN)/python -m benchmarks step single $(if $(filter quick,$(NAME)),,fc1) collectives $(EXTENT) \
+	  --output $(BENCH)/$(NAME).json $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH)
+	@$(BIN)/python -m benchmarks.report $(BENCH)/$(NAME).json --output $(BENCH)/$(NAME)
+	@cat $(BENCH)/$(NAME)/benchmarks.md
 
 # The simulator against the papers' speedups: no measurement, seconds on any machine.
 thesis-scaling: venv

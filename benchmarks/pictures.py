@@ -12,7 +12,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from benchmarks.numbers import bus_bandwidth
-from benchmarks.report import Row, step_limit, systems_of
+from benchmarks.rows import MEMORY, Row, step_limit, systems_of
+from benchmarks.step_tables import name_of
+
+_COLOURS = {"horovod": "tab:orange", "mwms": "tab:red", "mpi": "tab:brown"}
 
 
 def draw_collectives(rows: Sequence[Row], folder: Path) -> None:
@@ -33,31 +36,41 @@ def draw_collectives(rows: Sequence[Row], folder: Path) -> None:
         axis.set(title=group, xlabel="bytes", ylabel="bus bandwidth, GB/s")
         axis.grid(True, alpha=0.3)
         axis.legend()
-    _save(figure, folder / "allreduce.png")
+    _save(figure, folder / "benchmarks-allreduce.png")
 
 
 def draw_steps(rows: Sequence[Row], folder: Path) -> None:
-    """Draw the duration of a step per model and system, with the physical limits as lines."""
+    """Draw the duration of a step, a panel per model and place, the physical limits as lines."""
     if not rows:
         return
-    systems = systems_of(rows)
-    width = 0.8 / len(systems)
-    figure, axis = plt.subplots(figsize=(max(6.0, 1.6 * len(rows)), 4.5))
-    for number, system in enumerate(systems):
-        left = (number + 0.5) * width - 0.4
-        places = [i + left for i, row in enumerate(rows) if system in row.rounds]
-        heights = [1e3 * row.median_s(system) for row in rows if system in row.rounds]
-        axis.bar(places, heights, width, label=system)
-    for which, style in (("allreduce_bytes", "--"), ("least_bytes", "-")):
-        for i, row in enumerate(rows):
-            limit = step_limit(row, which)
-            if limit is not None:
-                label = f"limit, {which.replace('_', ' ')}" if i == 0 else None
-                axis.hlines(1e3 * limit, i - 0.45, i + 0.45, "black", style, label=label)
-    axis.set_xticks(range(len(rows)), [row.group for row in rows], rotation=20)
-    axis.set_ylabel("ms per step")
-    axis.legend()
-    _save(figure, folder / "steps.png")
+    n_columns = min(3, len(rows))
+    n_lines = -(-len(rows) // n_columns)
+    size = (4.6 * n_columns, 2.9 * n_lines)
+    figure, axes = plt.subplots(n_lines, n_columns, figsize=size, squeeze=False)
+    for axis in axes.flat[len(rows) :]:
+        axis.set_visible(False)
+    for axis, row in zip(axes.flat, rows, strict=False):
+        _draw_panel(axis, row)
+    axes.flat[0].legend(fontsize=7, loc="lower right")
+    _save(figure, folder / "benchmarks-steps.png")
+
+
+def _draw_panel(axis: plt.Axes, row: Row) -> None:
+    systems = list(row.rounds)
+    colours = ["0.6" if s == "compute" else _COLOURS.get(s, "tab:green") for s in systems]
+    heights = [1e3 * row.median_s(system) for system in systems]
+    bars = axis.barh([name_of(s) for s in systems], heights, color=colours)
+    axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+    for which, style in (("allreduce_bytes", ":"), ("least_bytes", "-")):
+        limit = step_limit(row, which)
+        if limit is not None and row.place != MEMORY:
+            label = {"allreduce_bytes": "limit, all gradients", "least_bytes": "limit"}[which]
+            axis.axvline(1e3 * limit, color="black", linestyle=style, linewidth=1, label=label)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.tick_params(labelsize=7)
+    axis.set_title(f"{row.case}, {row.place}, {row.n_ranks} ranks", fontsize=9)
+    axis.set_xlabel("ms per step", fontsize=8)
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

@@ -22,13 +22,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def sample(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
-    """Return the durations in seconds of calls, those for warming up left out."""
+def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1) -> list[float]:
+    """Return durations in seconds of a call, those for warming up left out.
+
+    Args:
+        run: What is measured.
+        warmup: Blocks left out.
+        repeats: Blocks kept.
+        block: Calls whose mean is one duration, where not every call does the same.
+    """
     durations = []
     for _ in range(warmup + repeats):
         start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
+        for _ in range(block):
+            run()
+        durations.append((time.perf_counter() - start) / block)
     return durations[warmup:]
 
 

@@ -30,14 +30,19 @@ class Workload:
     Attributes:
         build: Makes the model.
         global_batch: Pictures per step, of all ranks together.
-        shape: Rows, columns and channels of a picture.
+        shape: Rows, columns and channels of a picture, or just numbers.
         classes: Number of classes; 0 for a model that restores pictures.
     """
 
     build: Callable[[], keras.Model]
     global_batch: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
+
+
+def fc1() -> keras.Model:
+    """Return VGG-16's first dense layer: 25088 x 4096."""
+    return keras.Sequential([keras.Input((25088,)), keras.layers.Dense(4096)])
 
 
 WORKLOADS = {
@@ -45,6 +50,8 @@ WORKLOADS = {
     "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
     "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
     "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
+    # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
+    "fc1": Workload(fc1, 256, (25088,), 4096),
     "edsr16": Workload(lambda: edsr(), 16, (48, 48, 1), 0),
 }
 

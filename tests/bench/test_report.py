@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.__main__ import collective_cells, step_cells
+from benchmarks.cells import FULL, QUICK, SUITES, TABLE, Choice
 from benchmarks.harness import Cell, merge
 from benchmarks.places import RunFailedError
-from benchmarks.report import collect, report, step_limit
+from benchmarks.report import report
+from benchmarks.rows import collect, step_limit
+from benchmarks.step_tables import single_table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -81,16 +83,40 @@ def test_the_page_names_ratios_and_limits(fake_runs, tmp_path):
     assert step_limit(row, "least_bytes") == 0.1
     assert step_limit(row, "allreduce_bytes") == pytest.approx(0.8)
     page = report(content, "Benchmarks")
-    assert "| 800 | 100 | 2.00 (2.00..2.00) | 10% |" in page
+    assert "Physical limits: 800 ms with summing up all gradients, 100 ms with the least" in page
+    assert "| vgg | 1gbit, 4 ranks | 100 | tfscale allreduce | 1000 | 10% | 2.00 (" in page
+    assert "| Horovod | 2000 (2000..2000) | 0.05 |" in page
     assert "abc" in page
 
 
 def test_every_suite_compares_systems_within_its_groups():
-    for cells in (collective_cells(True, ()), step_cells(True, (), (), ("allreduce",))):
-        groups = {cell.group for cell in cells}
-        for group in groups:
-            assert len({cell.system for cell in cells if cell.group == group}) >= 2
-    assert {c.place for c in step_cells(False, ("memory",), (), ("allreduce",))} == {"memory"}
+    for extent in (QUICK, TABLE, FULL):
+        for suite in ("collectives", "step", "fc1"):
+            cells = SUITES[suite](Choice(extent))
+            for group in {cell.group for cell in cells}:
+                assert len({cell.system for cell in cells if cell.group == group}) >= 2
+            assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_a_choice_of_cells():
+    assert {c.place for c in SUITES["step"](Choice(places=["memory"]))} == {"memory"}
+    chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
+    assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
+    only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
+    assert {c.system for c in only} == {"compute"}
+
+
+def test_local_sgd_is_measured_over_whole_intervals():
+    cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
+    blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
+    assert blocks == {"tfscale-local8": "8", "tfscale-local16": "16"}
+
+
+def test_overhead_of_one_process_pairs_the_blocks():
+    samples = {"keras": [1.0, 2.0, 4.0], "tfscale": [1.1, 2.2, 4.4]}
+    run = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
+    (row,) = collect([{**run, "samples": samples}], "single")
+    assert "+10.0 % (+10.0..+10.0)" in single_table([row])
 
 
 def _content(seconds, system="tfscale-allreduce"):

@@ -1,0 +1,134 @@
+"""What each suite measures: the systems, models and places, as cells for the harness."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness import MEMORY, Cell
+
+QUICK, TABLE, FULL = "quick", "table", "full"
+SMALL_MODELS = ("resnet20", "edsr16")
+LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
+MODELS = (*LARGE_MODELS, *SMALL_MODELS)
+EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
+# Steps from one average over the groups to the next; only whole intervals are measured.
+_INTERVALS = {"local8": 8, "local16": 16}
+
+_SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
+_QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a suite is measured.
+
+    Attributes:
+        extent: `QUICK`, `TABLE` (what the documentation shows) or `FULL` (every cell).
+        places: Only these; empty for the extent's own.
+        models: Only these; empty for the extent's own.
+        exchanges: tfscale's, only these; empty for the extent's own.
+        systems: Only these of all systems, by name; empty for all.
+    """
+
+    extent: str = TABLE
+    places: Sequence[str] = ()
+    models: Sequence[str] = ()
+    exchanges: Sequence[str] = ()
+    systems: Sequence[str] = ()
+
+
+def has_horovod() -> bool:
+    """Return whether Horovod is installed."""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def _baselines(*others: str) -> list[str]:
+    return [*(["horovod"] if has_horovod() else []), *others]
+
+
+def collective_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of allreduce by size."""
+    quick = choice.extent == QUICK
+    sizes = _QUICK_SIZES if quick else _SIZES
+    arguments = ("--bytes", *map(str, sizes), "--repeats", "5" if quick else "10")
+    return [
+        Cell("collectives", f"{place} {n_ranks} ranks", system, place, n_ranks, arguments)
+        for place in choice.places or (MEMORY, "1gbit")
+        for n_ranks in (([2] if place == MEMORY else [4]) if quick else [2, 4])
+        for system in ("mpi4py", "tfscale", *_baselines())
+    ]
+
+
+def step_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of the training steps; computing alone needs no links."""
+    places = {QUICK: ("1gbit",), TABLE: ("1gbit", MEMORY), FULL: ("1gbit", MEMORY, "250mbit")}
+    models = {QUICK: ("vgg_like", "resnet20"), TABLE: MODELS, FULL: MODELS}
+    return [
+        cell
+        for place in choice.places or places[choice.extent]
+        for model in choice.models or models[choice.extent]
+        for cell in _steps(model, place, choice)
+    ]
+
+
+def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
+    """Return the cells of one model at one place."""
+    counts = {QUICK: (3, 1), TABLE: (6, 2), FULL: (10, 2)}[choice.extent]
+    group, n_ranks = f"{model} {place}", 2 if place == MEMORY else 4
+    cells = []
+    for system in _systems(model, place, choice):
+        block = _INTERVALS.get(system.removeprefix("tfscale-"), 1)
+        repeats, warmup = (3, 1) if block > 1 else counts
+        arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
+        where = MEMORY if system == "compute" else place
+        blocks = ("--block", str(block)) if block > 1 else ()
+        cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks)))
+    return cells
+
+
+def _systems(model: str, place: str, choice: Choice) -> list[str]:
+    """Return the systems that train a model, in the order of their turns."""
+    exchanges = choice.exchanges
+    others = ["mwms"]
+    if choice.extent == TABLE and (place == MEMORY or model == "edsr16"):
+        exchanges, others = exchanges or ("allreduce", "auto"), []
+    elif choice.extent == TABLE and model == "resnet20":
+        others = []
+    elif not exchanges and model == "resnet50" and choice.extent != QUICK:
+        exchanges = (*EXCHANGES, *_INTERVALS)
+    ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
+    found = ["compute", *ours, *_baselines(*others)]
+    return [s for s in found if not choice.systems or s in choice.systems]
+
+
+def fc1_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of VGG-16's first dense layer alone ([T] figure 4.6)."""
+    places = choice.places or (("1gbit",) if choice.extent != FULL else ("1gbit", MEMORY))
+    ours = ("allreduce", "sharded-weights", "sharded-partial", "chunked")
+    systems = ("compute", "mpi", *(f"tfscale-{e}" for e in ours), *_baselines())
+    arguments = ("--model", "fc1", "--repeats", "3", "--warmup", "1")
+    return [
+        Cell("step", f"fc1 {place}", s, MEMORY if s == "compute" else place, 4, arguments)
+        for place in places
+        for s in systems
+    ]
+
+
+def single_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of one process with and without tfscale, which take turns inside."""
+    blocks = "4" if choice.extent == QUICK else "12"
+    models = choice.models or (("resnet20",) if choice.extent == QUICK else MODELS)
+    return [
+        Cell("single", model, "both", MEMORY, 1, ("--model", model, "--repeats", blocks))
+        for model in models
+    ]
+
+
+SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
+    "collectives": collective_cells,
+    "step": step_cells,
+    "fc1": fc1_cells,
+    "single": single_cells,
+}

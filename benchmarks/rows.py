@@ -1,0 +1,75 @@
+"""Results by group and case, as the tables and pictures read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.numbers import physical_limit, spread
+from tfscale.cluster.layout import parse_rate
+
+MEMORY = "memory"
+_FACTS = ("n_parameters", "allreduce_bytes", "least_bytes", "predicted_s")
+Runs = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of one group: samples per round of each system.
+
+    Attributes:
+        group: Of the cells.
+        case: Bytes or model.
+        place: Of the systems that exchange.
+        n_ranks: Number of ranks.
+        rounds: Per system a list of rounds, each a list of durations in seconds.
+        facts: What the workers found out besides, such as "allreduce_bytes".
+    """
+
+    group: str
+    case: str
+    place: str
+    n_ranks: int
+    rounds: dict[str, list[list[float]]]
+    facts: dict[str, float]
+
+    def median_s(self, system: str) -> float:
+        """Return the median over all rounds."""
+        return spread([s for one in self.rounds[system] for s in one]).median
+
+
+def collect(runs: Runs, suite: str) -> list[Row]:
+    """Gather the runs of a suite by group and case; failed runs are left out."""
+    rows: dict[tuple[str, str], Row] = {}
+    for run in sorted(runs, key=lambda run: run["round"]):
+        if run["suite"] != suite or "error" in run:
+            continue
+        for case, samples in run["samples"].items():
+            system = run["system"]
+            if suite == "single":  # both systems in one run, as its cases
+                case, system = run["group"], case
+            place = run["group"].split()[0 if suite == "collectives" else -1]
+            empty = Row(run["group"], case, place, run["n_ranks"], {}, {})
+            row = rows.setdefault((run["group"], case), empty)
+            row.facts.update({k: run[k] for k in _FACTS if k in run})
+            row.rounds.setdefault(system, []).append(samples)
+    return list(rows.values())
+
+
+def systems_of(rows: Sequence[Row]) -> list[str]:
+    """Return all systems, in the order in which they took turns."""
+    return list(dict.fromkeys(system for row in rows for system in row.rounds))
+
+
+def step_limit(row: Row, which: str) -> float | None:
+    """Return the physical limit of a step in seconds, or None where computing was not measured.
+
+    Args:
+        row: Of the step suite.
+        which: "allreduce_bytes" or "least_bytes".
+    """
+    if "compute" not in row.rounds or which not in row.facts:
+        return None
+    rate = None if row.place == MEMORY else parse_rate(row.place)
+    return physical_limit(row.median_s("compute"), row.facts[which], rate)

@@ -1,0 +1,185 @@
+"""The systems that exchange gradients in the measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.multi_worker import MultiWorker
+from benchmarks.workloads import Workload
+
+Reduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    workload: Workload
+    model: keras.Model
+
+
+class System(Protocol):
+    """One way to train on several ranks; made before TensorFlow does anything."""
+
+    rank: int
+    size: int
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer, and what exchanges gradients before it is called."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what belongs into the results besides durations."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def end(self) -> None:
+        """End the system."""
+
+
+class Compute:
+    """No exchange at all; ranks start together, and MPI is silent afterwards."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer, and what exchanges gradients before it is called."""
+        return optimizer, lambda gradients: gradients
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing more."""
+        return {}
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.comm.Barrier()
+
+    def end(self) -> None:
+        """End the system."""
+
+
+class Tfscale:
+    """tfscale's optimizer, with one of its strategies of exchange."""
+
+    def __init__(self, exchange: str) -> None:
+        import tfscale
+
+        tfscale.init()
+        self.exchange, self.tfscale = exchange, tfscale
+        self.rank, self.size = tfscale.rank(), tfscale.size()
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer, which exchanges by itself."""
+        wrapped = self.tfscale.DistributedOptimizer(optimizer, exchange=self._strategy(case))
+        case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
+        self.tfscale.prepare(case.model)
+        return wrapped, lambda gradients: gradients
+
+    def _strategy(self, case: Case) -> Any:
+        """Return what the name of the exchange stands for."""
+        half = sum(bool(x.trainable_weights) for x in case.model._flatten_layers()) // 2
+        named = {
+            "chunked": lambda: self.tfscale.Chunked(
+                max(1, half), "auto", global_batch=case.workload.global_batch
+            ),
+            "sharded": lambda: self.tfscale.Sharded(global_batch=case.workload.global_batch),
+            "sharded-weights": lambda: self.tfscale.Sharded(dense="weights"),
+            "sharded-partial": lambda: self.tfscale.Sharded(
+                dense="partial", global_batch=case.workload.global_batch
+            ),
+            "local8": lambda: self.tfscale.LocalSGD(self.size, 8, "allreduce"),
+            "local16": lambda: self.tfscale.LocalSGD(self.size, 16, "allreduce"),
+        }
+        return named.get(self.exchange, lambda: self.exchange)()
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing more."""
+        return {}
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.tfscale.barrier()
+
+    def end(self) -> None:
+        """End the system."""
+        self.tfscale.shutdown()
+
+
+class Horovod:
+    """Horovod's TensorFlow ops in a step of one's own, as it has no optimizer for Keras 3."""
+
+    def __init__(self) -> None:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        self.hvd = hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer and an allreduce per gradient, which Horovod fuses."""
+
+        def reduce(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+            average = self.hvd.Average
+            return [
+                self.hvd.allreduce(gradient, op=average, name=f"gradient{i}")
+                for i, gradient in enumerate(gradients)
+            ]
+
+        return optimizer, reduce
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing more."""
+        return {}
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.hvd.allreduce(tf.zeros(1), name="barrier")
+
+    def end(self) -> None:
+        """End the system."""
+        self.hvd.shutdown()
+
+
+class Mpi(Compute):
+    """MPI's own allreduce of each gradient, called through mpi4py."""
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer and an allreduce per gradient."""
+
+        def mean(gradient: np.ndarray) -> np.ndarray:
+            received = np.empty_like(gradient)
+            self.comm.Allreduce(gradient, received)
+            received /= self.size
+            return received
+
+        def reduce(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+            # One after the other, in the same order on all ranks.
+            reduced: list[tf.Tensor] = []
+            for gradient in gradients:
+                with tf.control_dependencies(reduced[-1:]):
+                    reduced.append(tf.numpy_function(mean, [gradient], gradient.dtype))
+                reduced[-1].set_shape(gradient.shape)
+            return reduced
+
+        return optimizer, reduce
+
+
+def start(system: str) -> System:
+    """Initialise "compute", "mpi", "horovod", "mwms", or "tfscale-" with an exchange's name."""
+    made: dict[str, Callable[[], System]] = {
+        "compute": Compute,
+        "mpi": Mpi,
+        "horovod": Horovod,
+        "mwms": MultiWorker,
+    }
+    return made[system]() if system in made else Tfscale(system.removeprefix("tfscale-"))
