@@ -9,14 +9,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tfscale.config import environment
 from tfscale.doctor import examine
 from tfscale.errors import ConfigError
 from tfscale.forecast.command import add_plan
-from tfscale.job import count_cores, find_mpi, run_job, thread_variables
-from tfscale.mpi_command import LaunchSpec, build_command, parse_hosts
+from tfscale.job import count_cores, find_mpi
+from tfscale.mpi_command import LaunchSpec, parse_places
 from tfscale.native import build as native_build
+from tfscale.restart_rules import Places, RestartRule
+from tfscale.restarting import Job
 from tfscale.tuning.batch_size_command import add_batch_size
 from tfscale.tuning.groups_command import add_groups
 from tfscale.tuning.links_command import add_links
@@ -46,11 +49,35 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar="K=V",
         help="variable for every rank (repeatable)",
     )
+    _add_restarts(run)
     run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
     run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     run.add_argument("--verbose", action="store_true", help="print the command first")
     run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
+
+
+def _add_restarts(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again after a failure, N times at most (default: 0)",
+    )
+    run.add_argument(
+        "--min-np",
+        type=int,
+        metavar="N",
+        help="restarts may leave out the place of a rank that failed, down to N ranks",
+    )
+    run.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)",
+    )
 
 
 def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
@@ -69,28 +96,42 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
             raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    spec = LaunchSpec(
+    return LaunchSpec(
         command=tuple(command),
         size=size,
-        hosts=parse_hosts(options.hosts, size) if options.hosts else (),
-        hostfile=options.hostfile,
+        hostfile=None if options.restarts else options.hostfile,
         is_slurm=options.slurm,
         is_prefixed=options.output_prefix,
         bind_to=options.bind_to,
         is_root=os.geteuid() == 0,
         n_cores=count_cores(),
+        environment=variables,
     )
-    threads = thread_variables(spec, {**environ, **variables})
-    return dataclasses.replace(spec, environment={**threads, **variables})
+
+
+def _read_places(options: argparse.Namespace) -> Places:
+    """Return all hosts; those of a file only where some may have to be left out."""
+    if options.hosts and options.hostfile:
+        raise ConfigError(
+            f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
+        )
+    if options.hostfile and options.restarts:
+        try:
+            return parse_places(Path(options.hostfile).read_text())
+        except OSError as error:
+            raise ConfigError(f"The host file must be readable. Received: {error}.") from error
+    return parse_places(options.hosts)
 
 
 def _run(options: argparse.Namespace) -> int:
     environ = dict(environment())
     spec = _read_spec(options, environ)
-    command = build_command(spec, find_mpi(options.mpiexec))
+    rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
+    job = Job(spec, find_mpi(options.mpiexec), rule, environ)
+    command = job.command()
     if options.dry_run or options.verbose:
         print(shlex.join(command), flush=True)
-    return 0 if options.dry_run else run_job(command, environ)
+    return 0 if options.dry_run else job.run()
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from tfscale import config
+from tfscale import config, rank_status
 from tfscale.errors import ExchangeError
-from tfscale.launch import ERROR_VARIABLE, discover
+from tfscale.launch import discover
 
 logger = logging.getLogger("tfscale")
 
@@ -66,9 +66,11 @@ def end_job_on_error(abort: Callable[[int], None]) -> None:
         previous(kind, error, trace)
         if _abort is None:
             return
-        _tell_launcher("".join(traceback.format_exception(kind, error, trace)))
+        rank_status.write_error("".join(traceback.format_exception(kind, error, trace)))
         sys.stdout.flush()
         sys.stderr.flush()
+        if rank_status.is_watched():
+            os._exit(_FAILURE)  # Whoever watches says so last, and ends the others.
         # The launcher drops what it has not read yet when the job is aborted.
         time.sleep(_DRAIN_S)
         _abort(_FAILURE)
@@ -78,14 +80,6 @@ def end_job_on_error(abort: Callable[[int], None]) -> None:
 
 def _kill_this_process(code: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _tell_launcher(text: str) -> None:
-    """Leave the first rank's traceback to `tfscale run`, which prints it after all else."""
-    path = config.environment().get(ERROR_VARIABLE)
-    if path:
-        with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
-            file.write(text)
 
 
 @contextlib.contextmanager
@@ -103,7 +97,7 @@ def deadline_of_start(warning_s: float, shutdown_s: float) -> Iterator[None]:
 
     def end() -> None:
         logger.error(text, shutdown_s, " This rank ends. Look for the first error above.")
-        _tell_launcher(f"tfscale: {text % (shutdown_s, '')}\n")
+        rank_status.write_error(f"tfscale: {text % (shutdown_s, '')}\n")
         os._exit(_FAILURE)
 
     timers = [

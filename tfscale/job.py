@@ -1,27 +1,20 @@
-"""Run a launcher to its end: threads of each rank, signals passed on, no rank left behind."""
+"""What a job needs besides its command: an MPI, threads for each rank, a mark on every process."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import types
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from tfscale.launch import ERROR_VARIABLE
 from tfscale.mpi_command import LaunchSpec, Mpi, parse_version
 from tfscale.native.toolchain import find_tool
 
 # Every process of a job carries this variable, so that none can be overlooked at its end.
 JOB_VARIABLE = "TFSCALE_JOB"
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 
 
 def find_mpi(mpiexec: str | None = None) -> Mpi | None:
@@ -114,80 +107,3 @@ def end_processes(job: str, grace_s: float = 2.0) -> None:
             left = find_processes(job)
         if not left:
             return
-
-
-class _Forwarder:
-    """Passes signals on to the launcher; a second one, or `grace_s` without an end, kills."""
-
-    def __init__(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
-        self._process = process
-        self._grace_s = grace_s
-        self.first: int | None = None
-        self._deadline: float | None = None
-
-    def __call__(self, number: int, frame: types.FrameType | None) -> None:
-        if self.first is not None:
-            self._deadline = time.monotonic()
-            return
-        self.first = number
-        self._deadline = time.monotonic() + self._grace_s
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        """Wait for the launcher's end or for patience to run out; return its exit code."""
-        while True:
-            try:
-                return self._process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                if self._deadline is not None and time.monotonic() >= self._deadline:
-                    self._process.kill()
-                    self._deadline = None
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _show_error(error_file: Path) -> None:
-    if error_file.exists():
-        sys.stdout.flush()
-        sys.stderr.write(error_file.read_text(errors="replace"))
-        error_file.unlink()
-
-
-def run_job(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 10.0) -> int:
-    """Run a launcher until it ends; SIGINT, SIGTERM and SIGHUP reach it.
-
-    Args:
-        command: From `build_command`.
-        environ: Environment variables of the launcher.
-        grace_s: After a signal, seconds until ranks that did not end are killed.
-
-    Returns:
-        The launcher's exit code, or 128 + number of the signal that ended it. No process of the
-        job is left on this host, and what the first failing rank wrote into its error file has
-        been printed last.
-    """
-    job, marked = new_job(environ)
-    error_file = Path(tempfile.gettempdir()) / f"tfscale-{job}.error"
-    # A session of its own: a terminal's Ctrl-C reaches the launcher once, through us.
-    process = subprocess.Popen(
-        list(command),
-        env={**marked, ERROR_VARIABLE: str(error_file)},
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
-    forwarder = _Forwarder(process, grace_s)
-    before = {number: signal.signal(number, forwarder) for number in _FORWARDED}
-    try:
-        code = forwarder.wait()
-    finally:
-        if process.poll() is None:
-            process.kill()
-        end_processes(job)
-        _show_error(error_file)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if forwarder.first is not None:
-        return 128 + forwarder.first
-    return code if code >= 0 else 128 - code

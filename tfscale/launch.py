@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Where `tfscale run` looks for the first traceback of a failed job.
-ERROR_VARIABLE = "TFSCALE_ERROR_FILE"
+# Where a rank says of itself what `tfscale.rank_process` wants to know, see `tfscale.rank_status`.
+STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfscale import config
+from tfscale import config, rank_status
 from tfscale.backends.base import Backend, Group, MarkKind
 from tfscale.backends.single import SingleBackend
 from tfscale.backends.start import look_around, start
@@ -67,8 +68,10 @@ def init(
         do_not_watch()
     else:
         _state = _State(start(chosen, settings, comm))
-        atexit.register(shutdown)
         end_job_on_error(_abort)
+    is_alone = chosen == "single" and launch is not None and launch.size > 1
+    rank_status.write_state(rank_status.ALONE if is_alone else rank_status.JOINED)
+    atexit.register(_leave_at_exit)
     if settings.timeline and not is_single():
         from tfscale.trace import timeline
 
@@ -88,8 +91,24 @@ def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
         add_process_set(process_set)
 
 
+def _leave_at_exit() -> None:
+    """Leave the job when the program ends; where others never come, it ends as by an error."""
+    global _state
+    state = _state
+    try:
+        shutdown()
+    except ExchangeError as error:
+        _state = state  # The hook ends the job through it.
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
 def shutdown() -> None:
-    """Leave the job; waits until all ranks do. A second call does nothing."""
+    """Leave the job; waits until all ranks do. A second call does nothing.
+
+    Raises:
+        ExchangeError: A rank does not come, and gives no sign of life for the time of
+            TFSCALE_STALL_SHUTDOWN_S.
+    """
     global _state
     if _state is None:
         return
@@ -100,6 +119,7 @@ def shutdown() -> None:
     for process_set in state.process_sets:
         process_set.process_set_id = None
     state.backend.close()
+    rank_status.write_state(rank_status.FINISHED)
     if folder is not None and state.backend.rank == 0:
         timeline.merge_parts(folder)  # Closing waited for all ranks.
 

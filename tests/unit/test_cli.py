@@ -1,16 +1,11 @@
 """The command line, and running jobs to their end."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from tfscale import cli, doctor
-from tfscale.job import JOB_VARIABLE, find_mpi, find_processes, run_job, thread_variables
+from tfscale.job import find_mpi, thread_variables
 from tfscale.mpi_command import LaunchSpec
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
@@ -44,9 +39,9 @@ def test_dry_run_prints_the_command(capsys):
     words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
     assert cli.main(words) == 0
     line = capsys.readouterr().out.strip()
-    assert line.startswith("env K=V srun ")
+    assert line.startswith("env K=V TFSCALE_RESTART=0 srun ")
     assert "--ntasks=3" in line
-    assert line.endswith(" python t.py --np")
+    assert line.endswith(" -m tfscale.rank_process -- python t.py --np")
 
 
 @pytest.mark.parametrize(
@@ -56,68 +51,16 @@ def test_dry_run_prints_the_command(capsys):
         (["run", "-np", "2"], "needs a program"),
         (["run", "-np", "2", "--env", "K", "python"], "Received: --env K"),
         (["run", "-np", "3", "-H", "a:2", "python"], "1 too few"),
+        (["run", "-np", "3", "-H", "a:2", "--hostfile", "f", "python"], "come from one place"),
+        (["run", "-np", "3", "--hostfile", "/no", "--restarts", "1", "python"], "readable"),
+        (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts -1"),
+        (["run", "-np", "3", "--min-np", "4", "python"], r"in [1, 3]"),
+        (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
     ],
 )
 def test_impossible_runs_are_refused(words, message, capsys):
     assert cli.main(words) == 2
     assert message in capsys.readouterr().err
-
-
-def test_exit_code_is_passed_on():
-    assert run_job([sys.executable, "-S", "-c", "raise SystemExit(7)"], os.environ) == 7
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert run_job([sys.executable, "-S", "-c", code], os.environ) == 128 + signal.SIGKILL
-
-
-LEAVES_A_CHILD = """
-import subprocess, sys
-command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-subprocess.Popen(command, start_new_session=True)
-"""
-
-
-def test_no_process_is_left_behind(tmp_path):
-    before = time.monotonic()
-    mark = tmp_path / "job"
-    code = f"import os; open({str(mark)!r}, 'w').write(os.environ[{JOB_VARIABLE!r}])"
-    assert run_job([sys.executable, "-S", "-c", code + LEAVES_A_CHILD], os.environ) == 0
-    assert find_processes(mark.read_text()) == []
-    assert time.monotonic() - before < 20
-
-
-def test_the_first_error_is_printed_last(capfd):
-    code = "import os; open(os.environ['TFSCALE_ERROR_FILE'], 'w').write('rank 1: it broke\\n')"
-    code += "; print('BAD TERMINATION', flush=True); raise SystemExit(3)"
-    assert run_job([sys.executable, "-S", "-c", code], os.environ) == 3
-    assert capfd.readouterr().err.endswith("rank 1: it broke\n")
-
-
-STUBBORN = """
-import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(sys.argv[1], "w").close()
-time.sleep(60)
-"""
-RUNS_STUBBORN = """
-import os, sys
-from tfscale.job import run_job
-sys.exit(run_job([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], os.environ, grace_s=1.0))
-"""
-
-
-def test_a_rank_that_ignores_signals_is_killed(tmp_path):
-    ready = tmp_path / "ready"
-    command = [sys.executable, "-c", RUNS_STUBBORN, STUBBORN, str(ready)]
-    process = subprocess.Popen(command)
-    try:
-        deadline = time.monotonic() + 60
-        while not ready.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 128 + signal.SIGINT
-    finally:
-        process.kill()
 
 
 def test_unknown_mpiexec_is_no_mpi(tmp_path):

@@ -4,7 +4,14 @@ import pytest
 
 from tfscale.errors import ConfigError
 from tfscale.launch import Launch, discover, expand_counts
-from tfscale.mpi_command import LaunchSpec, Mpi, build_command, parse_hosts, parse_version
+from tfscale.mpi_command import (
+    LaunchSpec,
+    Mpi,
+    build_command,
+    parse_hosts,
+    parse_places,
+    parse_version,
+)
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 INTEL = Mpi("intel", "2021.14", "/mpi/mpiexec")
@@ -132,6 +139,17 @@ def test_parse_hosts():
         parse_hosts("a:2,b", 4)
     with pytest.raises(ConfigError, match="Received: a:x"):
         parse_hosts("a:x", 1)
+    with pytest.raises(ConfigError, match="Received: a:0"):
+        parse_hosts("a:0", 1)
+
+
+def test_host_files():
+    mpich = "# two hosts\na:2\n\nb\n"
+    openmpi = "a slots=2\nb  slots = 1 # the small one\n"
+    assert parse_places(mpich) == parse_places(openmpi) == (("a", 2), ("b", 1))
+    assert parse_places("") == ()
+    with pytest.raises(ConfigError, match="Received: a slots=2 max_slots=4"):
+        parse_places("a slots=2 max_slots=4")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""One run of a launcher, to its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from tfscale.attempt import StopRequest, run_attempt
+from tfscale.job import JOB_VARIABLE, find_processes
+from tfscale.rank_reports import Report, encode
+
+
+def run(code):
+    with StopRequest(10.0) as stop:
+        return run_attempt([sys.executable, "-S", "-c", code], os.environ, stop)
+
+
+def test_exit_code_is_passed_on():
+    assert run("raise SystemExit(7)").exit_code == 7
+    assert run("pass").is_orderly
+    outcome = run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert outcome.exit_code == 128 + signal.SIGKILL
+    assert "no rank said why" in outcome.describe()
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+subprocess.Popen(command, start_new_session=True)
+"""
+
+
+def test_no_process_is_left_behind(tmp_path):
+    before = time.monotonic()
+    mark = tmp_path / "job"
+    code = f"import os; open({str(mark)!r}, 'w').write(os.environ[{JOB_VARIABLE!r}])"
+    assert run(code + LEAVES_A_CHILD).exit_code == 0
+    assert find_processes(mark.read_text()) == []
+    assert time.monotonic() - before < 20
+
+
+def says(*reports):
+    """Return a program that prints reports on stderr, among other lines."""
+    return "import os, time\n" + "".join(
+        f"os.write(2, b'line {i}\\n'); os.write(2, {encode(report)!r})\n"
+        for i, report in enumerate(reports)
+    )
+
+
+def test_the_first_failure_counts_and_ends_the_launcher(capfd):
+    ended = Report(0, "a", 4, None, False, True)
+    killed = Report(2, "b", None, 9, True, True, "sum of w (slot 3 of step), run 7")
+    late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n")
+    outcome = run(says(ended, killed, late) + "time.sleep(60)")
+    assert outcome.exit_code == 137
+    assert outcome.failure == killed
+    assert not outcome.is_orderly
+    assert outcome.describe().splitlines()[-1].endswith("sum of w (slot 3 of step), run 7.")
+    assert capfd.readouterr().err == "line 0\nline 1\nline 2\n"
+
+
+def test_exit_status_of_ranks_that_left_together():
+    preempted = Report(0, "a", 75, None, False, True)
+    other = Report(1, "a", 5, None, False, True)
+    assert run(says(preempted, preempted)).exit_code == 75
+    outcome = run(says(preempted, other))
+    assert outcome.exit_code == 5
+    assert outcome.is_orderly
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+POLITE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+RUNS = """
+import os, sys
+from tfscale.attempt import StopRequest, run_attempt
+with StopRequest(1.0) as stop:
+    command = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
+    sys.exit(run_attempt(command, os.environ, stop).exit_code)
+"""
+
+
+def signal_to_launcher(code, ready):
+    process = subprocess.Popen([sys.executable, "-c", RUNS, code, str(ready)])
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        return process.wait(20)
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_ignores_signals_is_killed(tmp_path):
+    assert signal_to_launcher(STUBBORN, tmp_path / "ready") == 128 + signal.SIGINT
+
+
+def test_any_signal_asks_ranks_to_end(tmp_path):
+    assert signal_to_launcher(POLITE, tmp_path / "ready") == 75

@@ -1,0 +1,98 @@
+"""Reports of how ranks ended, among the lines that they print."""
+
+import os
+
+import pytest
+
+from tfscale.launch import Launch
+from tfscale.rank_process import judge
+from tfscale.rank_reports import Report, ReportReader, encode
+from tfscale.rank_status import ALONE, FINISHED, JOINED, RankStatus
+
+KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
+
+
+def read(*chunks):
+    """Return what is passed on of the chunks, and the reports."""
+    source, out = os.pipe()
+    passed, target = os.pipe()
+    reader = ReportReader(source, target)
+    for chunk in chunks:
+        os.write(out, chunk)
+    os.close(out)
+    reader.join(10)
+    os.close(target)
+    with os.fdopen(passed, "rb") as file:
+        text = file.read()
+    os.close(source)
+    return text, reader.reports
+
+
+def test_reports_are_taken_out():
+    line = encode(KILLED)
+    for prefix in (b"", b"[1] ", b"1: ", b"[1,1]<stderr>:"):
+        text, reports = read(b"first\n" + prefix + line + b"last")
+        assert text == b"first\nlast", prefix
+        assert reports == [KILLED]
+
+
+def test_reports_in_pieces():
+    line = encode(KILLED)
+    for cut in (1, 5, len(line) - 1):
+        text, reports = read(b"so far " + line[:cut], line[cut:] + b"more")
+        assert text == b"so far more"
+        assert reports == [KILLED]
+
+
+@pytest.mark.parametrize(
+    "text", [b"\x1etfscale {}\n", b"\x1etfscale [\n", b"\x1e other\n", b"\x1e"]
+)
+def test_other_lines_with_that_character_stay(text):
+    assert read(text) == (text, [])
+
+
+def test_a_report_stays_in_one_piece():
+    long = Report(1, "a", 1, None, True, True, error="früher " * 2000 + "ValueError: the end")
+    line = encode(long)
+    assert len(line) < 4096
+    assert read(line)[1][0].error.endswith("früher ValueError: the end")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "was_stopped", "is_failure"),
+    [
+        (0, "", False, False),
+        (0, FINISHED, False, False),
+        (0, JOINED, False, True),
+        (0, ALONE, False, False),
+        (3, "", False, True),
+        (3, JOINED, False, True),
+        (3, FINISHED, False, False),
+        (3, ALONE, False, False),
+        (75, JOINED, False, False),
+        (-9, "", False, True),
+        (-9, JOINED, False, True),
+        (-15, JOINED, True, False),
+        (-9, ALONE, False, False),
+    ],
+)
+def test_which_ends_are_failures(code, state, was_stopped, is_failure):
+    launch = Launch(2, 4, None, None, "mpich")
+    report = judge(launch, code, RankStatus(state, "", ""), was_stopped)
+    assert report.is_failure == is_failure
+    assert report.rank == 2
+    assert bool(report.exit_code) == (code != 0 or is_failure)
+
+
+def test_lines_for_people():
+    text = KILLED.describe()
+    assert "rank 1 on host node7 was killed by signal 9 (SIGKILL)" in text
+    assert text.splitlines()[-1].endswith("sum of w (slot 3 of step), run 7.")
+    assert (
+        "exit status 0 before tfscale.shutdown()" in Report(1, "a", 0, None, True, True).describe()
+    )
+    failed = Report(1, "a", 3, None, True, False, error="ValueError: x\n").describe()
+    assert failed.splitlines() == [
+        "ValueError: x",
+        "tfscale: rank 1 on host a failed with exit status 3, before tfscale.init().",
+    ]

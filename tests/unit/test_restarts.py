@@ -1,0 +1,129 @@
+"""When a job is started again, and where."""
+
+import pytest
+
+from tfscale import restarting
+from tfscale.attempt import Outcome
+from tfscale.mpi_command import LaunchSpec, Mpi
+from tfscale.rank_reports import Report
+from tfscale.restart_rules import RestartRule, lost_place, may_restart, next_places, pause_s
+from tfscale.restarting import Job
+
+MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
+HOSTS = (("a", 2), ("b", 2), ("c", 2))
+
+
+def failed(rank=1, status=None, number=9, has_joined=True):
+    report = Report(rank, "x", status, number, True, has_joined)
+    return Outcome(report.exit_code, report)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (failed(), True),
+        (failed(has_joined=False), True),
+        (failed(status=1, number=None), True),
+        (failed(status=1, number=None, has_joined=False), False),
+        (Outcome(255), True),
+        (Outcome(0, is_orderly=True), False),
+        (Outcome(5, is_orderly=True), False),
+        (Outcome(75), False),
+        (Outcome(143, was_stopped=True), False),
+    ],
+)
+def test_what_is_started_again(outcome, expected):
+    assert may_restart(outcome) == expected
+
+
+def test_pauses_grow():
+    assert [pause_s(n) for n in (0, 1, 2, 6, 5000)] == [1, 2, 4, 60, 60]
+
+
+def test_places_without_fewest_ranks():
+    rule = RestartRule(3)
+    assert next_places(HOSTS, ("b", 2), rule, 4) == HOSTS
+    assert next_places((("a", 2), ("c", 2)), None, rule, 4) == (("a", 2), ("c", 2))
+    assert next_places((("a", 2),), None, rule, 4) is None
+
+
+def test_places_that_may_be_given_up():
+    rule = RestartRule(3, 2)
+    assert next_places(HOSTS, ("b", 2), rule, 6) == (("a", 2), ("c", 2))
+    assert next_places((("a", 1), ("b", 1)), ("b", 1), rule, 2) == (("a", 1), ("b", 1))
+    assert next_places((("a", 1),), None, rule, 2) is None
+    assert next_places((("", 4),), ("", 1), rule, 4) == (("", 3),)
+    assert next_places((("", 2),), ("", 1), rule, 4) == (("", 2),)
+
+
+def test_lost_place():
+    assert lost_place(failed(3), HOSTS) == ("b", 2)
+    assert lost_place(failed(3), ()) == ("", 1)
+    assert lost_place(Outcome(255), HOSTS) is None
+
+
+class Launcher:
+    """Stands in for MPI: attempts that end as told, and hosts that do not answer."""
+
+    def __init__(self, monkeypatch, outcomes, dead=()):
+        self.commands, self.outcomes, self.dead = [], list(outcomes), dead
+        monkeypatch.setattr(restarting, "run_attempt", self.run_attempt)
+        monkeypatch.setattr(restarting.Job, "_answers", lambda job, host: host not in self.dead)
+        monkeypatch.setattr(restarting, "pause_s", lambda n: 0.0)
+
+    def run_attempt(self, command, *_, **__):
+        self.commands.append(" ".join(command))
+        return self.outcomes.pop(0)
+
+
+def run(rule, size=4):
+    return Job(LaunchSpec(("python", "t.py"), size, n_cores=8), MPICH, rule, {}).run()
+
+
+def test_restarts_are_counted(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed(), failed(), Outcome(0, is_orderly=True)])
+    assert run(RestartRule(3)) == 0
+    for number, command in enumerate(launcher.commands):
+        assert f"-genv TFSCALE_RESTART {number} -n 4 " in command
+    err = capsys.readouterr().err
+    assert "tfscale: restart 2 of 3, with 4 ranks.\n" in err
+    assert err.count("was killed by signal 9") == 2
+
+
+def test_the_last_failure_counts(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed(), failed(0, 7, None)])
+    assert run(RestartRule(1)) == 7
+    assert len(launcher.commands) == 2
+    assert capsys.readouterr().err.endswith("rank 0 on host x failed with exit status 7.\n")
+
+
+def test_preemption_is_left_to_the_scheduler(monkeypatch):
+    launcher = Launcher(monkeypatch, [Outcome(75, is_orderly=True)])
+    assert run(RestartRule(3)) == 75
+    assert len(launcher.commands) == 1
+
+
+def test_a_spare_host_takes_over(monkeypatch):
+    launcher = Launcher(monkeypatch, [Outcome(255), Outcome(0)], dead=("b",))
+    assert run(RestartRule(3, places=HOSTS)) == 0
+    assert "-hosts a:2,b:2 -n 4" in launcher.commands[0]
+    assert "-hosts a:2,c:2 -n 4" in launcher.commands[1]
+
+
+def test_fewer_ranks(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed(5), failed(0), failed(0)], dead=())
+    assert run(RestartRule(2, 2, HOSTS), 6) == 137
+    assert [c.partition("-hosts ")[2].split()[0] for c in launcher.commands] == [
+        "a:2,b:2,c:2",
+        "a:2,b:2",
+        "b:2",
+    ]
+    assert "OMP_NUM_THREADS 4" in launcher.commands[2]
+    assert "restart 2 of 2, with 2 ranks" in capsys.readouterr().err
+
+
+def test_too_few_hosts_are_left(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed()], dead=("b", "c"))
+    assert run(RestartRule(2, places=HOSTS)) == 137
+    assert len(launcher.commands) == 1
+    assert "too few hosts are left" in capsys.readouterr().err

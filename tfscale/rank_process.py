@@ -1,0 +1,141 @@
+"""Looks after one rank: starts it, says how it ended, and ends the job where the others would wait.
+
+`tfscale run` puts this between the launcher of the MPI and the program, on every host:
+`python -m tfscale.rank_process -- python train.py`. The launcher sees this process, which outlives
+the rank, so that whatever ends a rank there is time to tell; and then, if it was a failure, a
+process that dies of SIGKILL, at which every launcher ends all others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from tfscale import rank_status
+from tfscale.config import environment
+from tfscale.exit_codes import PREEMPTED
+from tfscale.launch import STATUS_VARIABLE, Launch, discover
+from tfscale.rank_reports import Report, encode
+
+# After a report, until this process ends the job itself; `tfscale run` is faster.
+PATIENCE_S = 3.0
+_LOOK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_NOT_STARTED = 127
+
+
+class _Rank:
+    """The program as a child process, which does not outlive this one."""
+
+    def __init__(self, command: Sequence[str], launch: Launch) -> None:
+        self.number = launch.rank
+        # mpirun of Open MPI sends SIGUSR1 on, but no SIGTERM; the rank is to get SIGTERM.
+        self._is_openmpi = launch.launcher == "openmpi"
+        self._stops = {*_STOPS, *({signal.SIGUSR1} if self._is_openmpi else ())}
+        self._parent = os.getppid()
+        self._watched = {*self._stops, signal.SIGCHLD}
+        # Before the child exists: a signal must find it or wait.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
+        self.status = rank_status.create()
+        self.was_stopped = False
+        self._process = subprocess.Popen(
+            list(command),
+            env={**environment(), STATUS_VARIABLE: rank_status.path_of(self.status)},
+            close_fds=False,  # MPI may talk to its launcher over an inherited descriptor.
+            preexec_fn=self._prepare,
+        )
+
+    def _prepare(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._is_openmpi:
+            os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def wait(self) -> int:
+        """Return the exit status; negative: the signal that ended the rank."""
+        while (code := self._process.poll()) is None:
+            received = signal.sigtimedwait(self._watched, _LOOK_S)
+            if received is not None and received.si_signo in self._stops:
+                self._stop(received.si_pid)
+            if os.getppid() != self._parent:
+                self._process.kill()  # The launcher has died: nobody else would end this rank.
+        return code
+
+    def _stop(self, sender: int) -> None:
+        self.was_stopped = True
+        # The launcher signals the whole process group; anybody else means this process alone.
+        if sender != self._parent or self._is_openmpi:
+            self._process.send_signal(signal.SIGTERM)
+
+
+def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped: bool) -> Report:
+    """Decide whether the others can live with how a rank ended.
+
+    Args:
+        launch: Which rank it is.
+        code: Exit status; negative: the signal that ended it.
+        status: What it said of itself.
+        was_stopped: It had been asked to end.
+
+    Returns:
+        A failure, unless the rank ended with 0 or after all had left the job, or was asked to
+        end, or is a job of its own, or ended with `PREEMPTED`.
+    """
+    if code < 0:
+        is_failure = not was_stopped
+    elif code == 0:
+        is_failure = status.state == rank_status.JOINED
+    else:
+        is_failure = status.state != rank_status.FINISHED and code != PREEMPTED
+    return Report(
+        rank=launch.rank,
+        host=socket.gethostname(),
+        status=code if code >= 0 else None,
+        signal=-code if code < 0 else None,
+        is_failure=is_failure and status.state != rank_status.ALONE,
+        has_joined=status.state in (rank_status.JOINED, rank_status.FINISHED),
+        place=status.place,
+        error=status.error,
+    )
+
+
+def _tell(report: Report) -> None:
+    sys.stderr.flush()
+    os.write(2, encode(report))
+
+
+def main(command: Sequence[str]) -> int:
+    """Run a rank to its end.
+
+    Args:
+        command: Program and arguments.
+
+    Returns:
+        The rank's exit status. Does not return after a failure: this process dies of SIGKILL.
+    """
+    launch = discover(environment()) or Launch(0, 1, None, None, "none")
+    try:
+        rank = _Rank(command, launch)
+        code = rank.wait()
+        report = judge(launch, code, rank_status.read(rank.status), rank.was_stopped)
+    except OSError as error:
+        text = f"Cannot start {' '.join(command)}: {error}\n"
+        status = rank_status.RankStatus("", "", text)
+        report = judge(launch, _NOT_STARTED, status, False)
+    if report.exit_code:
+        _tell(report)
+    if report.is_failure:
+        time.sleep(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:][sys.argv[1:2] == ["--"] :]))

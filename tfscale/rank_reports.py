@@ -1,0 +1,149 @@
+"""How the end of a rank reaches `tfscale run`: a line among what the ranks print.
+
+The launcher of the MPI carries what ranks print from all hosts, so nothing else needs to listen or
+to be shared. A report is one line that begins with the control character "record separator".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+# Less than a pipe takes at once (PIPE_BUF), so that a report stays in one piece.
+_MAX_BYTES = 3900
+_START = b"\x1e"
+# What launchers print before a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
+_LINE = re.compile(rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?\x1etfscale ([^\n]*)\n")
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank ended.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its host, as the host calls itself.
+        status: Exit status; None where a signal ended it.
+        signal: Number of the signal that ended it; None where it ended by itself.
+        is_failure: The other ranks cannot go on.
+        has_joined: It had come through `tfscale.init`.
+        place: The last collective it finished; may be empty.
+        error: End of its traceback; may be empty.
+    """
+
+    rank: int
+    host: str
+    status: int | None
+    signal: int | None
+    is_failure: bool
+    has_joined: bool
+    place: str = ""
+    error: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the job, if this is how it ends; never 0 for a failure."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.status or (1 if self.is_failure else 0)
+
+    def describe(self) -> str:
+        """Return the lines that name the rank, for people."""
+        who = f"tfscale: rank {self.rank} on host {self.host}"
+        if self.signal is not None:
+            name = signal.Signals(self.signal).name
+            text = f"{who} was killed by signal {self.signal} ({name})."
+            if self.signal == signal.SIGKILL:
+                text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
+        elif self.status == 0:
+            text = (
+                f"{who} ended with exit status 0 before tfscale.shutdown(), while the others "
+                "counted on it (os._exit?)."
+            )
+        else:
+            text = f"{who} failed with exit status {self.status}"
+            text += "." if self.has_joined else ", before tfscale.init()."
+        last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
+        return f"{self.error}{text}\n{last}"
+
+
+def encode(report: Report) -> bytes:
+    """Return a report as the line that is printed, short enough to stay in one piece."""
+    fields = dataclasses.asdict(report)
+    n_kept = len(report.error)
+    while True:
+        fields["error"] = report.error[len(report.error) - n_kept :]
+        line = _START + b"tfscale " + json.dumps(fields).encode() + b"\n"
+        if len(line) <= _MAX_BYTES:
+            return line
+        n_kept = n_kept * 3 // 4
+
+
+def _decode(text: bytes) -> Report | None:
+    try:
+        return Report(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+class ReportReader(threading.Thread):
+    """Passes on what a launcher prints, and takes the reports out."""
+
+    def __init__(self, source: int, target: int) -> None:
+        """Begin to read.
+
+        Args:
+            source: Descriptor to read from, until its end.
+            target: Descriptor to write to.
+        """
+        super().__init__(daemon=True)
+        self._source, self._target = source, target
+        self._rest = b""
+        self.reports: list[Report] = []
+        self.first_failure_at: float | None = None
+        self.start()
+
+    def failure(self) -> Report | None:
+        """Return the first report of a failure, or None."""
+        return next((report for report in self.reports if report.is_failure), None)
+
+    def run(self) -> None:
+        """Read until the end; on a thread of its own."""
+        while chunk := os.read(self._source, 1 << 16):
+            self._feed(chunk)
+        self._write(self._rest)
+
+    def _feed(self, chunk: bytes) -> None:
+        text = self._rest + chunk
+        self._write(_LINE.sub(self._take, text[: (end := _end_of_whole(text))]))
+        self._rest = text[end:]
+
+    def _take(self, found: re.Match[bytes]) -> bytes:
+        report = _decode(found.group(1))
+        if report is None:
+            return found.group(0)
+        self.reports.append(report)
+        if report.is_failure and self.first_failure_at is None:
+            self.first_failure_at = time.monotonic()
+        return b""
+
+    def _write(self, text: bytes) -> None:
+        try:
+            while text:
+                text = text[os.write(self._target, text) :]
+        except OSError:
+            return  # Nobody reads it any more; reports still count.
+
+
+def _end_of_whole(text: bytes) -> int:
+    """Return where a report begins that is not all there yet; the length if there is none."""
+    start = text.rfind(_START)
+    if start < 0 or b"\n" in text[start:] or len(text) - start > 2 * _MAX_BYTES:
+        return len(text)
+    return text.rfind(b"\n", 0, start) + 1

@@ -1,0 +1,140 @@
+"""`tfscale run`: a job that is started, and started again as its rule says."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from tfscale.attempt import Outcome, StopRequest, run_attempt
+from tfscale.job import thread_variables
+from tfscale.mpi_command import LaunchSpec, Mpi, build_command, spread
+from tfscale.restart_rules import (
+    Places,
+    RestartRule,
+    check_rule,
+    lost_place,
+    may_restart,
+    next_places,
+    pause_s,
+)
+
+# How often this job was started again; the script may read it.
+RESTART_VARIABLE = "TFSCALE_RESTART"
+_ANSWER_S = 20.0
+
+
+class Job:
+    """A job that is started, and started again as its rule says."""
+
+    def __init__(
+        self, spec: LaunchSpec, mpi: Mpi | None, rule: RestartRule, environ: Mapping[str, str]
+    ) -> None:
+        """Prepare a job.
+
+        Args:
+            spec: What to start at first, without the hosts of `rule`.
+            mpi: The MPI that is there.
+            rule: When and where to start again.
+            environ: Environment variables of the launcher.
+
+        Raises:
+            ConfigError: The rule does not fit.
+        """
+        check_rule(rule, spec)
+        self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
+        self._places: Places = rule.places or (("", spec.size),)
+        self._n_restarts = 0
+
+    def command(self) -> list[str]:
+        """Return the command of the next attempt.
+
+        Raises:
+            ConfigError: There is nothing to start, no MPI, or no place for all ranks.
+        """
+        spec = self._next_spec()
+        # So that nobody mistakes a rank that was started by hand for one that is looked after.
+        watched = (sys.executable, "-m", "tfscale.rank_process", "--", *spec.command)
+        command = watched if spec.command else ()
+        return build_command(dataclasses.replace(spec, command=command), self._mpi)
+
+    def _next_spec(self) -> LaunchSpec:
+        size = self._spec.size
+        if self._n_restarts:
+            size = min(size, sum(n for _, n in self._places))
+        hosts = spread(self._places, size) if self._rule.places else ()
+        spec = dataclasses.replace(self._spec, size=size, hosts=hosts)
+        given = dict(spec.environment or {})
+        threads = thread_variables(spec, {**self._environ, **given})
+        counter = {RESTART_VARIABLE: str(self._n_restarts)}
+        return dataclasses.replace(spec, environment={**threads, **given, **counter})
+
+    def run(self) -> int:
+        """Run to the end, saying on stderr why an attempt ended.
+
+        Returns:
+            The exit code, see docs/operations.md.
+        """
+        is_slurm = self._spec.is_slurm
+        # mpirun of Open MPI gives ranks one second after SIGTERM; this it just passes on.
+        is_openmpi = self._mpi is not None and self._mpi.kind == "openmpi" and not is_slurm
+        stop_signal = signal.SIGUSR1 if is_openmpi else signal.SIGTERM
+        with StopRequest(self._rule.grace_s) as stop:
+            while True:
+                outcome = run_attempt(
+                    self.command(), self._environ, stop, stop_signal, may_kill=not is_slurm
+                )
+                if not self._prepare_next(outcome, stop):
+                    return outcome.exit_code
+
+    def _prepare_next(self, outcome: Outcome, stop: StopRequest) -> bool:
+        """Return whether there is another attempt; say why this one ended, last of all."""
+        why = outcome.describe()
+        if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
+            _say(why)
+            return False
+        stop.sleep(pause_s(self._n_restarts))
+        lost = lost_place(outcome, self._next_spec().hosts)
+        places = next_places(self._find_places(), lost, self._rule, self._spec.size)
+        if stop.first is not None or places is None:
+            few = "" if stop.first else "tfscale: too few hosts are left to start again.\n"
+            _say(few + why)
+            return False
+        self._n_restarts, self._places = self._n_restarts + 1, places
+        size = self._next_spec().size
+        _say(
+            f"{why}tfscale: restart {self._n_restarts} of {self._rule.restarts}, with {size} "
+            "ranks.\n"
+        )
+        return True
+
+    def _find_places(self) -> Places:
+        if len(self._places) < 2:
+            return self._places  # Starting again shows soon enough whether it answers.
+        return tuple((name, n) for name, n in self._places if self._answers(name))
+
+    def _answers(self, host: str) -> bool:
+        """Return whether the MPI can start a program on a host."""
+        command = build_command(LaunchSpec(("true",), 1, hosts=((host, 1),)), self._mpi)
+        try:
+            done = subprocess.run(
+                command,
+                env=dict(self._environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_ANSWER_S,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            done = None
+        if done is None or done.returncode != 0:
+            _say(f"tfscale: host {host} does not answer and is left out.\n")
+            return False
+        return True
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
