@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -26,11 +27,36 @@ class Accumulator:
         self._is_mean = is_mean
         self._sums: list[tf.Variable] | None = None
         self._count: tf.Variable | None = None
+        self._restored: tuple[int, Sequence[np.ndarray]] | None = None
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The sums, once there are some."""
         return self._sums or []
+
+    def state(self) -> tuple[int, list[np.ndarray]] | None:
+        """Return the batches seen and the sums of this rank, or None before the first batch."""
+        if self._sums is None or self._count is None:
+            return None
+        return int(self._count.numpy()), [np.array(v.numpy()) for v in self._sums]
+
+    def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
+        """Go on where `state` was taken, now or once the first batch has told which sums there are.
+
+        Args:
+            count: Batches seen.
+            sums: This rank's.
+        """
+        self._restored = count, sums
+        if self._sums is not None:
+            self._take_restored()
+
+    def _take_restored(self) -> None:
+        assert self._sums is not None and self._count is not None and self._restored is not None
+        (count, sums), self._restored = self._restored, None
+        self._count.assign(count)
+        for variable, value in zip(self._sums, sums, strict=True):
+            variable.assign(value)
 
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
@@ -44,6 +70,8 @@ class Accumulator:
                 for g, v in zip(gradients, variables, strict=True)
                 if g is not None
             ]
+            if self._restored is not None:
+                self._take_restored()
 
     def add(
         self,

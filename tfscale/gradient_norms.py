@@ -71,9 +71,17 @@ class GradientNorms:
 
     def take(self) -> list[float]:
         """Return what was summed since the last call: own, mean, steps; and begin anew."""
-        sums = [float(value) for value in self._sums.numpy()]
+        sums = self.values()
         self.reset()
         return sums
+
+    def values(self) -> list[float]:
+        """Return what was summed so far: own, mean, steps."""
+        return [float(value) for value in self._sums.numpy()]
+
+    def restore(self, values: Sequence[float]) -> None:
+        """Go on with what `values` returned."""
+        self._sums.assign(values)
 
     def _add(
         self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any], scale: int

@@ -237,7 +237,7 @@ def case_data_of_unknown_length_runs_out():
     data = tf.data.Dataset.from_generator(batches, output_signature=signature)
     model = small_model()
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0, consistency_check=False)
-    start._companions.clear()
+    start.companions.clear()
     try:
         model.fit(data, verbose=0, callbacks=[start])
     except ExchangeError as error:

@@ -6,6 +6,7 @@ from tfscale.callbacks.base import Callback
 from tfscale.callbacks.batch_size_schedule import BatchSizeSchedule
 from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
 from tfscale.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from tfscale.callbacks.checkpoint import Checkpoint
 from tfscale.callbacks.communication_report import CommunicationReport
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
@@ -25,6 +26,7 @@ __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "Callback",
+    "Checkpoint",
     "CommunicationReport",
     "ConsistencyCheck",
     "LearningRateScaling",

@@ -172,9 +172,7 @@ class AdaptiveBatchSize(EpochCallback):
         """Apply what was decided."""
         super().on_epoch_begin(epoch, logs)
         self.data.batch_size = self._control.batch_size
-        if self._n_warmup_left:
-            self._n_warmup_left -= 1
-        else:
+        if not self._n_warmup_left:
             stretch = self._control.batch_size / self._settings.sizes[0]
             self._rate.set(self._control.rate_scale, stretch)
 
@@ -194,6 +192,7 @@ class AdaptiveBatchSize(EpochCallback):
         super().on_epoch_end(epoch, logs)
         if self.is_void:
             return
+        self._n_warmup_left = max(0, self._n_warmup_left - 1)
         batch, rate = self._batch(), self._rate.value()
         measures = self._measures.end_epoch(self.model, logs, batch)
         decision = self._control.end_epoch(epoch, measures)
@@ -223,6 +222,11 @@ class AdaptiveBatchSize(EpochCallback):
     def restore_state(self, state: dict[str, Any], epoch: int) -> None:
         """Go on from a backup when training begins."""
         self._backup = (state, epoch)
+
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what another number of ranks goes on with, given the states of all ranks."""
+        measures = self._measures.merge([state["measures"] for state in states])
+        return {**states[0], "measures": measures}
 
     def _batch(self) -> EpochBatch:
         def active(batch_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +116,31 @@ class EpochMeasures:
 
     def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return what `restore` takes."""
-        return {"first_cost": self._first_cost}, list(self._origin or [])
+        norms = self._norms.values() if self._norms is not None else None
+        own = {
+            "first_cost": self._first_cost,
+            "is_common": self._is_common,
+            "norms": norms,
+        }
+        return own, list(self._origin or [])
+
+    @staticmethod
+    def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a state for any rank from those of all ranks of before.
+
+        The norms of gradients within an epoch cannot be compared over different numbers of ranks:
+        the noise scale of this epoch is that of the steps to come.
+        """
+        first = _mean([state["first_cost"] for state in states])
+        return {"first_cost": first, "is_common": not math.isnan(first), "norms": None}
 
     def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:
         """Go on where `state` was taken."""
         self._first_cost = state["first_cost"]
-        self._is_common = not math.isnan(self._first_cost)
+        self._is_common = state.get("is_common", not math.isnan(self._first_cost))
         self._origin = list(origin) or None
+        if self._norms is not None and state.get("norms") is not None:
+            self._norms.restore(state["norms"])
 
     def _distance(self, model: keras.Model) -> float:
         pairs = zip(_variables(model), self._origin or [], strict=False)

@@ -26,8 +26,10 @@ def resumable_callbacks() -> list[Any]:
 
     These define `backup_state() -> dict` (JSON, and arrays in an optional list "arrays"),
     `restore_state(dict, epoch)`; `restore_state` is called on every rank before `on_train_begin`.
+    Those that callbacks of tfscale contain (`companions`) count too.
     """
-    return [c for c in callbacks_of_fit() if hasattr(c, "backup_state")]
+    every = [item for c in callbacks_of_fit() for item in (c, *getattr(c, "companions", ()))]
+    return [c for c in every if hasattr(c, "backup_state")]
 
 
 def write_state(folder: str, epoch: int, states: list[State]) -> None:

@@ -50,20 +50,20 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank = root_rank
         self.local_variables = list(local_variables or ())
         state = NonTrainableState(non_trainable, root_rank, self.local_variables)
-        self._companions: list[Callback] = [LocalModels(), state]
+        self.companions: list[Callback] = [LocalModels(), state]
         if consistency_check:
-            self._companions.append(ConsistencyCheck(local_variables=self.local_variables))
+            self.companions.append(ConsistencyCheck(local_variables=self.local_variables))
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Hand the parameters of `fit` to the callbacks inside."""
         super().set_params(params)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
         """Prepare the model, and hand it to the callbacks inside."""
         super().set_model(model)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.set_model(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -80,31 +80,31 @@ class BroadcastGlobalVariablesCallback(Callback):
             )
         if runtime.size() > 1:
             building.when_built(self.model, self._broadcast)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.on_train_begin(logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Run the callbacks inside."""
         super().on_train_batch_end(batch, logs)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.on_train_batch_end(batch, logs)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Run the callbacks inside."""
         super().on_epoch_begin(epoch, logs)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Run the callbacks inside: average groups, unite moving statistics, check weights."""
         super().on_epoch_end(epoch, logs)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Run the callbacks inside."""
         super().on_train_end(logs)
-        for callback in self._companions:
+        for callback in self.companions:
             callback.on_train_end(logs)
 
     def _broadcast(self) -> None:

@@ -32,6 +32,7 @@ class LocalModels(BeforeValidation):
         self._own: list[np.ndarray] | None = None
         self._first_rate: float | None = None
         self._first_loss: float | None = None
+        self._backup: dict[str, Any] | None = None
 
     @property
     def _strategy(self) -> Any:
@@ -43,6 +44,9 @@ class LocalModels(BeforeValidation):
         super().on_train_begin(logs)
         self._own, self._first_loss = None, None
         self._first_rate = self._rate() if self._strategy else None
+        if self._backup is not None:
+            self._first_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
+            self._backup = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Go on with the own model; form groups if that is due."""
@@ -85,6 +89,15 @@ class LocalModels(BeforeValidation):
         if self._own is not None and average is not None:
             average.start_from_here()
         self._own = None
+
+    def backup_state(self) -> dict[str, Any]:
+        """Return what coming decisions are compared with."""
+        return {"rate": self._first_rate, "loss": self._first_loss}
+
+    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from a backup when training begins."""
+        del epoch
+        self._backup = state
 
     def _restore(self) -> None:
         if self._own is not None:

@@ -52,8 +52,25 @@ def take_snapshot(model: keras.Model) -> Snapshot:
     Raises:
         ConfigError: A metric's `tfscale_reduce` is unknown.
     """
+    states = states_of(model)
+    variables = [variable for variable, _, _ in states]
+    return Snapshot(
+        variables=variables,
+        values=[np.asarray(variable.numpy(), dtype=np.float64) for variable in variables],
+        modes=[mode for _, mode, _ in states],
+        labels=[label for _, _, label in states],
+        results=scalars(model.get_metrics_result()),
+        stateless=frozenset(m.name for m in _leaves(model) if not m.variables),
+    )
+
+
+def states_of(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
+    """Return each state variable of the metrics, how it is reduced over ranks, and its label.
+
+    Raises:
+        ConfigError: A metric's `tfscale_reduce` is unknown.
+    """
     states: dict[int, tuple[keras.Variable, str, str]] = {}
-    stateless = set()
     for metric in _leaves(model):
         mode = getattr(metric, "tfscale_reduce", "sum")
         if mode not in REDUCE:
@@ -64,19 +81,7 @@ def take_snapshot(model: keras.Model) -> Snapshot:
         for variable in metric.variables:
             label = f"{metric.name}/{variable.name}{tuple(variable.shape)} {mode}"
             states.setdefault(id(variable), (variable, mode, label))
-        if not metric.variables:
-            stateless.add(metric.name)
-    variables, modes, labels = (
-        map(list, zip(*states.values(), strict=True)) if states else ([],) * 3
-    )
-    return Snapshot(
-        variables=variables,
-        values=[np.asarray(variable.numpy(), dtype=np.float64) for variable in variables],
-        modes=modes,
-        labels=labels,
-        results=scalars(model.get_metrics_result()),
-        stateless=frozenset(stateless),
-    )
+    return list(states.values())
 
 
 def reduce_results(model: keras.Model, snapshot: Snapshot) -> dict[str, Any]:

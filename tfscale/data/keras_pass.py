@@ -90,6 +90,11 @@ def data_of_fit() -> Any:
     return _local_of_fit("x")
 
 
+def epochs_of_fit() -> Any:
+    """Return what serves the epochs of the innermost running `fit`, or None outside of one."""
+    return _local_of_fit("epoch_iterator")
+
+
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     """Return the callbacks of the innermost running `fit`; none outside of one."""
     return list(getattr(_local_of_fit("callbacks"), "callbacks", ()))

@@ -76,6 +76,30 @@ class ShardState:
         pairs = zip(self._optimizer.variables, self._places, strict=True)
         return [variable for variable, place in pairs if place >= 0]
 
+    def own_parts(self) -> dict[int, tuple[Any, tuple[int, int] | None]]:
+        """Map the number of each variable of which this rank holds a part to it and its range.
+
+        A range counts elements of the flat variable, the last one excluded; None: all of it.
+        """
+        found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
+        for i, (variable, place) in enumerate(
+            zip(self._optimizer.variables, self._places, strict=True)
+        ):
+            owned = self._shards.owned(place) if place >= 0 else None
+            if owned is not None:
+                whole = self._shards.is_whole(place)
+                found[i] = variable, None if whole else (owned.start, owned.stop)
+        return found
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Numbers of the variables of which each rank has a part, perhaps an empty one."""
+        return frozenset(i for i, place in enumerate(self._places) if place >= 0)
+
+    def note_load(self) -> None:
+        """Count a load that went past `load`, so that what was gathered is outdated."""
+        self._n_loads += 1
+
     def whole_variables(self) -> dict[int, Any]:
         """Map the `id` of each piece to the model's variable."""
         pairs = zip(self._shards.pieces, self._shards.variables, strict=True)
@@ -150,7 +174,7 @@ class ShardState:
         Raises:
             ValueError: A shape does not fit.
         """
-        self._n_loads += 1
+        self.note_load()
         stop = first + len(state)
         pairs = zip(self._optimizer.variables[first:stop], self._places[first:stop], strict=True)
         for value, (variable, place) in zip(state, pairs, strict=True):

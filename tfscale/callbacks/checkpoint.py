@@ -1,0 +1,245 @@
+"""Checkpoints to go on from: everything that a run is, written by all ranks at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from tfscale import preemption, runtime
+from tfscale.callbacks import building
+from tfscale.callbacks.base import Callback
+from tfscale.callbacks.checkpoint_agreement import (
+    StepRounds,
+    Wishes,
+    agree_on_end,
+    check_order,
+    name_run,
+    newest_readable,
+    raise_together,
+    require_shared,
+)
+from tfscale.callbacks.checkpoint_restore import Restore, restore_callbacks
+from tfscale.callbacks.checkpoint_rhythm import Rhythm
+from tfscale.callbacks.checkpoint_state import Position, Snapshot
+from tfscale.checkpoints.background import BackgroundWriter
+from tfscale.checkpoints.folders import folder_name, prune
+from tfscale.checkpoints.parts import write_part
+from tfscale.checkpoints.reader import Reader
+from tfscale.data.continued_epoch import continue_epoch
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import data_of_fit
+from tfscale.data.slices import check_integer
+from tfscale.errors import ConfigError
+from tfscale.exit_codes import PREEMPTED
+
+logger = logging.getLogger("tfscale")
+
+
+class Checkpoint(Callback):
+    """Save all that a run is, now and then, and go on from the newest checkpoint.
+
+    Each rank copies its part between two steps and writes it while training goes on: weights and
+    what else is equal on all ranks are written by the first of them, shards of the optimizer's
+    state, moving statistics, states of metrics and of random numbers by each. When `fit` begins,
+    the newest checkpoint that all ranks can read is restored, also amid an epoch; a damaged one is
+    passed over. See docs/checkpoints.md for what is the same afterwards.
+
+    SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
+    with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to go on.
+
+    Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale. A directory
+    belongs to one `fit` of a program.
+
+    Args:
+        directory: On a file system that all ranks share; made if need be.
+        every_n_steps: Training steps between two checkpoints.
+        every_n_epochs: Epochs between two; 1 if nothing else is given.
+        every_seconds: Seconds between two, looked at about once a second.
+        keep: Finished checkpoints that stay, 1 or more; one more is there while it is written.
+        asynchronous: Write on a thread. False lets training wait for the files.
+
+    Raises:
+        ConfigError: An argument does not fit. When training begins: ranks do not share the
+            directory, all checkpoints in it are damaged or belong to another model, or the order
+            of callbacks does not fit.
+        ExchangeError: A rank could not write its part, on all ranks; with the checkpoints before
+            still there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every_n_steps: int | None = None,
+        *,
+        every_n_epochs: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 3,
+        asynchronous: bool = True,
+    ) -> None:
+        super().__init__()
+        self.directory = Path(os.path.abspath(directory))
+        self.keep = check_integer("keep", keep, 1)
+        self._rhythm = Rhythm(every_n_steps, every_n_epochs, every_seconds)
+        self._writer = BackgroundWriter(asynchronous)
+        self._handler = preemption.TermHandler()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._position = Position()
+        self._saved = 0  # steps before the last checkpoint
+        self._rounds = StepRounds()
+        self._reader: Reader | None = None  # until it is restored
+        self._metrics: Restore | None = None  # until the first step has built them
+        self._n_given_up = 0
+        self._n_batches = 0
+        self._is_void = self._is_cut = False  # as in EpochCallback; ended before its last step
+        self._is_due = self._is_stopping = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Find the newest checkpoint; it is restored when the epoch begins. Collective."""
+        super().on_train_begin(logs)
+        check_order(self)
+        self._restart()
+        self.model._initial_epoch = None
+        self._run = name_run()
+        require_shared(self.directory, self._run)
+        self._reader = newest_readable(self.directory)
+        if self._reader is not None:
+            self._position = Position(**self._reader.infos[0]["position"])
+            self._saved = self._position.n_steps
+            self.model._initial_epoch = self._position.epoch
+            restore_callbacks(self._reader)
+        self._rhythm.start_clock()
+        self._handler.install()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Restore what was found, before the other callbacks begin the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        first_step = self._begin_from(self._reader, epoch) if self._reader is not None else 0
+        self._position.epoch, self._position.step = epoch, first_step
+        self._n_given_up, self._n_batches = runtime.num_given_up(), 0
+        self._is_void = False
+
+    def _begin_from(self, reader: Reader, epoch: int) -> int:
+        """Return the first step of the epoch."""
+        self._reader = None
+        data, position = data_of_fit(), self._position
+        if isinstance(data, GlobalBatches) and position.data is not None:
+            data.restore(position.data)
+        building.when_built(self.model, lambda: self._restore(reader))
+        first_step = position.step if epoch == position.epoch else 0
+        continue_epoch(first_step)
+        if runtime.rank() == 0:
+            logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
+        return first_step
+
+    def _restore(self, reader: Reader) -> None:
+        restore = Restore(self.model, reader)
+        restore.run()
+        self._metrics = restore
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Copy what is due, now that all callbacks have ended the step before."""
+        super().on_train_batch_begin(batch, logs)
+        if self._metrics is not None and self._position.step > 0:
+            self._metrics.restore_metrics_in_first_step()
+        self._metrics = None
+        if self._is_stopping:
+            self._leave()
+        if self._is_due:
+            self._save(self._run)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count, and agree on what is due. Collective about once a second."""
+        super().on_train_batch_end(batch, logs)
+        self._n_batches += 1
+        if runtime.num_given_up() > self._n_given_up:
+            self._is_void = self._n_batches == 1
+            return
+        before = self._position.n_steps
+        self._position.n_steps += batch + 1 - self._position.step
+        self._position.step = batch + 1
+        is_due = self._rhythm.is_due_after_steps(before, self._position.n_steps)
+        wishes = self._rounds.end_step(
+            Wishes(preemption.is_requested(), self._writer.has_failed, self._rhythm.is_time())
+        )
+        self._is_stopping |= wishes.stops
+        if is_due or wishes.is_time:
+            self._make_due()
+        elif wishes.has_failed:
+            self._finish()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Let a checkpoint be taken once all callbacks have ended the epoch."""
+        super().on_epoch_end(epoch, logs)
+        if self._is_void:
+            return
+        steps = (self.params or {}).get("steps")
+        self._is_cut = steps is not None and self._position.step < int(steps)
+        self._position.epoch, self._position.step = epoch + 1, 0
+        if self._rhythm.is_due_after_epoch(epoch):
+            self._make_due()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Save the end of training, unless an epoch was cut short. Collective."""
+        super().on_train_end(logs)
+        if self._reader is not None:  # there was no epoch to begin
+            self._restore_end(self._reader)
+        self.model._initial_epoch = None
+        self._finish()
+        is_new = self._position.n_steps > self._saved and not self._is_cut
+        is_new, stops = agree_on_end(is_new, preemption.is_requested())
+        self._is_stopping |= stops
+        if is_new:  # under another name: some rank may have begun a checkpoint of this step
+            self._save(name_run())
+            self._finish()
+        self._end()
+
+    def _restore_end(self, reader: Reader) -> None:
+        if not building.is_built(self.model):
+            raise ConfigError(
+                "A model must be built where nothing is left to train. Received: a checkpoint of "
+                "the end of training. Call the model on one batch before fit."
+            )
+        building.when_built(self.model, lambda: self._restore(reader))
+
+    def _make_due(self) -> None:
+        self._finish()
+        self._is_due = True
+
+    def _save(self, run: str) -> None:
+        """Copy this rank's part and begin to write it. Nothing is sent."""
+        self._is_due = False
+        data = data_of_fit()
+        is_global = isinstance(data, GlobalBatches)
+        self._position.data = data.state() if is_global else None
+        part = Snapshot(self.model, self._position, run).take()
+        folder = self.directory / folder_name(self._position.n_steps, run)
+        rank = runtime.rank()
+        self._writer.start(lambda: write_part(folder, rank, part))
+        self._saved = self._position.n_steps
+        self._rhythm.start_clock()
+
+    def _finish(self) -> None:
+        """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
+        raise_together(self._writer.wait(), "parts of a checkpoint")
+        if runtime.rank() == 0:
+            prune(self.directory, self.keep)
+
+    def _leave(self) -> None:
+        if self._position.n_steps > self._saved:
+            self._finish()
+            self._save(self._run)
+        self._finish()
+        self._is_stopping = True
+        self._end()
+
+    def _end(self) -> None:
+        self._handler.remove()
+        if self._is_stopping:
+            preemption.forget_request()
+            if runtime.rank() == 0:
+                logger.warning("Saved and stopped, as requested: start the job again to go on.")
+            raise SystemExit(PREEMPTED)

@@ -1,0 +1,202 @@
+"""What ranks agree on for checkpoints: which one is read, and, now and then, what to do next."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tfscale import collectives, objects, reduce_ops, runtime
+from tfscale.callbacks.backup_and_restore import BackupAndRestore
+from tfscale.callbacks.base import Callback
+from tfscale.checkpoints.folders import Found, list_checkpoints, set_aside
+from tfscale.checkpoints.parts import DamagedError
+from tfscale.checkpoints.reader import Reader
+from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.errors import ConfigError, ExchangeError
+
+logger = logging.getLogger("tfscale")
+
+ROUND_S = 1.0
+
+
+@dataclass
+class Wishes:
+    """What some rank wants, after a round; before it, what this one wants."""
+
+    stops: bool = False
+    has_failed: bool = False
+    is_time: bool = False
+
+
+class StepRounds:
+    """Lets ranks ask each other at the end of a step, about once a second.
+
+    How many steps lie between two rounds follows from the slowest rank's times, which travel with
+    them, so it is the same on all ranks. One process asks nobody, in every step.
+    """
+
+    def __init__(self) -> None:
+        """Begin with a round after the first step."""
+        self._interval = 1
+        self._n_steps = 0
+        self._start = time.monotonic()
+
+    def end_step(self, own: Wishes) -> Wishes:
+        """Return what some rank wants. Collective where a round is due.
+
+        Args:
+            own: What this rank wants.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        if runtime.is_single():
+            return own
+        self._n_steps += 1
+        if self._n_steps < self._interval:
+            return Wishes()
+        now = time.monotonic()
+        values = [own.stops, own.has_failed, own.is_time, max(now - self._start, 1e-6)]
+        most = np.asarray(
+            collectives.allreduce(
+                np.array(values, np.float64), op=reduce_ops.Max, name="wishes for checkpoints"
+            )
+        )
+        wanted = int(self._interval * ROUND_S / float(most[3]))
+        self._interval = max(1, min(2 * self._interval, wanted))
+        self._n_steps, self._start = 0, time.monotonic()
+        return Wishes(bool(most[0]), bool(most[1]), bool(most[2]))
+
+
+def name_run() -> str:
+    """Return 8 hexadecimal digits, equal on all ranks. Collective."""
+    own = uuid.uuid4().hex[:8] if runtime.rank() == 0 else None
+    name: str = objects.broadcast_object(own, 0, name="name of a run")
+    return name
+
+
+def require_shared(directory: Path, run: str) -> None:
+    """Make a directory on rank 0, and require that all ranks see it. Collective.
+
+    Args:
+        directory: For checkpoints.
+        run: A name that no other run has.
+
+    Raises:
+        ConfigError: It cannot be written, or is another one on some rank; on all ranks.
+    """
+    mark, error = directory / f".{run}", ""
+    if runtime.rank() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as failure:
+            error = f"rank 0: {failure}"
+    error = objects.broadcast_object(error, 0, name="directory of checkpoints")
+    if not error and not mark.exists():
+        error = f"rank {runtime.rank()} does not see what rank 0 wrote there"
+    errors = [text for text in objects.allgather_object(error, name="see directory") if text]
+    if runtime.rank() == 0:
+        mark.unlink(missing_ok=True)
+    if errors:
+        raise ConfigError(
+            "Checkpoints need a directory that all ranks write to and read from. Received: "
+            f"{str(directory)!r}, {errors[0]}. Pass a folder on a shared file system."
+        )
+
+
+def newest_readable(directory: Path) -> Reader | None:
+    """Return the newest checkpoint that all ranks can read, or None if there never was one.
+
+    Damaged ones that are passed over are renamed, unfinished ones are left to be deleted later.
+    Collective: all ranks must call this. Each file is checked by one rank.
+
+    Raises:
+        ConfigError: There are some, and all are damaged; on all ranks.
+    """
+    own = list_checkpoints(directory) if runtime.rank() == 0 else None
+    damaged: list[tuple[Found, str]] = []
+    for found in objects.broadcast_object(own, 0, name="checkpoints"):
+        if not found.is_finished:
+            _warn("Checkpoint %s is passed over: %s.", found.path, found.why_unfinished())
+            continue
+        reader, error = None, ""
+        try:
+            reader = Reader(found.path, found.check((runtime.rank(), runtime.size())))
+        except DamagedError as failure:
+            error = str(failure)
+        errors = [text for text in objects.allgather_object(error, name="check") if text]
+        if not errors:
+            _pass_over(damaged)
+            return reader
+        damaged.append((found, errors[0]))
+        _warn("Checkpoint %s is passed over: %s.", found.path, errors[0])
+    if damaged:
+        reasons = "; ".join(f"{found.path.name}: {error}" for found, error in damaged)
+        raise ConfigError(
+            f"A run goes on from a checkpoint that is sound. Received: {str(directory)!r} with "
+            f"damaged ones only: {reasons}. Remove them, or pass another directory, to start "
+            "afresh."
+        )
+    return None
+
+
+def raise_together(error: str, what: str) -> None:
+    """Raise on all ranks what went wrong on some. Collective.
+
+    Args:
+        error: Of this rank; empty if all went well.
+        what: What was done, for the message.
+
+    Raises:
+        ExchangeError: With the ranks and their errors.
+    """
+    every = objects.allgather_object(error, name=what)
+    texts = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
+    if texts:
+        raise ExchangeError(
+            f"Each rank must write its part of a checkpoint. Received: {'; '.join(texts)}. The "
+            "checkpoints before are still there. Make room, then start the job again."
+        )
+
+
+def agree_on_end(is_new: bool, stops: bool) -> tuple[bool, bool]:
+    """Return whether some rank has steps that are not saved, and whether some was asked to stop.
+
+    Collective: all ranks must call this.
+    """
+    every = objects.allgather_object((is_new, stops), name="end of training")
+    return any(new for new, _ in every), any(stop for _, stop in every)
+
+
+def check_order(checkpoint: Callback) -> None:
+    """Require that a callback is the first of tfscale's in the running `fit`.
+
+    Raises:
+        ConfigError: It is not, or BackupAndRestore is there too.
+    """
+    callbacks = callbacks_of_fit()
+    before = callbacks[: callbacks.index(checkpoint)] if checkpoint in callbacks else []
+    early = [type(c).__name__ for c in before if isinstance(c, Callback)]
+    backups = [type(c).__name__ for c in callbacks if isinstance(c, BackupAndRestore)]
+    if early or backups:
+        raise ConfigError(
+            "Checkpoint comes before all other callbacks of tfscale, and takes the place of "
+            f"BackupAndRestore. Received: {', '.join(early or backups)} with it. Put it first."
+        )
+
+
+def _pass_over(damaged: list[tuple[Found, str]]) -> None:
+    if runtime.rank() == 0:
+        for found, _ in damaged:
+            logger.warning("It is renamed to %s.", set_aside(found))
+
+
+def _warn(text: str, *values: object) -> None:
+    if runtime.rank() == 0:
+        logger.warning(text, *values)

@@ -1,0 +1,63 @@
+"""Being asked to make room: by SIGTERM, as schedulers send it, or by a call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger("tfscale")
+
+_is_requested = False
+
+
+def request_save_and_stop() -> None:
+    """Let a `fit` with `tfscale.callbacks.Checkpoint` save and end all ranks soon.
+
+    May be called on any rank, from any thread and from a signal handler; it returns at once. About
+    a second later, between two steps, all ranks write a checkpoint and leave with
+    `SystemExit(tfscale.exit_codes.PREEMPTED)`. Without that callback nothing happens.
+    """
+    global _is_requested
+    _is_requested = True
+
+
+def is_requested() -> bool:
+    """Return whether this rank was asked to save and stop."""
+    return _is_requested
+
+
+def forget_request() -> None:
+    """Take a request back, once it is fulfilled."""
+    global _is_requested
+    _is_requested = False
+
+
+class TermHandler:
+    """Takes SIGTERM for a request while it is installed."""
+
+    def __init__(self) -> None:
+        """Install nothing yet."""
+        self._former: Any = None
+        self._is_installed = False
+
+    def install(self) -> None:
+        """Handle SIGTERM, if this is the main thread: Python allows no other one."""
+        if not self._is_installed and threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._handle)
+            self._is_installed = True
+
+    def remove(self) -> None:
+        """Put the former handler back."""
+        if self._is_installed:
+            self._is_installed = False
+            with contextlib.suppress(ValueError):  # another thread
+                # None stands for a handler that Python did not install.
+                signal.signal(signal.SIGTERM, self._former or signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        request_save_and_stop()
