@@ -69,11 +69,12 @@ int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
   });
 }
 
-void tfscale_stop() {
-  Guarded(-1, [] {
+int tfscale_stop() {
+  return Guarded(-1, [] {
     // What was posted is to arrive, also where nobody reads it before the end.
     tfscale_drain();
-    Engine::Stop();
+    const std::string why = Engine::Stop();
+    if (!why.empty()) throw CommError(why);
     return 0;
   });
 }

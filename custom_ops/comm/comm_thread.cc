@@ -84,14 +84,8 @@ void CommThread::Run() {
 }
 
 void CommThread::WaitForOthersToLeave() {
-  const Clock::duration warning = FromSeconds(options_.stall_warning_s);
-  Clock::time_point next_warning = Clock::now() + warning;
   while (!scheduler_.has_failed() && !scheduler_.has_left()) {
     if (!scheduler_.StepLeave()) std::this_thread::sleep_for(microseconds(200));
-    if (Clock::now() < next_warning) continue;
-    next_warning = Clock::now() + warning;
-    std::fprintf(stderr, "[tfscale] this rank is finished and waits for %zu others to finish\n",
-                 scheduler_.n_others_not_left());
   }
 }
 

@@ -3,8 +3,11 @@
 #include <exception>
 #include <future>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
+
+#include "comm/gather.h"
 
 namespace tfscale {
 namespace {
@@ -59,7 +62,7 @@ void Engine::Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<
   Instance() = std::move(engine);
 }
 
-void Engine::Stop() {
+std::string Engine::Stop() {
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(engine_mutex);
@@ -68,6 +71,9 @@ void Engine::Stop() {
   // Threads that submit hold it for a moment. It must end here, on the main
   // thread: least of all on the communication thread, which it joins.
   while (engine.use_count() > 1) std::this_thread::yield();
+  if (!engine) return "";
+  engine->thread_.reset();
+  return engine->scheduler_->leave_failure();
 }
 
 void Engine::Submit(Task task) {
@@ -93,7 +99,48 @@ void Engine::RunOnCommThread(const std::function<void()>& command) {
   future.get();
 }
 
+void Engine::RequireEqual(const std::string& name, const std::string& text) {
+  // On the heap: a cancelled gather may outlive this call.
+  struct Texts {
+    std::string own;
+    std::vector<int64_t> lengths;
+    std::string every;
+  };
+  auto texts = std::make_shared<Texts>();
+  texts->own = text;
+  Task task;
+  task.operation = std::make_unique<Allgather>(
+      texts->own.data(), text.size(), [texts = texts.get()](const std::vector<int64_t>& bytes) {
+        texts->lengths = bytes;
+        texts->every.resize(
+            static_cast<size_t>(std::accumulate(bytes.begin(), bytes.end(), int64_t{0})));
+        return static_cast<void*>(texts->every.data());
+      });
+  task.operation->KeepAlive(texts);
+  task.name = name;
+  auto ended = std::make_shared<std::promise<Status>>();
+  task.done = [ended](const Status& status) { ended->set_value(status); };
+  std::future<Status> future = ended->get_future();
+  Submit(std::move(task));
+  const Status status = future.get();
+  if (!status.ok()) throw CommError(status.message);
+  size_t begin = 0;
+  for (size_t r = 0; r < texts->lengths.size(); ++r) {
+    const size_t length = static_cast<size_t>(texts->lengths[r]);
+    const std::string other = texts->every.substr(begin, length);
+    const std::string first = texts->every.substr(0, static_cast<size_t>(texts->lengths[0]));
+    begin += length;
+    if (other == first) continue;
+    throw CommError("All ranks must call the same collective. Received: '" + first +
+                    "' on rank 0 and '" + other + "' on rank " + std::to_string(r) +
+                    ". Call it with the same arguments, in the same order, on every rank.");
+  }
+}
+
 int Engine::AddGroup(const std::vector<int>& ranks) {
+  std::string text = "add process set";
+  for (int rank : ranks) text += " " + std::to_string(rank);
+  RequireEqual("add process set", text);
   const int id = n_groups_++;
   RunOnCommThread([&] { scheduler_->AddGroup(id, ranks); });
   return id;

@@ -35,7 +35,8 @@ class Engine {
   // The engine of the process; null before Start and after Stop.
   static std::shared_ptr<Engine> Get();
   static void Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env);
-  static void Stop();
+  // Blocking as the destructor. Returns why leaving failed, "" if it did not.
+  static std::string Stop();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -48,7 +49,8 @@ class Engine {
   void Submit(Task task);
 
   // Collective over the members of `ranks`, called by all ranks; blocking.
-  // Returns the id of the group, equal on all ranks. Throws CommError.
+  // Returns the id of the group, equal on all ranks. Throws CommError, also
+  // when the ranks name different members.
   int AddGroup(const std::vector<int>& ranks);
   // Blocking until the mark is under way.
   void Mark(MarkKind kind);
@@ -59,6 +61,8 @@ class Engine {
   void Fail(const std::string& why);
 
  private:
+  // Throws CommError on all ranks where `text` differs. Collective; blocking.
+  void RequireEqual(const std::string& name, const std::string& text);
   // Runs `command` on the communication thread; waits; rethrows its CommError.
   void RunOnCommThread(const std::function<void()>& command);
 

@@ -18,6 +18,10 @@ bool IsFinal(MarkKind kind) {
   return kind == MarkKind::kLeft || kind == MarkKind::kFailed || kind == MarkKind::kQuiet;
 }
 
+bool IsNotice(MarkKind kind) {
+  return kind == MarkKind::kPing || kind == MarkKind::kAlive || kind == MarkKind::kWaiting;
+}
+
 std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& text) {
   const std::string who = "rank " + std::to_string(rank);
   switch (kind) {
@@ -30,8 +34,7 @@ std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& t
              "example with tfscale.data.GlobalBatches.";
     case MarkKind::kFailed:
       return "Communication failed on " + who + ": " + text;
-    case MarkKind::kLeft:
-    case MarkKind::kQuiet:
+    default:
       break;
   }
   return who + " has left the job (its program ended or called shutdown) and takes part in no " +
@@ -73,12 +76,19 @@ void Marks::Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const 
   ++generation_;
   DropOld();
   outgoing_.push_back(Pack({incarnation_, generation_, kind, counts, text}));
-  const std::vector<int64_t>& data = outgoing_.back();
-  if (!sends_) sends_.emplace(*world_.comm, size_t{1} << 30);
   for (int i = 1; i < world_.comm->size(); ++i) {
-    const int peer = (world_.comm->rank() + i) % world_.comm->size();
-    sends_->Send(data.data(), data.size() * sizeof(int64_t), peer, world_.MarkTag());
+    SendTo((world_.comm->rank() + i) % world_.comm->size(), outgoing_.back());
   }
+}
+
+void Marks::Notify(int rank, MarkKind kind, const std::string& text) {
+  outgoing_.push_back(Pack({incarnation_, generation_, kind, {}, text}));
+  SendTo(rank, outgoing_.back());
+}
+
+void Marks::SendTo(int rank, const std::vector<int64_t>& data) {
+  if (!sends_) sends_.emplace(*world_.comm, size_t{1} << 30);
+  sends_->Send(data.data(), data.size() * sizeof(int64_t), rank, world_.MarkTag());
 }
 
 bool Marks::Poll() {
@@ -97,7 +107,12 @@ bool Marks::Poll() {
     Check(MPI_Recv(data.data(), bytes, MPI_BYTE, status.MPI_SOURCE, world_.MarkTag(),
                    world_.comm->get(), MPI_STATUS_IGNORE),
           "MPI_Recv");
-    received_[status.MPI_SOURCE].push_back(Unpack(data));
+    Mark mark = Unpack(data);
+    if (IsNotice(mark.kind)) {
+      if (listen_) listen_(status.MPI_SOURCE, mark.kind, mark.text);
+      continue;
+    }
+    received_[status.MPI_SOURCE].push_back(std::move(mark));
     ++n_received_;
     DropOld();
     has_moved = true;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <optional>
@@ -20,7 +21,18 @@ namespace tfscale {
 // Values are part of the C interface, in which the first two may be set.
 // kFailed: communication failed on that rank; it takes part in nothing any more.
 // kQuiet: after kLeft, when nothing that the rank sent is under way.
-enum class MarkKind : int { kEpochEnd = 0, kStop = 1, kLeft = 2, kFailed = 3, kQuiet = 4 };
+// The last three are notices, which count for nothing: a rank that waits asks
+// another whether it lives (answered by kAlive), and tells it that it waits.
+enum class MarkKind : int {
+  kEpochEnd = 0,
+  kStop = 1,
+  kLeft = 2,
+  kFailed = 3,
+  kQuiet = 4,
+  kPing = 5,
+  kAlive = 6,
+  kWaiting = 7
+};
 
 // Names a plan alike on all ranks: group id and plan index; index kEager for
 // the eager collectives of the group.
@@ -42,6 +54,11 @@ class Marks {
   void Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text = "");
   // Receives what has arrived; true if anything did.
   bool Poll();
+  // Sends a notice to one rank. Non-blocking.
+  void Notify(int rank, MarkKind kind, const std::string& text = "");
+  // `listen` is called by Poll with each notice and its sender.
+  using Listener = std::function<void(int rank, MarkKind kind, const std::string& text)>;
+  void Listen(Listener listen) { listen_ = std::move(listen); }
   // Marks this rank has set in this incarnation.
   int64_t generation() const { return generation_; }
   bool has_received() const { return n_received_ > 0; }
@@ -71,6 +88,7 @@ class Marks {
   static Mark Unpack(const std::vector<int64_t>& data);
   bool Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation) const;
   void DropOld();
+  void SendTo(int rank, const std::vector<int64_t>& data);
 
   const Group& world_;
   int64_t incarnation_ = 0;
@@ -80,6 +98,7 @@ class Marks {
   // Messages under way: their data must stay in place.
   std::list<std::vector<int64_t>> outgoing_;
   std::optional<Transfers> sends_;
+  Listener listen_;
 };
 
 }  // namespace tfscale

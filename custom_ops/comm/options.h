@@ -16,6 +16,10 @@ struct EngineOptions {
   int32_t reduce_threads;     // 1: the communication thread alone
   int32_t spin;               // 1: never sleep while something is under way
   int32_t pin_core;           // core of the communication thread; -1: any
+  // Raised on a rank that keeps others waiting: its handler writes where the
+  // program is. 0: none.
+  int32_t stack_signal;
+  const char* identity;  // versions that must be equal on all ranks; may be null
 };
 
 }  // namespace tfscale

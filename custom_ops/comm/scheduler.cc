@@ -42,8 +42,9 @@ Scheduler::Scheduler(const EngineOptions& options, Communicator world, PlanTable
       buffers_(buffers),
       workers_(workers),
       groups_(WorldOnly(std::move(world))),
+      roster_(*groups_.at(0).comm, options.identity == nullptr ? "" : options.identity),
       marks_(groups_.at(0)),
-      stalls_(options, groups_.at(0).comm->rank()) {}
+      stalls_(options, groups_.at(0).comm->rank(), roster_, marks_) {}
 
 Group& Scheduler::GroupOf(int id) {
   const auto it = groups_.find(id);
@@ -189,28 +190,28 @@ bool Scheduler::is_busy() const {
                      [](const auto& entry) { return entry.second->is_waiting(); });
 }
 
-std::string Scheduler::Describe(const Task& task, bool is_active) {
-  std::ostringstream text;
-  text << task.name;
+Wait Scheduler::Describe(const Task& task, bool is_active) {
+  Wait wait;
+  wait.what = task.name;
   if (task.plan != kEager) {
-    text << " (slot " << task.slot << " of " << queues_.at(task.plan)->spec().name << ")";
+    wait.what +=
+        " (slot " + std::to_string(task.slot) + " of " + queues_.at(task.plan)->spec().name + ")";
   }
-  std::vector<int> missing;
   if (is_active) {
     const Group& group = GroupOf(task.group);
     for (int member : task.operation->WaitingFor()) {
-      missing.push_back(group.ranks[static_cast<size_t>(member)]);
+      wait.ranks.push_back(group.ranks[static_cast<size_t>(member)]);
     }
-    text << ": waiting for rank " << Join(missing);
-    return text.str();
+    return wait;
   }
   const PlanQueue& queue = *queues_.at(task.plan);
   if (queue.is_comparing()) {
-    text << ": waiting to compare plans with rank " << Join(queue.ComparingWith());
+    wait.reason = "waiting to compare plans with";
+    wait.ranks = queue.ComparingWith();
   } else {
-    text << ": waiting for '" << queue.next_slot_name() << "' to be reached on this rank";
+    wait.reason = "waiting for '" + queue.next_slot_name() + "' to be reached on this rank";
   }
-  return text.str();
+  return wait;
 }
 
 void Scheduler::CheckStalls() {

@@ -28,6 +28,8 @@ namespace tfscale {
 class Scheduler {
  public:
   // All references must outlive the scheduler.
+  // Collective over `world`; blocking; throws CommError when the ranks do not
+  // fit together.
   Scheduler(const EngineOptions& options, Communicator world, PlanTable& plans, EventLog& events,
             BufferPool& buffers, WorkerPool& workers);
 
@@ -52,12 +54,14 @@ class Scheduler {
   int64_t n_given_up() const { return n_given_up_; }
 
   // Tells the others that this rank calls no further collective. Then StepLeave
-  // takes the place of Step, until it has left or failed. Throws nothing.
+  // takes the place of Step, until it has left or failed. Throws nothing. Fails
+  // when a rank that has not left gives no sign of life for too long.
   void Leave();
   bool StepLeave();
   // All ranks have left and nothing is under way among them.
   bool has_left() const { return has_left_; }
-  size_t n_others_not_left() const { return marks_.Without(MarkKind::kLeft).size(); }
+  // Why leaving failed; "" while it has not.
+  const std::string& leave_failure() const { return leave_failure_; }
 
  private:
   Group& GroupOf(int id);
@@ -73,7 +77,7 @@ class Scheduler {
   void GiveUp(Task& task, const Status& why);
   std::optional<Status> WhyGivenUp(const Task& task);
   void CheckStalls();
-  std::string Describe(const Task& task, bool is_active);
+  Wait Describe(const Task& task, bool is_active);
 
   const EngineOptions& options_;
   PlanTable& plans_;
@@ -81,6 +85,7 @@ class Scheduler {
   BufferPool& buffers_;
   WorkerPool& workers_;
   std::map<int, Group> groups_;
+  const Roster roster_;
   Marks marks_;
   std::map<int, std::unique_ptr<PlanQueue>> queues_;  // by plan id
   std::list<Task> active_;
@@ -92,6 +97,7 @@ class Scheduler {
   Abandoned abandoned_;
   bool is_quiet_ = false;
   bool has_left_ = false;
+  std::string leave_failure_;
 };
 
 }  // namespace tfscale

@@ -85,7 +85,11 @@ bool Scheduler::StepLeave() {
   bool has_moved = Step();
   if (has_failed()) return true;
   try {
-    if (!marks_.Without(MarkKind::kLeft).empty()) return has_moved;
+    const std::vector<int> others = marks_.Without(MarkKind::kLeft);
+    if (!others.empty()) {
+      stalls_.LookAtEnd(Clock::now(), others);
+      return has_moved;
+    }
     EndAll(Status::Failed("tfscale has been shut down."));
     for (const auto& [id, group] : groups_) {
       if (group.comm) DiscardMessages(*group.comm, id == 0 ? group.MarkTag() : -1);
@@ -93,8 +97,11 @@ bool Scheduler::StepLeave() {
     if (!abandoned_.is_empty()) return has_moved;
     if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
     is_quiet_ = true;
-    has_left_ = marks_.Without(MarkKind::kQuiet).empty() && marks_.is_sent();
+    const std::vector<int> unquiet = marks_.Without(MarkKind::kQuiet);
+    if (!unquiet.empty()) stalls_.LookAtEnd(Clock::now(), unquiet);
+    has_left_ = unquiet.empty() && marks_.is_sent();
   } catch (const std::exception& error) {
+    leave_failure_ = error.what();
     Fail(error.what());
   }
   return has_moved || has_left_;

@@ -1,35 +1,140 @@
 #include "comm/stall_watch.h"
 
+#include <signal.h>
+
 #include <cstdio>
 #include <sstream>
 
 #include "comm/types.h"
 
 namespace tfscale {
+namespace {
+
+// An answer takes a peer's communication thread as long as its longest sleep; on
+// a loaded machine a little more.
+constexpr double kAnswerS = 0.1;
+
+std::string Seconds(Clock::duration time) {
+  const int64_t tenths = std::chrono::duration_cast<std::chrono::milliseconds>(time).count() / 100;
+  std::ostringstream text;
+  text << static_cast<double>(tenths) / 10 << " s";
+  return text.str();
+}
+
+void Print(const std::string& text) { std::fprintf(stderr, "[tfscale] %s\n", text.c_str()); }
+
+}  // namespace
+
+StallWatch::StallWatch(const EngineOptions& options, int rank, const Roster& roster, Marks& marks)
+    : options_(options), rank_(rank), roster_(roster), marks_(marks) {
+  marks_.Listen(
+      [this](int sender, MarkKind kind, const std::string& text) { Hear(sender, kind, text); });
+}
+
+double StallWatch::WarningTime() const {
+  return std::min(options_.stall_warning_s, options_.stall_shutdown_s);
+}
 
 bool StallWatch::IsDue(Clock::time_point now) {
-  const double shorter = std::min(options_.stall_warning_s, options_.stall_shutdown_s);
-  if (now - last_look_ < FromSeconds(std::min(0.5, shorter / 4))) return false;
+  if (now - last_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return false;
   last_look_ = now;
   return true;
 }
 
 void StallWatch::Look(Clock::time_point now, Clock::time_point posted,
-                      const std::function<std::string()>& describe) {
+                      const std::function<Wait()>& describe) {
   const Clock::duration waited = now - posted;
+  if (waited < FromSeconds(WarningTime() / 2)) return;
   const bool is_over = waited >= FromSeconds(options_.stall_shutdown_s);
   const bool is_late = waited >= FromSeconds(options_.stall_warning_s) && now >= next_report_;
-  if (!is_over && !is_late) return;
-  next_report_ = now + FromSeconds(options_.stall_warning_s);
-  const int64_t tenths =
-      std::chrono::duration_cast<std::chrono::milliseconds>(waited).count() / 100;
-  std::ostringstream text;
-  text << "rank " << rank_ << " has waited " << static_cast<double>(tenths) / 10 << " s in "
-       << describe();
-  std::fprintf(stderr, "[tfscale] %s\n", text.str().c_str());
-  if (is_over) {
-    throw CommError("No answer within the time limit (TFSCALE_STALL_SHUTDOWN_S): " + text.str());
+  if (!is_over && !is_late && now < next_question_) return;
+  const Wait wait = describe();
+  if (!is_over && !is_late) {
+    Ask(now, wait.ranks);
+    return;
   }
+  next_report_ = now + FromSeconds(options_.stall_warning_s);
+  const std::string text = roster_.Name(rank_) + " has waited " + Seconds(waited) + " in " +
+                           wait.what + ": " + Explain(wait, now);
+  Complain(wait, text);
+  if (is_over) {
+    throw CommError("No answer within the time limit (TFSCALE_STALL_SHUTDOWN_S): " + text);
+  }
+}
+
+void StallWatch::LookAtEnd(Clock::time_point now, const std::vector<int>& ranks) {
+  if (next_end_report_ == Clock::time_point::max()) {
+    next_end_report_ = now + FromSeconds(options_.stall_warning_s);
+  }
+  if (!IsDue(now)) return;
+  if (now >= next_question_) Ask(now, ranks);
+  const std::vector<int> dead = Silent(now, ranks, FromSeconds(options_.stall_shutdown_s));
+  if (!dead.empty()) {
+    throw CommError(roster_.Name(rank_) + " has finished, and others have not answered for " +
+                    "TFSCALE_STALL_SHUTDOWN_S: " + roster_.Names(dead) +
+                    ". Look for a process that was stopped or has died.");
+  }
+  if (now < next_end_report_) return;
+  next_end_report_ = now + FromSeconds(options_.stall_warning_s);
+  Print(roster_.Name(rank_) +
+        " is finished and waits for others to finish: " + Explain({"", ranks, ""}, now));
+}
+
+void StallWatch::Ask(Clock::time_point now, const std::vector<int>& ranks) {
+  next_question_ = now + FromSeconds(WarningTime() / 4);
+  for (int rank : ranks) {
+    if (rank == rank_) continue;
+    Peer& peer = peers_[rank];
+    if (peer.asked == Clock::time_point::max()) peer.asked = now;
+    marks_.Notify(rank, MarkKind::kPing);
+  }
+}
+
+void StallWatch::Complain(const Wait& wait, const std::string& text) {
+  Print(text);
+  for (int rank : wait.ranks) {
+    if (rank != rank_) marks_.Notify(rank, MarkKind::kWaiting, wait.what);
+  }
+  // What it waits for is to come from this rank itself.
+  if (wait.ranks.empty()) ShowStacks();
+}
+
+void StallWatch::Hear(int sender, MarkKind kind, const std::string& text) {
+  if (kind == MarkKind::kPing) marks_.Notify(sender, MarkKind::kAlive);
+  if (kind == MarkKind::kAlive) peers_[sender].asked = Clock::time_point::max();
+  if (kind != MarkKind::kWaiting) return;
+  Print(roster_.Name(rank_) + " keeps " + roster_.Name(sender) + " waiting, in " + text);
+  ShowStacks();
+}
+
+void StallWatch::ShowStacks() {
+  const Clock::time_point now = Clock::now();
+  if (options_.stack_signal <= 0 || now < next_stacks_) return;
+  next_stacks_ = now + FromSeconds(WarningTime() / 2);
+  Print("where " + roster_.Name(rank_) + " is:");
+  pthread_kill(pthread_self(), options_.stack_signal);
+}
+
+std::vector<int> StallWatch::Silent(Clock::time_point now, const std::vector<int>& ranks,
+                                    Clock::duration age) const {
+  std::vector<int> silent;
+  for (int rank : ranks) {
+    const auto it = peers_.find(rank);
+    const bool is_asked = it != peers_.end() && it->second.asked != Clock::time_point::max();
+    if (is_asked && now - it->second.asked >= age) silent.push_back(rank);
+  }
+  return silent;
+}
+
+std::string StallWatch::Explain(const Wait& wait, Clock::time_point now) const {
+  if (wait.ranks.empty()) return wait.reason;
+  std::string text = wait.reason.empty() ? "waiting for " : wait.reason + " ";
+  text += roster_.Names(wait.ranks);
+  const std::vector<int> silent = Silent(now, wait.ranks, FromSeconds(kAnswerS));
+  if (silent.empty()) return text + ", whose output says where";
+  return text + "; " + roster_.Names(silent) +
+         (silent.size() > 1 ? " do not answer" : " does not answer") +
+         ": the process was stopped or has died, or its host cannot be reached";
 }
 
 }  // namespace tfscale

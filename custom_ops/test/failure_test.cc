@@ -1,5 +1,8 @@
 // Communication that fails, and engines that end with work under way.
+#include <signal.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -109,6 +112,45 @@ TEST(WarningsAreNoFailures) {
   Job job(options);
   if (job.rank() == 0) SleepMs(300);
   Sum(All(job), job.rank(), 1000, 0, {}).Check();
+}
+
+// The last rank is alive and late: it is told that it keeps the others waiting, so
+// that it shows where it is.
+TEST(AWaitIsToldToTheRankThatIsLate) {
+  EngineOptions options = ShortLimits();
+  options.stall_shutdown_s = 60;
+  options.stack_signal = SIGRTMIN;
+  static std::atomic<int> n_signals{0};
+  n_signals = 0;
+  signal(SIGRTMIN, [](int) { ++n_signals; });
+  Job job(options);
+  const bool is_late = job.rank() == job.size() - 1;
+  if (is_late) SleepMs(500);
+  Sum(All(job), job.rank(), 1000, 0, {}).Check();
+  CHECK_TRUE((n_signals > 0) == (is_late && job.size() > 1));
+}
+
+TEST(RanksThatNameOtherGroupsAreRefused) {
+  Job job;
+  if (job.size() == 1) return;
+  const std::vector<int> ranks = job.rank() == 0 ? std::vector<int>{0} : std::vector<int>{0, 1};
+  CHECK_THROWS(job.engine().AddGroup(ranks),
+               "'add process set 0' on rank 0 and 'add process set 0 1' on rank 1");
+  // Nothing was broken by it.
+  CHECK_EQ(job.engine().AddGroup({0}), 1);
+}
+
+TEST(RanksOfOtherVersionsAreRefused) {
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (size == 1) return;
+  EngineOptions options = SmallOptions();
+  options.identity = rank == size - 1 ? "tfscale 2" : "tfscale 1";
+  CHECK_THROWS(Job{options},
+               "All ranks must run the same versions. Received: 'tfscale 1' on rank 0");
+  CHECK_TRUE(Engine::Get() == nullptr);
 }
 
 TEST(CallsAfterTheEndAreRefused) {

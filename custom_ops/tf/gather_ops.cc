@@ -1,4 +1,5 @@
 // TfscaleAllgather and TfscaleAlltoall.
+#include <algorithm>
 #include <utility>
 
 #include "tensorflow/core/framework/op.h"
@@ -52,12 +53,23 @@ REGISTER_OP("TfscaleAlltoall")
         "Sends splits[r] rows to rank r, the first rows to rank 0, and puts what it receives one "
         "after another in rank order. `rows` tells how many rows came from each rank.");
 
+// Rows of no width travel as one byte each, so that their number arrives.
+int64_t TravellingBytes(const Tensor& tensor) { return std::max<int64_t>(1, RowBytes(tensor)); }
+
+// What is sent of `input`.
+Tensor Payload(const Tensor& input) {
+  if (RowBytes(input) > 0) return input;
+  Tensor bytes(tensorflow::DT_UINT8, {input.dim_size(0)});
+  bytes.flat<uint8_t>().setZero();
+  return bytes;
+}
+
 // The output of an exchange is allocated when its size is known, on the
 // communication thread.
 AllocateOutput Allocator(OpKernelContext* context, const Tensor& like,
                          std::shared_ptr<TensorList> tensors) {
   return [context, like, tensors](const std::vector<int64_t>& bytes) {
-    const int64_t row_bytes = RowBytes(like);
+    const int64_t row_bytes = TravellingBytes(like);
     Tensor* rows = nullptr;
     Tensor* output = nullptr;
     const tensorflow::TensorShape rows_shape({static_cast<int64_t>(bytes.size())});
@@ -65,7 +77,7 @@ AllocateOutput Allocator(OpKernelContext* context, const Tensor& like,
     if (!status.ok()) throw CommError(std::string(status.message()));
     int64_t total = 0;
     for (size_t r = 0; r < bytes.size(); ++r) {
-      const int64_t n_rows = row_bytes > 0 ? bytes[r] / row_bytes : 0;
+      const int64_t n_rows = bytes[r] / row_bytes;
       if (n_rows * row_bytes != bytes[r]) {
         throw CommError("Tensors must be alike in all dimensions but the first. Received: " +
                         std::to_string(bytes[r]) + " bytes from rank " + std::to_string(r) +
@@ -77,8 +89,9 @@ AllocateOutput Allocator(OpKernelContext* context, const Tensor& like,
     }
     status = context->allocate_output(0, WithRows(like.shape(), total), &output);
     if (!status.ok()) throw CommError(std::string(status.message()));
-    tensors->push_back(*output);
-    return static_cast<void*>(output->data());
+    const bool has_width = RowBytes(like) > 0;
+    tensors->push_back(has_width ? *output : Tensor(tensorflow::DT_UINT8, {total}));
+    return static_cast<void*>(tensors->back().data());
   };
 }
 
@@ -95,10 +108,10 @@ class AllgatherOp : public CollectiveKernel {
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tensor& input = context->input(0);
     OP_REQUIRES_OK_ASYNC(context, RequireRows(input, "allgather"), done);
-    auto tensors = std::make_shared<TensorList>(TensorList{input});
-    const size_t bytes =
-        static_cast<size_t>(input.NumElements() * tensorflow::DataTypeSize(input.dtype()));
-    auto operation = MakeAllgather(input.data(), bytes, Allocator(context, input, tensors));
+    auto tensors = std::make_shared<TensorList>(TensorList{Payload(input)});
+    const size_t bytes = static_cast<size_t>(input.dim_size(0) * TravellingBytes(input));
+    auto operation =
+        MakeAllgather(tensors->front().data(), bytes, Allocator(context, input, tensors));
     Submit(context, std::move(done), std::move(operation), tensors);
   }
 };
@@ -114,11 +127,11 @@ class AlltoallOp : public CollectiveKernel {
     OP_REQUIRES_OK_ASYNC(context, CheckSplits(input, splits), done);
     std::vector<int64_t> bytes;
     for (int64_t r = 0; r < splits.NumElements(); ++r) {
-      bytes.push_back(splits.flat<int64_t>()(r) * RowBytes(input));
+      bytes.push_back(splits.flat<int64_t>()(r) * TravellingBytes(input));
     }
-    auto tensors = std::make_shared<TensorList>(TensorList{input});
+    auto tensors = std::make_shared<TensorList>(TensorList{Payload(input)});
     auto operation =
-        MakeAlltoall(input.data(), std::move(bytes), Allocator(context, input, tensors));
+        MakeAlltoall(tensors->front().data(), std::move(bytes), Allocator(context, input, tensors));
     Submit(context, std::move(done), std::move(operation), tensors);
   }
 

@@ -16,6 +16,8 @@ from tfscale.backends.slots import Slots
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
 from tfscale.plan.segments import SegmentedBucket
+from tfscale.stacks import show_on_signal
+from tfscale.versions import versions
 
 _WORLD = -1  # instead of the Fortran handle of a communicator
 _EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
@@ -36,7 +38,8 @@ class EngineBackend:
             n_cores: Cores of this host, shared among its ranks for local sums.
 
         Raises:
-            ExchangeError: The library does not fit or MPI cannot be used.
+            ExchangeError: The library does not fit, MPI cannot be used, or ranks run different
+                versions; then on every rank.
         """
         self._library = load()
         self._slots = Slots(self._library)
@@ -54,6 +57,8 @@ class EngineBackend:
             reduce_threads=threads,
             spin=settings.spin,
             pin_core=settings.pin_core,
+            stack_signal=show_on_signal(),
+            identity=versions().encode(),
         )
         self._library.call("start", fortran_comm, options)
         self.rank: int = self._library.call("rank")
@@ -234,5 +239,9 @@ class EngineBackend:
         self._library.call("abort", code)
 
     def close(self) -> None:
-        """Leave the job; waits for all ranks unless communication has failed."""
+        """Leave the job; waits for all ranks unless communication has failed.
+
+        Raises:
+            ExchangeError: A rank does not come, and gives no sign of life.
+        """
         self._library.call("stop")

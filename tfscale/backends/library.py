@@ -24,6 +24,8 @@ class EngineOptions(ctypes.Structure):
         ("reduce_threads", ctypes.c_int32),
         ("spin", ctypes.c_int32),
         ("pin_core", ctypes.c_int32),
+        ("stack_signal", ctypes.c_int32),
+        ("identity", ctypes.c_char_p),
     )
 
 
@@ -47,7 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "last_error": (_TEXT, ()),
     "mpi_version": (_TEXT, ()),
     "start": (_INT, (_INT, ctypes.POINTER(EngineOptions))),
-    "stop": (None, ()),
+    "stop": (_INT, ()),
     "abort": (None, (_INT,)),
     "rank": (_INT, ()),
     "size": (_INT, ()),
