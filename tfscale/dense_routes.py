@@ -112,14 +112,15 @@ class DenseRoutes:
         self, layer: keras.layers.Dense, shared: frozenset[int], why_uncut: Callable[[Any], str]
     ) -> tuple[Route, str]:
         """Return how a layer goes, and why it does not go as was asked for."""
-        if self._strategy.dense == "weights":
+        asked = self._strategy.dense_of(layer.path)
+        if asked == "weights":
             return "weights", ""
         reason = dense.why_not(layer, shared)
         if not reason and any(self._reducer.is_local(v) for v in dense.own_weights(layer)):
             reason = "they are this rank's own"
         if reason:
             return "weights", reason
-        if self._strategy.dense == "replicated":
+        if asked == "replicated":
             return "replicated", ""
         reason = why_uncut(layer.kernel) or self._why_not_partial(layer)
         return ("weights", reason) if reason else ("partial", "")
@@ -129,7 +130,7 @@ class DenseRoutes:
         size = self._reducer.process_set.size()
         if n_in < size:
             return f"the kernel has {n_in} rows for {size} ranks"
-        if self._strategy.dense == "partial":
+        if self._strategy.dense_of(layer.path) == "partial":
             return ""
         positions = _positions(layer)
         if self._global_batch is None or positions is None:

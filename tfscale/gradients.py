@@ -12,12 +12,13 @@ import tensorflow as tf
 from tfscale.eager import note_traced_gradients
 from tfscale.errors import ConfigError, PlanError
 from tfscale.exchange import dense
+from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange, GradientOptions
 from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.sparse import deduplicate
 from tfscale.plan.chunks import owner_of
 from tfscale.process_sets import ProcessSet
-from tfscale.tuning.watch import Watch, watch
+from tfscale.tuning.watch import Watch, WhyUncut, watch
 
 
 class GradientReducer:
@@ -81,36 +82,55 @@ class GradientReducer:
         chosen = wire(model, self.options, self.process_set) if wire else []
         return has_changed or bool(chosen)
 
-    def after_step(self, variables: Sequence[Any]) -> bool:
-        """Let a strategy that measures look at a step of `fit`. Collective.
+    def next_strategy(
+        self, variables: Callable[[], Sequence[Any]], why_uncut: WhyUncut
+    ) -> Exchange | None:
+        """Let a strategy that measures look at a step. Collective.
 
         Args:
-            variables: The trainable variables.
+            variables: Returns the trainable variables.
+            why_uncut: Returns why parameters cannot be sharded, or an empty string.
 
         Returns:
-            Whether the strategy has changed, so that the step must be traced anew.
+            What `change_strategy` must be given before the next step; mostly None.
         """
         if not self._is_watched:
-            shared = [name_of(v) for v in variables if not self.is_local(v)]
+            shared = [name_of(v) for v in variables() if not self.is_local(v)]
             layers = list(dict.fromkeys(owner_of(name) for name in shared))
             model = self._wired() if self._wired is not None else None
-            self._watch = watch(self.strategy, layers, model)
+            self._watch = watch(self.strategy, layers, model, why_uncut)
             self._is_watched = True
-        strategy = None if self._watch is None else self._watch.step()
-        if strategy is None:
-            return False
+        return None if self._watch is None else self._watch.step()
+
+    def change_strategy(self, strategy: Exchange) -> keras.Model | None:
+        """Take another strategy; the step must be traced anew.
+
+        Args:
+            strategy: Equal on all ranks.
+
+        Returns:
+            The model that must be wired again, if there is one.
+        """
         self.strategy = strategy
         model = self._wired() if self._wired is not None else None
-        if model is not None:
-            self._wired = None
-            self.wire(model)
-        return True
+        self._wired = None
+        return model
 
-    def route(self, exchange: Callable[..., list[Any]]) -> None:
+    @property
+    def may_cut(self) -> bool:
+        """Whether the strategy may change to one that shards parameters."""
+        return self._watch.may_cut if self._watch else isinstance(self.strategy, Auto)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether gradients go another way than the strategy's own."""
+        return self._exchange is not None
+
+    def route(self, exchange: Callable[..., list[Any]] | None) -> None:
         """Let gradients go another way than the strategy's own.
 
         Args:
-            exchange: Called like the strategy's `exchange`.
+            exchange: Called like the strategy's `exchange`; None is the strategy's own again.
         """
         self._exchange = exchange
 

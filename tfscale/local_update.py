@@ -17,7 +17,7 @@ from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import update_rule
 from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
-from tfscale.sharded_update import unbuilt
+from tfscale.rebuilding import unbuilt
 
 logger = logging.getLogger("tfscale")
 

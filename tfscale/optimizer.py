@@ -20,9 +20,9 @@ from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
+from tfscale.rebuilding import unbuilt
 from tfscale.reduce_ops import Average
 from tfscale.retracing import drop_traces
-from tfscale.sharded_update import unbuilt
 from tfscale.trace.stamps import stamp_updates
 
 
@@ -183,7 +183,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             if update.shards is None:
                 self.build(model.trainable_variables)
             update.attach(model)
-        return has_changed
+        delay = getattr(update, "delay", None)
+        return (delay is not None and delay(model, self.__wrapped__)) or has_changed
 
     def _rebuild(self, model: keras.Model) -> None:
         """Cut parameters and state anew. Collective."""
@@ -194,12 +195,15 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         drop_traces([raw_variable(v) for v in model.trainable_variables])
 
     def after_step(self) -> bool:
-        """Let an exchange that measures look at a step; `fit` calls this after each.
+        """Let an exchange that measures look at a step. Collective.
+
+        `fit` calls this after each; in a loop of your own do so for `exchange="auto"`.
 
         Returns:
             Whether the step must be traced anew.
         """
-        return self._self_reducer.after_step(self.__wrapped__._trainable_variables)
+        strategy = self._self_reducer.next_strategy(self._built_for, self._why_uncut)
+        return strategy is not None and self._change_strategy(strategy)
 
     def _around(self, inner: Any) -> DistributedOptimizer:
         other = DistributedOptimizer(inner)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+
+from tfscale import runtime
 from tfscale.exchange.base import Exchange
+from tfscale.exchange.sharded import Sharded
+from tfscale.loss_scale import update_rule
+from tfscale.model_optimizers import trains_all
 from tfscale.process_sets import ProcessSet
-from tfscale.update import choose_update
+from tfscale.update import WholeUpdate, choose_update
+from tfscale.update_rules import why_whole
 
 
 class Sharing:
@@ -19,6 +26,7 @@ class Sharing:
     _self_reducer: Any
     _self_update: Any
     _self_local_layers: list[Any]
+    wire: Callable[[keras.Model], bool]
 
     def _update(self) -> Any:
         if self._self_update is None:
@@ -33,6 +41,37 @@ class Sharing:
             return list(trained)
         places = {id(piece): i for i, piece in enumerate(shards.pieces)}
         return [shards.variables[places[id(v)]] if id(v) in places else v for v in trained]
+
+    def _change_strategy(self, strategy: Exchange) -> bool:
+        """Go on with another strategy, parameters and state as they are. Collective.
+
+        Returns:
+            Whether the step must be traced anew: not where only an outcome is known now.
+        """
+        if strategy == self._self_reducer.strategy:
+            self._self_reducer.strategy = strategy
+            return False
+        update = self._update()
+        if update.is_sharded and update.shards is not None:
+            self.__wrapped__ = update.undo(self.__wrapped__, self._built_for())
+        model = self._self_reducer.change_strategy(strategy)
+        if update.is_sharded or isinstance(strategy, Sharded):
+            self._self_update = None
+        if model is not None:
+            self.wire(model)
+        return True
+
+    def _why_uncut(self, model: keras.Model) -> str:
+        """Return why parameters that are not sharded yet cannot be, or an empty string."""
+        if self._update().is_sharded:
+            return ""
+        if type(self._update()) is not WholeUpdate or not trains_all(model):
+            return "the model's parameters are not updated by one optimizer alone"
+        if self._self_reducer.is_routed:
+            return "gradients are looked at while they are exchanged"
+        if runtime.backend().name == "horovod":
+            return "Horovod moves the bytes"
+        return why_whole(update_rule(self.__wrapped__))
 
     @property
     def process_set(self) -> ProcessSet:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.process_sets import ProcessSet
-from tfscale.sharded_update import unbuilt
+from tfscale.rebuilding import unbuilt
 
 
 class CompleteVariable:
@@ -50,6 +50,11 @@ class CompleteState:
     def shares_state(self) -> bool:
         """Whether each rank holds a part of the state, or will once it is built."""
         return bool(self._update().is_sharded)
+
+    @property
+    def may_share_state(self) -> bool:
+        """Whether the exchange may decide during a `fit` that each rank holds a part."""
+        return self._self_reducer.may_cut
 
     @property
     def sharing_set(self) -> ProcessSet:

@@ -20,6 +20,7 @@ from tfscale.exchange.shards import Shards
 from tfscale.exchange.state_nodes import StateNodes
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import update_rule
+from tfscale.rebuilding import exclude_pieces, forget_pieces, rebuilt, unbuilt
 from tfscale.update_rules import why_uncut
 
 
@@ -86,15 +87,15 @@ class ShardedUpdate:
 
     def _build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         rule = update_rule(optimizer)
-        shared = [v for v in variables if not self._reducer.is_local(v)]
+        shared = [v for v in variables if self._is_cut(v)]
         whole = frozenset(i for i, v in enumerate(shared) if why_uncut(rule, v))
         group = self._reducer.process_set.group()
         places = {id(v): i for i, v in enumerate(shared)}
-        rows = [tuple(places[id(v)] for v in pair if v is not None) for pair in self._routes.rows]
+        rows = [tuple(places[id(v)] for v in pair if id(v) in places) for pair in self._routes.rows]
         self.shards = Shards(shared, group, self._strategy, whole, rows)
         futures.make_futures(shared, self.shards.refresh)
-        _exclude_pieces(rule, self.shards)
-        self._reducer.route(self.shards.exchange)
+        exclude_pieces(rule, self.shards)
+        self._reducer.route(self._strategy.route(self.shards.exchange, self.shards.arrived))
         optimizer.build([self.target(v) for v in variables])
         rule._clip_gradients = lambda gradients: self._clip(rule, gradients)
         if rule is not optimizer:
@@ -119,6 +120,26 @@ class ShardedUpdate:
         rule = update_rule(optimizer)
         return self._routes.choose(model, lambda v: why_uncut(rule, v))
 
+    def undo(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
+        """Return an optimizer on whole variables, in the same state. Collective.
+
+        Nobody waits for parameters afterwards, and this update must not be used any more. Each
+        rank holds the complete state and its part of it for a moment.
+
+        Args:
+            optimizer: What `build` returned.
+            variables: The model's, in the order of the optimizer.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        assert self.shards is not None and self.state is not None
+        state = self.state.gather()
+        futures.release(self.shards.variables)
+        self._reducer.route(None)
+        forget_pieces(update_rule(optimizer), self.shards)
+        return rebuilt(optimizer, variables, state)
+
     def attach(self, model: keras.Model) -> None:
         """Let steps end before the parameters have arrived.
 
@@ -133,7 +154,7 @@ class ShardedUpdate:
 
     def target(self, variable: keras.Variable) -> keras.Variable:
         """Return the variable that the optimizer updates instead of a model's."""
-        if self._reducer.is_local(variable):
+        if not self._is_cut(variable):
             return variable
         assert self.shards is not None
         return self.shards.pieces[self.shards.place(variable)]
@@ -156,6 +177,7 @@ class ShardedUpdate:
         shards = self.shards
         assert shards is not None
         self._routes.require_chosen()
+        shards.arrived.clear()
         reduced = self._reducer.reduce(gradients, variables)
         chosen = [
             (g, self.target(v), self._position(v))
@@ -191,7 +213,10 @@ class ShardedUpdate:
 
     def _position(self, variable: Any) -> int:
         assert self.shards is not None
-        return -1 if self._reducer.is_local(variable) else self.shards.place(variable)
+        return self.shards.place(variable) if self._is_cut(variable) else -1
+
+    def _is_cut(self, variable: Any) -> bool:
+        return not self._reducer.is_local(variable) and self._strategy.cuts(variable)
 
     def _clip(self, rule: Any, gradients: list[Any]) -> list[Any]:
         assert self.shards is not None
@@ -217,23 +242,3 @@ def _require_own(shards: Shards, updated: frozenset[int] | None) -> None:
                     f"{variable.path}. Call build(variables) on each, before tfscale.prepare and "
                     "fit, or give all but one exchange='allreduce'."
                 )
-
-
-def _exclude_pieces(rule: Any, shards: Shards) -> None:
-    """Let no weight decay where it was excluded for a variable given as such.
-
-    Exclusion by name needs nothing: a piece has its variable's name.
-    """
-    excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
-    pairs = zip(shards.variables, shards.pieces, strict=True)
-    excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
-
-
-def unbuilt(optimizer: Any) -> Any:
-    """Return an optimizer with the same settings and no state."""
-    other = type(optimizer).from_config(optimizer.get_config())
-    old, new = update_rule(optimizer), update_rule(other)
-    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-    return other

@@ -7,7 +7,8 @@ import pytest
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale.errors import ConfigError
-from tfscale.exchange.auto import Auto, planned
+from tfscale.exchange.auto import Auto
+from tfscale.exchange.plans import strategy_of
 from tfscale.exchange.strategies import resolve
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS
@@ -52,7 +53,7 @@ def test_one_process_trains_as_without():
 
 def test_a_plan_becomes_a_strategy():
     table = LayerTable("t", (dense("a", 4, 5), dense("b", 5, 6), dense("c", 6, 7)))
-    strategy = planned(table, chunked(table, 1, 2, replicated=1), "words")
+    strategy = strategy_of(table, chunked(table, 1, 2, replicated=1), "words")
     assert strategy.replicated == ("a",) and strategy.replicated_dense == 1
     assert set(strategy.groups) == {("c/bias", "c/kernel"), ("b/bias", "b/kernel")}
     # A variable that the plan does not know travels alone, and one that is missing does not matter.

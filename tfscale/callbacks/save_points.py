@@ -95,16 +95,18 @@ def agree(model: keras.Model) -> None:
         ConfigError: A callback needs the state on each rank.
     """
     _save_points.pop(model, None)
-    sharing = [o for o in optimizers_of(model) if getattr(o, "shares_state", False)]
-    if not sharing:
+    optimizers = optimizers_of(model)
+    sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
+    later = [o for o in optimizers if getattr(o, "may_share_state", False)]
+    if not sharing and not later:
         return
     callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
     saving = [c for c in callbacks if isinstance(c, _SAVING)]
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     own = [_point(callback) for callback in saving]
-    process_set = sharing[0].sharing_set
+    process_set = (sharing or later)[0].sharing_set
     every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
-    if any(rank_swaps for rank_swaps, _ in every):
+    if sharing and any(rank_swaps for rank_swaps, _ in every):
         raise ConfigError(
             "Averages of sharded parameters are held in parts. Received: SwapEMAWeights. Use "
             "ema_overwrite_frequency, or exchange='allreduce'."

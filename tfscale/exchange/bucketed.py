@@ -43,7 +43,7 @@ def reduce_in_buckets(
         ExchangeError: Communication failed.
     """
     if not overlap and not tf.executing_eagerly():
-        with tf.control_dependencies([_values(g) for g in gradients]):
+        with tf.control_dependencies([values_of(g) for g in gradients]):
             gradients = [_identity(g) for g in gradients]
     results: list[Any] = list(gradients)
     dense = []
@@ -72,7 +72,8 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or getattr(variable, "name", "gradient"))
 
 
-def _values(gradient: Any) -> tf.Tensor:
+def values_of(gradient: Any) -> tf.Tensor:
+    """Return a gradient, or the values of a sparse one."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,9 @@ from tfscale.backends.base import Group
 from tfscale.errors import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import GradientOptions
+from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.segments import SegmentedBucket, build_segments
+from tfscale.plan.specs import GradientSpec
 
 DENSE = ("auto", "weights", "partial", "replicated")
 
@@ -65,6 +68,42 @@ class Sharded:
         batch = self.global_batch
         if batch is not None and (isinstance(batch, bool) or int(batch) != batch or batch < 1):
             raise ConfigError(f"global_batch must be 1 or more. Received: global_batch={batch!r}.")
+
+    def cuts(self, variable: Any) -> bool:
+        """Return whether each rank updates a part of a variable only: all variables."""
+        del variable
+        return True
+
+    def dense_of(self, path: str) -> Any:
+        """Return how the gradient of a Dense layer is made: one of `DENSE`.
+
+        Args:
+            path: Of the layer.
+        """
+        del path
+        return self.dense
+
+    def segments(
+        self,
+        specs: Sequence[GradientSpec],
+        size: int,
+        whole: frozenset[int],
+        by_rows: Sequence[tuple[int, ...]],
+    ) -> tuple[SegmentedBucket, ...]:
+        """Return the buckets of the variables that are cut; see `build_segments`."""
+        mb = self.bucket_mb
+        n_bytes = auto_bucket_bytes(specs) if mb == "auto" else int(mb * 2**20)
+        return build_segments(specs, size, n_bytes, whole, by_rows)
+
+    def route(self, exchange: Callable[..., list[Any]], arrived: list[tf.Tensor]) -> Any:
+        """Return what exchanges all gradients: the same.
+
+        Args:
+            exchange: Of the variables that are cut.
+            arrived: Not used.
+        """
+        del arrived
+        return exchange
 
     def exchange(
         self,

@@ -18,8 +18,7 @@ from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.dense import own_rows
 from tfscale.exchange.dense_uses import Use, use_of
 from tfscale.exchange.sharded import Sharded
-from tfscale.plan.buckets import auto_bucket_bytes
-from tfscale.plan.segments import Piece, SegmentedBucket, build_segments
+from tfscale.plan.segments import Piece, SegmentedBucket
 from tfscale.plan.specs import GradientSpec
 from tfscale.reduce_ops import scaling_of
 
@@ -34,7 +33,7 @@ class Shards:
         variables: The model's, in forward order.
         pieces: One for each variable: flat, or of the variable's shape where one rank owns it all.
         group: The ranks that share.
-        arrived: What the last `exchange` received, one flat tensor for each bucket.
+        arrived: What was received since it was cleared, in the order of exchanges.
     """
 
     def __init__(
@@ -61,9 +60,7 @@ class Shards:
         self.arrived: list[tf.Tensor] = []
         self._places = {id(v): i for i, v in enumerate(self.variables)}
         specs = [GradientSpec(name_of(v), tuple(v.shape), v.dtype) for v in self.variables]
-        size = strategy.bucket_mb
-        n_bytes = auto_bucket_bytes(specs) if size == "auto" else int(size * 2**20)
-        self.buckets = build_segments(specs, group.size, n_bytes, whole, by_rows)
+        self.buckets = strategy.segments(specs, group.size, whole, by_rows)
         self._owned = {p.variable: p for b in self.buckets for p in b.pieces(group.rank)}
         with tf.init_scope():
             self.pieces = [self._make_piece(i) for i in range(len(self.variables))]
@@ -155,7 +152,6 @@ class Shards:
                 plain = {i: tf.identity(g) for i, g in plain.items()}
         packed = {i: options.compression.compress(g) for i, g in plain.items()}
         results: dict[int, tf.Tensor] = {}
-        self.arrived = []
         for bucket in reversed(self.buckets):
             chosen = {i: packed[i][0] for i in bucket.indices if i in packed}
             if chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ class LayerTimes:
         forward_s: By name of layer.
         backward_s: By name of layer; errors and weight gradients together.
         rest_s: Part of a step that belongs to no layer.
+        gradient_s: By name of a dense layer: rows of the whole batch, and seconds of its weight
+            gradient from a rank's own rows, from all rows, and a rank's part of it from all rows.
     """
 
     batch: int
     forward_s: Mapping[str, float]
     backward_s: Mapping[str, float]
     rest_s: float = 0.0
+    gradient_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Machine:
         host_latency_s: Between ranks of one host; None: as between hosts.
         host_bytes_per_s: Of a rank within its host; None: as between hosts.
         step_s: Part of every step that no layer accounts for.
+        compute_share: Speed of computing while messages are under way, relative to that alone:
+            less than 1 where ranks, sums and copies share cores.
+        message_share: Speed of messages while something is computed.
         layer_times: Measured times by model, instead of those from operations.
         spread: Relative half width of what was measured, by the name of the field.
         note: Where the numbers come from.
@@ -73,6 +79,8 @@ class Machine:
     host_latency_s: float | None = None
     host_bytes_per_s: float | None = None
     step_s: float = 0.0
+    compute_share: float = 1.0
+    message_share: float = 1.0
     layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)
     spread: Mapping[str, float] = field(default_factory=dict)
     note: str = ""

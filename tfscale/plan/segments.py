@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfscale.errors import PlanError
-from tfscale.plan.buckets import build_buckets
+from tfscale.plan.buckets import build_buckets, group_buckets
 from tfscale.plan.specs import GradientSpec
 
 ALIGNMENT = 64  # bytes; TensorFlow refuses tensors that begin elsewhere
@@ -98,6 +98,7 @@ def build_segments(
     bucket_bytes: int,
     whole: frozenset[int] = frozenset(),
     by_rows: Sequence[tuple[int, ...]] = (),
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> tuple[SegmentedBucket, ...]:
     """Lay variables out in buckets of one flat buffer each.
 
@@ -108,6 +109,8 @@ def build_segments(
         whole: Positions of variables that one rank owns entirely.
         by_rows: Variables that are buckets of their own, of one dtype: a matrix that is cut
             between its rows as `row_cuts` says, and others, which the last rank owns.
+        groups: Positions that form buckets, whatever their size; those in none are buckets of
+            their own. None goes by `bucket_bytes`.
 
     Returns:
         Buckets in forward order, each spec in exactly one. The segments of a bucket differ by no
@@ -120,6 +123,14 @@ def build_segments(
         raise PlanError(f"size must be 1 or more. Received: size={size}.")
     own = {i: group for group in by_rows for i in group}
     buckets = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
+    if groups is not None:
+        rest = [[i for i in group if i not in own] for group in groups]
+        buckets += [
+            _segment(specs, sorted(bucket.indices), size, whole)
+            for bucket in group_buckets(specs, [group for group in rest if group])
+            if bucket.indices[0] not in own
+        ]
+        return tuple(sorted(buckets, key=lambda bucket: bucket.indices))
     # What lies before and what behind such a bucket travels apart: it is not ready together.
     for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
         part = list(run)

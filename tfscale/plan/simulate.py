@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tfscale.plan.parts import ExchangePlan, check_plan
 from tfscale.plan.step_tasks import Averaging, step_tasks
-from tfscale.plan.streams import COMMUNICATION, COMPUTE, find_rhythm
+from tfscale.plan.streams import COMMUNICATION, COMPUTE, Speeds, find_rhythm
 from tfscale.plan.times import Scenario
 
 
@@ -56,7 +56,7 @@ def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
         PlanError: The plan does not fit the model.
     """
     check_plan(scenario.table, plan)
-    return _predict([step_tasks(scenario, plan)])
+    return _predict(scenario, [step_tasks(scenario, plan)])
 
 
 def simulate_local_sgd(
@@ -76,10 +76,11 @@ def simulate_local_sgd(
     check_plan(scenario.table, within)
     plain = step_tasks(scenario, within, Averaging(n_groups, is_due=False))
     last = step_tasks(scenario, within, Averaging(n_groups, is_due=True))
-    return _predict([plain] * (interval - 1) + [last])
+    return _predict(scenario, [plain] * (interval - 1) + [last])
 
 
-def _predict(steps: Sequence[Sequence]) -> Prediction:
-    rhythm = find_rhythm(steps)
+def _predict(scenario: Scenario, steps: Sequence[Sequence]) -> Prediction:
+    machine = scenario.machine
+    rhythm = find_rhythm(steps, Speeds(machine.compute_share, machine.message_share))
     compute, communication = rhythm.busy_s[COMPUTE], rhythm.busy_s[COMMUNICATION]
     return Prediction(rhythm.step_s, compute, communication, rhythm.is_steady)

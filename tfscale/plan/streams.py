@@ -55,7 +55,23 @@ class Rhythm:
     is_steady: bool
 
 
-def find_rhythm(steps: Sequence[Sequence[Task]]) -> Rhythm:
+@dataclass(frozen=True)
+class Speeds:
+    """What streams lose to each other where they share cores; 1.0 is nothing.
+
+    Attributes:
+        compute: Of computing, while messages or sums are under way.
+        messages: Of both, while something is computed.
+    """
+
+    compute: float = 1.0
+    messages: float = 1.0
+
+
+ALONE = Speeds()
+
+
+def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Rhythm:
     """Repeat a cycle of steps until it has a rhythm.
 
     The step time is taken from cycles each task of which begins as much later than in the cycle
@@ -67,6 +83,7 @@ def find_rhythm(steps: Sequence[Sequence[Task]]) -> Rhythm:
         steps: The tasks of each step of a cycle; `after_previous` speaks of the step before, for
             the first one of the last of the cycle, and may name its tasks only if both have the
             same number of them.
+        speeds: Of streams that share cores.
 
     Returns:
         Times per step.
@@ -78,7 +95,7 @@ def find_rhythm(steps: Sequence[Sequence[Task]]) -> Rhythm:
         for stream in range(N_STREAMS)
     )
     for n_cycles in (_SHORT, _LONG):
-        begins, ends = run([step for _ in range(n_cycles) for step in steps])
+        begins, ends = run([step for _ in range(n_cycles) for step in steps], speeds)
         step_s = max(ends) / (n_cycles * n_steps)
         middle = begins[-(_ALIKE + 2) * n_tasks : -n_tasks]
         delays = [b - a for a, b in zip(middle[:-n_tasks], middle[n_tasks:], strict=True)]
@@ -90,11 +107,12 @@ def find_rhythm(steps: Sequence[Sequence[Task]]) -> Rhythm:
     return Rhythm(step_s, busy, tuple(begin - min(last) for begin in last), is_steady)
 
 
-def run(steps: Sequence[Sequence[Task]]) -> tuple[list[float], list[float]]:
+def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
     """Run steps one after another, each task as soon as it may.
 
     Args:
         steps: The tasks of each step.
+        speeds: Of streams that share cores.
 
     Returns:
         When each task of each step begins and ends, in seconds.
@@ -102,7 +120,7 @@ def run(steps: Sequence[Sequence[Task]]) -> tuple[list[float], list[float]]:
     Raises:
         PlanError: Tasks wait for each other in a circle.
     """
-    clock = _Clock(steps)
+    clock = _Clock(steps, speeds)
     clock.run()
     if clock.n_done < len(clock.begins):
         n_waiting = len(clock.begins) - clock.n_done
@@ -113,15 +131,21 @@ def run(steps: Sequence[Sequence[Task]]) -> tuple[list[float], list[float]]:
 class _Clock:
     """The state of a simulation. A task is known by its place: those of the first step first."""
 
-    def __init__(self, steps: Sequence[Sequence[Task]]) -> None:
+    def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
         self.tasks = [task for step in steps for task in step]
         self.begins, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
         self.missing = [len(task.after) for task in self.tasks]
         self.followers: list[list[int]] = [[] for _ in self.tasks]
         self.numbers = [number for number, step in enumerate(steps) for _ in step]
         self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(N_STREAMS)]
-        self.is_idle = [True] * N_STREAMS
-        self.running: list[tuple[float, int]] = []
+        self.running: list[int | None] = [None] * N_STREAMS
+        self.lost = {
+            COMPUTE: (speeds.compute, (COMMUNICATION, SUMS)),
+            COMMUNICATION: (speeds.messages, (COMPUTE,)),
+            SUMS: (speeds.messages, (COMPUTE,)),
+        }
+        self.has_losses = speeds != ALONE
+        self.pace = [1.0] * N_STREAMS
         self.n_done = 0
         begin, before = 0, -1
         for step in steps:
@@ -140,10 +164,11 @@ class _Clock:
             if count == 0:
                 self._queue(place)
         self._start(0.0)
-        while self.running:
-            now = self.running[0][0]
-            while self.running and self.running[0][0] <= now:
-                self._finish(heapq.heappop(self.running)[1])
+        while any(place is not None for place in self.running):
+            now = min(self.ends[place] for place in self.running if place is not None)
+            done = [p for p in self.running if p is not None and self.ends[p] <= now]
+            for place in sorted(done):
+                self._finish(place)
             self._start(now)
 
     def _queue(self, place: int) -> None:
@@ -152,15 +177,28 @@ class _Clock:
 
     def _start(self, now: float) -> None:
         for stream, queue in enumerate(self.queues):
-            if queue and self.is_idle[stream]:
+            if queue and self.running[stream] is None:
                 place = heapq.heappop(queue)[2]
-                self.is_idle[stream] = False
-                end = now + self.tasks[place].duration_s
-                self.begins[place], self.ends[place] = now, end
-                heapq.heappush(self.running, (end, place))
+                self.running[stream] = place
+                self.pace[stream] = 1.0
+                self.begins[place], self.ends[place] = now, now + self.tasks[place].duration_s
+        if self.has_losses:
+            self._keep_pace(now)
+
+    def _keep_pace(self, now: float) -> None:
+        """Move the ends of what is running where others began or ended to use the same cores."""
+        for stream, (speed, others) in self.lost.items():
+            place = self.running[stream]
+            if place is None:
+                continue
+            is_shared = any(self.running[other] is not None for other in others)
+            pace = speed if is_shared else 1.0
+            if pace != self.pace[stream]:
+                left = (self.ends[place] - now) * self.pace[stream]
+                self.ends[place], self.pace[stream] = now + left / pace, pace
 
     def _finish(self, place: int) -> None:
-        self.is_idle[self.tasks[place].stream] = True
+        self.running[self.tasks[place].stream] = None
         self.n_done += 1
         for follower in self.followers[place]:
             self.missing[follower] -= 1

@@ -12,6 +12,7 @@ from tfscale.plan.specs import BYTES_PER_VALUE
 # Each value a layer writes is written and read once in the forward pass; back-propagation reads it
 # again and writes and reads its error.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3
+_MOST_OF_LAYER = 0.8  # of back-propagation through a layer is its weight gradient, at most
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Scenario:
             return errors, weights
         total = measured.backward_s[layer.name] * self._scale(measured.batch)
         part = weights / (errors + weights) if errors + weights > 0 else 0.0
+        if layer.name in measured.gradient_s and total > 0:
+            own_s = measured.gradient_s[layer.name][1] * self._scale(measured.batch)
+            part = min(_MOST_OF_LAYER, own_s / total)
         return total * (1 - part), total * part
 
     def rest_s(self) -> float:
@@ -96,6 +100,12 @@ class Scenario:
         """Return the time of a dense layer's weight gradient of a whole batch, or a part of it."""
         layer = self.table.layers[place]
         n_in, n_out = layer.dense or (0, 0)
+        measured = self._measured()
+        if measured is not None and layer.name in measured.gradient_s:
+            rows, _, whole_s, part_s = measured.gradient_s[layer.name]
+            half = self.machine.half_batch
+            scale = (batch * layer.rows + half) / (rows + half)
+            return scale * (whole_s if part == 1.0 else min(whole_s, part_s))
         return part * self.product_s(2.0 * n_in * n_out * layer.rows, batch)
 
     def update_s(self, n_values: float) -> float:

@@ -1,55 +1,72 @@
-"""`exchange="auto"`: measure, plan, compare with plain allreduce, and take the faster one."""
+"""`exchange="auto"`: measure, plan, compare with plain allreduce, and take the fastest."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import statistics
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 
 import keras
 
-from tfscale import objects, runtime
+from tfscale import objects
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import data_of_fit
-from tfscale.errors import ConfigError, PlanError
-from tfscale.exchange import dense
-from tfscale.exchange.auto import KINDS, Auto, Planned, planned
+from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.errors import PlanError
+from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
+from tfscale.exchange.plans import Outcome, Planned, PlannedShards, strategy_of
+from tfscale.loss_scale import update_rule
 from tfscale.plan.choose import Choice, choose
 from tfscale.plan.explain import explain
-from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.parts import Kind
 from tfscale.plan.times import Scenario
-from tfscale.trace.recorder import has_events
-from tfscale.tuning.layer_probe import UNMEASURED_STEPS, LayerProbe, calibrated, measured_machine
-from tfscale.tuning.model_layers import read_layers
+from tfscale.tuning.auto_scenario import Course, measure, why_not
+from tfscale.tuning.layer_probe import UNMEASURED_STEPS
+from tfscale.update_rules import LAYERWISE
 
 logger = logging.getLogger("tfscale")
 
 _TIMED_STEPS = 10
 _SLOWER = 1.02  # a plan that takes so many times plain allreduce's time is given up
 _OTHER_BATCH = 2.0  # a batch that grew or shrank so many times asks for another plan
+_PROMISING = 1.25  # plans are tried that are predicted to take so many times the best one's time
+# The best plan of each of these is tried, if it is promising: predictions err.
+_FAMILIES: tuple[tuple[Kind, ...], ...] = (
+    ("allreduce", "sharded", "partial", "replicated"),
+    ("allreduce", "replicated"),
+    ("sharded", "partial"),
+)
 
-Course = Generator[Exchange | None, None, None]
+Trial = tuple[Choice, float]  # and the seconds that its steps took
 
 
 class AutoWatch:
     """Tries exchanges one after another; each decision is made from what all ranks measured."""
 
-    def __init__(self, strategy: Auto, layers: Sequence[str], model: keras.Model | None) -> None:
+    may_cut = True
+
+    def __init__(
+        self,
+        strategy: Auto,
+        layers: Sequence[str],
+        model: keras.Model | None,
+        why_uncut: Callable[[keras.Model], str],
+    ) -> None:
         """Begin to watch.
 
         Args:
             strategy: What the user chose.
             layers: Paths of the layers that own the exchanged variables, in the order of the model.
             model: That is trained.
+            why_uncut: Returns why its parameters cannot be sharded, or an empty string.
         """
         self._auto = strategy
         self._layers = list(layers)
         self._model = model
+        self._why_uncut = why_uncut
         self._course = self._run()
         self._times: list[float] = []
 
@@ -63,71 +80,70 @@ class AutoWatch:
         return next(self._course)
 
     def _run(self) -> Course:
+        model, reason = self._model, why_not(self._model)
         while True:
             batch = self._global_batch()
-            scenario = yield from self._measure(batch)
-            if scenario is not None:
-                yield from self._try(scenario, batch)
-            self._times.clear()
+            if reason or model is None:
+                logger.info("Nothing is planned: %s.", reason)
+            else:
+                scenario = yield from measure(self._auto, self._layers, model, batch)
+                if scenario is not None:
+                    yield from self._try(scenario, self._allowed(model, batch))
             while not self._is_other(batch):
                 self._times.clear()
                 yield None
             logger.info("The batch size has changed: the exchange is planned again.")
 
-    def _measure(self, batch: int | None) -> Generator[Exchange | None, None, Scenario | None]:
-        """Return what is to be planned; None where it is not known."""
-        reason = _why_not(self._model)
-        if reason:
-            logger.info("Nothing is planned: %s.", reason)
-            return None
-        table, size = self._table(), runtime.size()
-        local, machine = max(1, (batch or size) // size), self._auto.read_machine()
-        if machine is None or table.name not in machine.layer_times:
-            if not has_events():
-                logger.info("Nothing is planned: this backend measures no exchange.")
-                return None
-            probe = LayerProbe(self._layers)
-            yield self._per_layer(table)
-            while True:
-                found = probe.step()
-                if probe.is_over:
-                    break
-                yield None
-            if found is None:
-                logger.info("Nothing is planned: there are no two layers to exchange.")
-                return None
-            machine = measured_machine(table, found, size, local, machine)
-            return calibrated(Scenario(table, machine, size, batch or size), found)
-        return Scenario(table, machine, size, batch or size)
+    def _allowed(self, model: keras.Model, batch: int | None) -> tuple[Kind, ...]:
+        """Return what the model's parameters may do, equal on all ranks. Collective."""
+        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks_of_fit())
+        own = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
+        reasons = [r for r in objects.allgather_object(own, name="why parameters stay whole") if r]
+        kinds: list[Kind] = ["allreduce"]
+        if reasons:
+            logger.info("Parameters are not sharded: %s.", reasons[0])
+        else:
+            needs_whole = type(update_rule(model.optimizer.__wrapped__)) in LAYERWISE
+            kinds += ["sharded", "partial"] if batch and not needs_whole else ["sharded"]
+        return (*kinds, "replicated") if batch else tuple(kinds)
 
-    def _try(self, scenario: Scenario, batch: int | None) -> Course:
-        """Time plain allreduce and the plan; end with the faster one."""
-        allowed = KINDS if batch else ("allreduce",)
-        choice = choose(scenario, allowed)
-        _require_equal(choice)
-        chosen = planned(scenario.table, choice.plan, choice.name)
-        plain = planned(scenario.table, choice.plain, "plain allreduce")
-        text = explain(scenario, choice)
+    def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course:
+        """Time plain allreduce and what is promising; end with the fastest."""
+        choices = candidates(scenario, allowed)
+        _require_equal(choices)
+        best, plain_plan = choices[0], choices[0].plain
+        plain = strategy_of(scenario.table, plain_plan, "plain allreduce")
         plain_s = yield from self._time(plain)
-        if choice.is_plain:
-            words = f"{choice.reason}; {_compare(choice, plain_s, None)}"
+        if best.is_plain:
+            words = f"{best.reason}; {_compare(best, plain_s, [])}"
             logger.info("Plain allreduce is kept: %s.", words)
-            yield _with_text(plain, text, f"Plain allreduce: {words}.")
+            yield _done(plain, scenario, (best, plain_s), plain_s, f"Plain allreduce: {words}.")
             return
-        logger.info("The plan is tried: %s, %s.", choice.name, choice.reason)
-        plan_s = yield from self._time(chosen)
-        words = _compare(choice, plain_s, plan_s)
+        trials: list[Trial] = []
+        for choice in reversed(choices):
+            logger.info("A plan is tried: %s, %s.", choice.name, choice.reason)
+            seconds = yield from self._time(strategy_of(scenario.table, choice.plan, choice.name))
+            trials.append((choice, seconds))
+        yield self._decide(scenario, plain_s, trials)
+
+    def _decide(self, scenario: Scenario, plain_s: float, trials: list[Trial]) -> Exchange:
+        """Return the fastest of what was tried."""
+        choice, plan_s = min(trials, key=lambda trial: trial[1])
+        words = _compare(choice, plain_s, trials)
+        chosen = strategy_of(scenario.table, choice.plan, choice.name)
         if plan_s <= _SLOWER * plain_s:
-            logger.info("The plan is kept: %s.", words)
-            yield _with_text(chosen, text, f"The plan is kept: {words}.")
+            logger.info("The plan is kept: %s: %s.", choice.name, words)
+            text = f"The plan is kept: {words}."
         elif not self._auto.replan:
             logger.warning("The plan is slower than allreduce, and kept: %s.", words)
-            yield _with_text(chosen, text, f"Slower, and kept as replan=False: {words}.")
+            text = f"Slower, and kept as replan=False: {words}."
         else:
             logger.warning("The plan is slower than allreduce, which is used: %s.", words)
-            yield _with_text(plain, text, f"Slower than planned, plain allreduce: {words}.")
+            chosen = strategy_of(scenario.table, choice.plain, "plain allreduce")
+            text = f"Slower than planned, plain allreduce: {words}."
+        return _done(chosen, scenario, (choice, plan_s), plain_s, text)
 
-    def _time(self, strategy: Planned) -> Generator[Exchange | None, None, float]:
+    def _time(self, strategy: Exchange) -> Generator[Exchange | None, None, float]:
         """Use a strategy for some steps; return seconds per step, equal on all ranks."""
         yield strategy
         self._times.clear()
@@ -150,76 +166,66 @@ class AutoWatch:
             return False
         return max(now / batch, batch / now) >= _OTHER_BATCH
 
-    def _table(self) -> LayerTable:
-        """Return the model; only its variables' sizes where it cannot be read."""
-        model = self._model
-        assert model is not None
-        owners = {layer.path: layer for layer in model._flatten_layers()}
-        try:
-            table = read_layers(model)
-        except ConfigError as error:
-            logger.info("Dense layers send weight gradients: %s", error)
-            table = LayerTable(model.name, tuple(_bare(model)))
-        # What cannot gather activations and errors is no dense layer to the planner.
-        shared = dense.shared_weights(model)
-        layers = tuple(
-            layer
-            if layer.dense is None or not dense.why_not(owners[layer.name], shared)
-            else dataclasses.replace(layer, dense=None)
-            for layer in table.layers
-        )
-        return LayerTable(table.name, layers)
 
-    def _per_layer(self, table: LayerTable) -> Planned:
-        groups = (tuple(name for name, _ in layer.weights) for layer in table.layers)
-        return Planned(name="one allreduce per layer", groups=tuple(filter(None, groups)))
+def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
+    """Return what is worth a trial, the best prediction first: plain allreduce alone, or plans.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        allowed: Kinds that may be used.
+    """
+    families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
+    found: dict[object, Choice] = {}
+    for family in dict.fromkeys(families):
+        if "allreduce" in family or "sharded" in family:
+            choice = choose(scenario, family)
+            found.setdefault(choice.plan, choice)
+    ordered = sorted(found.values(), key=lambda choice: choice.predicted.step_s)
+    limit = _PROMISING * ordered[0].predicted.step_s
+    better = [c for c in ordered if not c.is_plain and c.predicted.step_s <= limit]
+    return better or ordered[:1]
 
 
-def _require_equal(choice: Choice) -> None:
-    """Require the same plan on all ranks. Collective.
+def _require_equal(choices: Sequence[Choice]) -> None:
+    """Require the same plans on all ranks. Collective.
 
     Raises:
         PlanError: Machines or batch sizes differ; on every rank.
     """
-    prints = objects.allgather_object(choice.fingerprint(), name="plan")
-    if len(set(prints)) > 1:
+    own = [choice.fingerprint() for choice in choices]
+    prints = objects.allgather_object(own, name="plan")
+    if any(other != prints[0] for other in prints):
         raise PlanError(
             f"All ranks must plan alike. Received: plans {prints}, in rank order. Give every rank "
             "the same machine and global batch."
         )
 
 
-def _why_not(model: keras.Model | None) -> str:
-    """Return why steps cannot be planned, or an empty string."""
-    if model is None:
-        return "the model is not known"
-    if model.steps_per_execution > 1:
-        return "several steps run at a time"
-    if getattr(model.optimizer, "_self_accumulator", None) is not None:
-        return "gradients are added up over several steps before they travel"
-    return ""
-
-
-def _bare(model: keras.Model) -> list[Layer]:
-    owners: dict[str, list[tuple[str, int]]] = {}
-    for variable in model.trainable_variables:
-        owner = variable.path.rpartition("/")[0] or variable.path
-        owners.setdefault(owner, []).append((variable.path, math.prod(variable.shape)))
-    return [Layer(owner, tuple(weights)) for owner, weights in owners.items()]
-
-
-def _compare(choice: Choice, plain_s: float, plan_s: float | None) -> str:
+def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
     """Return predicted against measured steps in words."""
     words = [
         f"allreduce takes {1e3 * plain_s:.2f} ms per step, "
         f"predicted {1e3 * choice.plain_predicted.step_s:.2f}"
     ]
-    if plan_s is not None:
-        words.append(
-            f"the plan {1e3 * plan_s:.2f} ms, predicted {1e3 * choice.predicted.step_s:.2f}"
-        )
+    words += [
+        f"{tried.name} {1e3 * plan_s:.2f} ms, predicted {1e3 * tried.predicted.step_s:.2f}"
+        for tried, plan_s in trials
+    ]
     return ", ".join(words)
 
 
-def _with_text(strategy: Planned, text: str, outcome: str) -> Planned:
-    return dataclasses.replace(strategy, explanation=f"{text}\n{outcome}\n")
+def _done(
+    strategy: Planned | PlannedShards, scenario: Scenario, trial: Trial, plain_s: float, text: str
+) -> Exchange:
+    """Return a strategy that knows its outcome."""
+    choice, plan_s = trial
+    is_plain = strategy.name == "plain allreduce"
+    outcome = Outcome(
+        strategy.name,
+        (choice.plain_predicted if is_plain else choice.predicted).step_s,
+        plain_s if is_plain else plan_s,
+        choice.plain_predicted.step_s,
+        plain_s,
+        f"{explain(scenario, choice)}\n{text}\n",
+    )
+    return dataclasses.replace(strategy, outcome=outcome)

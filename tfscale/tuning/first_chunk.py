@@ -21,6 +21,8 @@ logger = logging.getLogger("tfscale")
 class FirstChunkWatch:
     """Watches steps that exchange each layer alone, then chooses where the first chunk ends."""
 
+    may_cut = False
+
     def __init__(self, strategy: Chunked, layers: Sequence[str]) -> None:
         """Begin to watch.
 

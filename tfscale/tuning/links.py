@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,13 +16,14 @@ import tensorflow as tf
 import tfscale
 from tfscale import objects, runtime
 from tfscale.errors import ConfigError
-from tfscale.exchange.auto import Planned
+from tfscale.exchange.plans import Planned
 from tfscale.plan.costs import share
 from tfscale.plan.machines import Machine
 from tfscale.plan.specs import BYTES_PER_VALUE
 from tfscale.plan.times import Scenario
 from tfscale.process_sets import ProcessSet
 from tfscale.trace.recorder import Listener
+from tfscale.tuning.compute_probe import memory_run, shortest_s
 from tfscale.tuning.layer_probe import LayerProbe, calibrated, fit_line, measured_machine
 from tfscale.tuning.model_layers import find_model, inputs_of, read_layers
 
@@ -126,13 +126,12 @@ def measure_compute() -> list[Round]:
     """
     matrix = tf.random.stateless_normal([_WIDTH, _WIDTH], seed=(1, 2))
     batches = [tf.ones([batch, _WIDTH]) for batch in _BATCHES]
-    large = tf.Variable(tf.ones([2**22]))
     product = tf.function(lambda x: tf.matmul(x, matrix))
-    update = tf.function(lambda: large.assign(large * 0.5 + 1.0))
+    update, n_bytes = memory_run()
     rounds = []
     for number in range(-1, _ROUNDS):
-        times = [_shortest_s(partial(product, x)) for x in batches]
-        memory_s = _shortest_s(update)
+        times = [shortest_s(partial(product, x)) for x in batches]
+        memory_s = shortest_s(update)
         every = np.max(objects.allgather_object([*times, memory_s]), axis=0)
         base_s, slope = fit_line(_BATCHES, every[:-1])
         if number >= 0:
@@ -140,19 +139,10 @@ def measure_compute() -> list[Round]:
                 {
                     "flops_per_s": 2.0 * _WIDTH**2 / slope,
                     "half_batch": base_s / slope,
-                    "memory_bytes_per_s": 4 * large.shape[0] * BYTES_PER_VALUE / every[-1],
+                    "memory_bytes_per_s": n_bytes / every[-1],
                 }
             )
     return rounds
-
-
-def _shortest_s(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def machine_from(

@@ -1,0 +1,174 @@
+"""Plans that shard parameters amid training, wholly or in part, and back: equal to one process."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_equal_ranks, shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import TOLERANCE, float64
+from tfscale.callbacks import Callback
+from tfscale.exchange.plans import PlannedShards, strategy_of
+from tfscale.plan.parts import ExchangePlan, Part, bucketed
+from tfscale.tuning.auto_scenario import table_of
+
+BATCH, STEPS = 24, 12
+RULES = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.05),
+}
+# How each layer of `build` travels, first layer first.
+MIXED = ("allreduce", "partial", "replicated", "sharded", "sharded", "allreduce")
+
+
+def build() -> keras.Model:
+    """Layers of which each may travel in its own way."""
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    inputs = keras.Input((4, 4, 2))
+    x = layers.Conv2D(3, 3, activation="tanh", name="first")(inputs)
+    x = layers.Flatten()(x)
+    for n, name in ((17, "partly"), (11, "wholly"), (9, "one"), (7, "other")):
+        x = layers.Dense(n, activation="tanh", name=name)(x)
+    return keras.Model(inputs, layers.Dense(3, name="top")(x), name="mixed_model")
+
+
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(3)
+    return random.normal(size=(STEPS * BATCH, 4, 4, 2)), random.normal(size=(STEPS * BATCH, 3))
+
+
+def plan_of(model: keras.Model, kinds) -> ExchangePlan:
+    """Return a plan in which layer i travels as kinds[i] says, neighbours of one kind together."""
+    table = table_of(model)
+    parts: list[Part] = []
+    for place, kind in enumerate(kinds):
+        own = tuple(i for i, p in enumerate(table.parameters) if p.layer == place)
+        if parts and parts[-1].kind == kind and kind in ("allreduce", "sharded"):
+            parts[-1] = Part(kind, (*parts[-1].parameters, *own))
+        else:
+            parts.append(Part(kind, own))
+    return ExchangePlan(tuple(reversed(parts)))
+
+
+def mixed(model: keras.Model, kinds=MIXED) -> PlannedShards:
+    """Return the strategy of such a plan."""
+    return strategy_of(table_of(model), plan_of(model, kinds), "mixed")
+
+
+class Script:
+    """Stands in for the planner: other strategies after some steps."""
+
+    may_cut = True
+
+    def __init__(self, strategies: dict[int, object]) -> None:
+        self._strategies, self._n_steps = strategies, 0
+
+    def step(self):
+        self._n_steps += 1
+        return self._strategies.get(self._n_steps)
+
+
+def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **options) -> None:
+    """Train on the global batches of some steps; `script` maps a step to the next strategy."""
+    x, y = (v[steps.start * BATCH : steps.stop * BATCH] for v in samples())
+    if not model.compiled:
+        sgd = tfscale.DistributedOptimizer(make_rule(), exchange=tfscale.Auto(global_batch=BATCH))
+        model.compile(sgd, loss="mse")
+        tfscale.prepare(model)
+    reducer = model.optimizer._self_reducer
+    reducer._watch, reducer._is_watched = Script(script), True
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
+
+
+def alone(make_rule) -> keras.Model:
+    """Train in one process."""
+    model = build()
+    model.compile(make_rule(), loss="mse")
+    model.fit(*samples(), batch_size=BATCH, shuffle=False, verbose=0)
+    return model
+
+
+def require_same(model: keras.Model, single: keras.Model) -> None:
+    """Compare weights and complete state; ranks must agree bit by bit."""
+    require_equal_ranks(model.trainable_variables)
+    ours = [*model.get_weights(), *model.optimizer.full_state()]
+    theirs = [*single.get_weights(), *(v.numpy() for v in single.optimizer.variables)]
+    for i, (own, expected) in enumerate(zip(ours, theirs, strict=True)):
+        np.testing.assert_allclose(own, expected, rtol=0, atol=TOLERANCE, err_msg=str(i))
+
+
+@sizes(2, 3, 4, timeout_s=240)
+def case_there_and_back_amid_a_fit():
+    """Allreduce, a mixture, all sharded, allreduce: each of them trains for some steps."""
+    for name, make_rule in RULES.items():
+        with float64():
+            model, single = build(), alone(make_rule)
+            table = table_of(model)
+            plain = strategy_of(table, bucketed(table, 2000), "plain")
+            whole = mixed(model, ("sharded",) * len(MIXED))
+            before = model.get_weights()
+            train(model, make_rule, {3: mixed(model), 6: whole, 9: plain})
+        assert not np.array_equal(before[0], model.get_weights()[0]), name
+        assert not model.optimizer.shares_state
+        require_same(model, single)
+
+
+@sizes(2, 4, timeout_s=240)
+def case_a_mixture_is_what_it_says():
+    """Who holds which state, how dense layers are called, and evaluation in between."""
+    with float64():
+        model, single = build(), alone(RULES["adam"])
+        train(model, RULES["adam"], {2: mixed(model)}, slice(0, 7))
+        x, y = samples()
+        model.evaluate(x[:BATCH], y[:BATCH], verbose=0)
+        train(model, RULES["adam"], {}, slice(7, STEPS))
+    optimizer = model.optimizer
+    cut = {v.path.split("/")[0] for v in optimizer._self_update.shards.variables}
+    assert cut == {"partly", "one", "other"}, cut
+    calls = {name: type(vars(model.get_layer(name)).get("call")).__name__ for name in cut}
+    assert calls["partly"] == "PartialCall" and calls["one"] == "NoneType", calls
+    assert type(vars(model.get_layer("wholly"))["call"]).__name__ == "ReplicatedCall"
+    report = optimizer.memory_report()
+    assert report["state"] < report["complete_state"], report
+    require_same(model, single)
+
+
+@sizes(3, timeout_s=240)
+def case_saved_by_a_callback_after_the_change_and_resumed():
+    """The checkpoint of rank 0 holds complete state, and trains on in a plan or without one."""
+    with float64(), shared_folder() as folder:
+        single = alone(RULES["adam"])
+        path = str(folder / "model.keras")
+        save = [keras.callbacks.ModelCheckpoint(path)] if tfscale.rank() == 0 else []
+        model = build()
+        train(model, RULES["adam"], {2: mixed(model)}, slice(0, 6), callbacks=save)
+        tfscale.barrier()
+        for script in ({}, {2: mixed(model), 4: strategy_of(table_of(model), plan_of(
+            model, ("allreduce",) * len(MIXED)), "plain")}):  # fmt: skip
+            again = tfscale.load_model(path, exchange=tfscale.Auto(global_batch=BATCH))
+            tfscale.prepare(again)
+            train(again, None, script, slice(6, STEPS))
+            require_same(again, single)
+
+
+@sizes(2, timeout_s=120)
+def case_mixed_precision():
+    """Loss scaling inside: the finite flag is agreed on, and the scale moves with the state."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = build()
+        train(
+            model,
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+            {3: mixed(model), 8: tfscale.Allreduce()},
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert float(model.optimizer.iterations.numpy()) == STEPS
+    assert all(np.isfinite(v).all() for v in model.get_weights())
+    require_equal_ranks(model.trainable_variables)

@@ -1,0 +1,169 @@
+"""Ranks that share cores: what streams take from each other, and predictions against a cluster."""
+
+import dataclasses
+
+import pytest
+
+from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.choose import plain_plan
+from tfscale.plan.dense_volume import is_partial_cheaper
+from tfscale.plan.layers import LayerTable
+from tfscale.plan.machines import LayerTimes, Machine
+from tfscale.plan.parts import ExchangePlan, bucketed, chunked, dense_layers, specs_of
+from tfscale.plan.published import VGG_A, dense, resnet50, vgg
+from tfscale.plan.simulate import simulate
+from tfscale.plan.streams import COMMUNICATION, COMPUTE, SUMS, Speeds, Task, run
+from tfscale.plan.times import Scenario
+from tfscale.tuning.auto_plan import candidates
+from tfscale.tuning.contention import separate
+from tfscale.tuning.layer_probe import LayerMeasurement
+
+# Four ranks on the two cores of one machine, in network namespaces with links of 1 Gbit/s: the
+# rate is that of the links, the shares are fitted to the eight steps below.
+CLUSTER = Machine(
+    name="emulated 1 Gbit/s",
+    latency_s=60e-6,
+    bytes_per_s=115e6,
+    reduce_bytes_per_s=2e9,
+    flops_per_s=1e12,
+    memory_bytes_per_s=8e9,
+    compute_share=0.35,
+    message_share=0.85,
+)
+TABLES = {
+    "vgg_like": (vgg("vgg_like", ((32,), (64,), (128,)), 32), 64, 138e-3),
+    "vgg_a": (vgg("vgg_a", VGG_A, 64), 32, 483e-3),
+    "resnet50": (resnet50(64), 32, 409e-3),
+}
+# Milliseconds of a step as measured by `python -m benchmarks step`.
+MEASURED = {
+    ("vgg_like", "allreduce"): 1681,
+    ("vgg_like", "chunked"): 217,
+    ("vgg_like", "sharded"): 881,
+    ("vgg_a", "chunked"): 1032,
+    ("vgg_a", "sharded"): 1571,
+    ("resnet50", "chunked"): 1738,
+    ("resnet50", "sharded"): 1414,
+}
+
+
+def scenario_of(name: str) -> Scenario:
+    """Return the model on the cluster, with cores so fast that it computes as long as it did."""
+    table, batch, compute_s = TABLES[name]
+    slow, fast = 1e9, 1e13
+    for _ in range(50):
+        flops = (slow * fast) ** 0.5
+        machine = dataclasses.replace(CLUSTER, flops_per_s=flops)
+        scenario = Scenario(table, machine, 4, batch)
+        if scenario.compute_s() + scenario.update_s(table.n_values) > compute_s:
+            slow = flops
+        else:
+            fast = flops
+    return scenario
+
+
+def fixed(scenario: Scenario, exchange: str) -> ExchangePlan:
+    """Return what the benchmark's fixed exchanges do."""
+    table, batch = scenario.table, scenario.global_batch
+    layers = dense_layers(table)
+    if exchange == "allreduce":
+        return plain_plan(scenario)
+    if exchange == "chunked":
+        half = sum(bool(layer.weights) for layer in table.layers) // 2
+        cheap = [x for x in layers if sum(table.layers[x].dense) * batch < table.layers[x].n_values]
+        return chunked(table, half, 2, len(cheap))
+    partial = [x for x in layers if is_partial_cheaper(*table.layers[x].dense, batch, 4)]
+    size = auto_bucket_bytes(specs_of(table))
+    return bucketed(table, size, "sharded", dict.fromkeys(partial, "partial"))
+
+
+@pytest.mark.parametrize("name, exchange", MEASURED)
+def test_steps_of_an_emulated_cluster_are_predicted(name, exchange):
+    scenario = scenario_of(name)
+    predicted = 1e3 * simulate(scenario, fixed(scenario, exchange)).step_s
+    assert predicted == pytest.approx(MEASURED[name, exchange], rel=0.15)
+
+
+@pytest.mark.parametrize("name, better", [("vgg_like", "chunked"), ("vgg_a", "chunked")])
+def test_dense_layers_are_replicated_on_it(name, better):
+    scenario = scenario_of(name)
+    found = candidates(scenario, ("allreduce", "sharded", "partial", "replicated"))
+    best_fixed = simulate(scenario, fixed(scenario, better)).step_s
+    for choice in found:  # whatever is timed: nothing among it sends the large kernels
+        kinds = {p: part.kind for part in choice.plan.parts for p in part.parameters}
+        names = [p.name for p in scenario.table.parameters]
+        assert kinds[names.index("fc1/kernel")] == kinds[names.index("fc2/kernel")] == "replicated"
+    assert found[0].predicted.step_s <= best_fixed
+
+
+def test_a_model_of_convolutions_is_sharded_on_it():
+    scenario = scenario_of("resnet50")
+    best = candidates(scenario, ("allreduce", "sharded", "partial", "replicated"))[0]
+    kinds = [part.kind for part in best.plan.parts]
+    assert kinds.count("sharded") >= 4 and "allreduce" not in kinds
+    assert best.predicted.step_s <= simulate(scenario, fixed(scenario, "sharded")).step_s
+
+
+def test_the_best_of_each_family_is_tried_if_it_is_promising():
+    scenario = scenario_of("vgg_a")
+    every = ("allreduce", "sharded", "partial", "replicated")
+    found = candidates(scenario, every)
+    times = [choice.predicted.step_s for choice in found]
+    assert times == sorted(times) and times[-1] <= 1.25 * times[0]
+    assert len({choice.plan for choice in found}) == len(found) >= 2
+    assert [c.is_plain for c in candidates(scenario, ("allreduce",))] in ([True], [False])
+    alone = Scenario(scenario.table, scenario.machine, 1, 32)
+    assert [choice.is_plain for choice in candidates(alone, every)] == [True]
+
+
+def test_streams_that_share_cores_slow_each_other():
+    tasks = [Task(COMPUTE, 1.0), Task(COMMUNICATION, 1.0)]
+    assert run([tasks])[1] == [1.0, 1.0]
+    assert run([tasks], Speeds(compute=0.5))[1] == pytest.approx([1.5, 1.0])
+    # Messages at 0.8 until 1.0 s of work at 1.0 is done; then alone.
+    assert run([tasks], Speeds(messages=0.8))[1] == pytest.approx([1.0, 1.2])
+    # Sums take from computing as messages do; computing begins to suffer when they begin.
+    later = [Task(COMPUTE, 1.0), Task(COMPUTE, 1.0, (0,)), Task(SUMS, 0.5, (0,))]
+    assert run([later], Speeds(compute=0.5))[1] == pytest.approx([1.0, 2.25, 1.5])
+
+
+def test_a_step_is_never_shorter_for_sharing_cores():
+    table = LayerTable("t", (dense("a", 40, 50), dense("b", 50, 60)))
+    for plan in (bucketed(table, None), bucketed(table, None, "sharded"), chunked(table, 1, 2, 1)):
+        times = []
+        for share in (1.0, 0.7, 0.3):
+            machine = dataclasses.replace(
+                CLUSTER, flops_per_s=1e9, compute_share=share, message_share=share
+            )
+            times.append(simulate(Scenario(table, machine, 4, 64), plan).step_s)
+        assert times == sorted(times)
+
+
+def measured(before_s: float, ready_s: tuple, service_s: tuple) -> LayerMeasurement:
+    return LayerMeasurement(("a", "b"), (8, 8), ready_s, service_s, before_s, 0.0, 3.0)
+
+
+def test_steps_are_taken_apart():
+    alone = measured(1.0, (0.0, 0.0), (1.0, 1.0))
+    # 0.6 s of back-propagation took 1.2 s, all of it with messages under way; these took 2.4 s
+    # instead of 2.0 s, half of it beside back-propagation.
+    found, compute, messages = separate(alone, measured(0.4, (1.2, 0.0), (1.2, 1.2)))
+    assert compute == pytest.approx(0.5)
+    assert messages == pytest.approx(2 / 3)
+    assert found.ready_s == pytest.approx((0.6, 0.0)) and found.service_s == (1.0, 1.0)
+    # Nothing disturbed anything; nothing was computed beside the messages.
+    assert separate(alone, measured(0.4, (0.6, 0.0), (1.0, 1.0)))[1:] == (1.0, 1.0)
+    assert separate(alone, measured(0.4, (0.0, 0.0), (1.0, 1.0)))[1:] == (1.0, 1.0)
+
+
+def test_measured_gradients_of_dense_layers_count():
+    table = LayerTable("t", (dense("a", 4, 5), dense("b", 5, 6)))
+    times = LayerTimes(
+        8, dict.fromkeys("ab", 0.1), dict.fromkeys("ab", 0.4), 0.0, {"b": (32.0, 0.1, 0.3, 0.05)}
+    )
+    scenario = Scenario(table, dataclasses.replace(CLUSTER, layer_times={"t": times}), 4, 32)
+    assert scenario.backward_s(1) == pytest.approx((0.3, 0.1))
+    assert scenario.gradient_s(1, 32) == pytest.approx(0.3)
+    assert scenario.gradient_s(1, 32, 1 / 4) == pytest.approx(0.05)
+    assert scenario.gradient_s(1, 64) == pytest.approx(0.6)
+    assert sum(scenario.backward_s(0)) == pytest.approx(0.4)
