@@ -92,27 +92,28 @@ class Outcome:
         return f"tfscale: the launcher ended with exit code {self.exit_code}; no rank said why.\n"
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class _Launcher:
     """mpiexec or srun, and what it prints."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], may_kill: bool) -> None:
+        self._may_kill = may_kill
         # A session of its own: a terminal's Ctrl-C reaches the launcher once, through us.
         self.process = subprocess.Popen(
             list(command),
             env=dict(environ),
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=self._end_with_parent,
         )
         assert self.process.stderr is not None
         sys.stderr.flush()
         self.reader = ReportReader(self.process.stderr.fileno(), 2)
 
-    def wait(self, stop: StopRequest, stop_signal: int, may_kill: bool) -> int:
+    def _end_with_parent(self) -> None:
+        number = signal.SIGKILL if self._may_kill else signal.SIGTERM
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+    def wait(self, stop: StopRequest, stop_signal: int) -> int:
         """Wait for its end, and see to it that it comes; return its exit code."""
         is_told = False
         while True:
@@ -126,7 +127,7 @@ class _Launcher:
             failed_at = self.reader.first_failure_at
             has_failed = failed_at is not None and time.monotonic() - failed_at > _COLLECT_S
             # srun would leave the ranks alone; the one that failed ends them there.
-            if stop.is_over() or (has_failed and may_kill):
+            if stop.is_over() or (has_failed and self._may_kill):
                 self.process.kill()
 
 
@@ -152,10 +153,10 @@ def run_attempt(
         failed has been printed; see `Report.describe`.
     """
     job, marked = new_job(environ)
-    launcher = _Launcher(command, marked)
+    launcher = _Launcher(command, marked, may_kill)
     failure = None
     try:
-        code = launcher.wait(stop, stop_signal, may_kill)
+        code = launcher.wait(stop, stop_signal)
         failure = launcher.reader.failure()
     finally:
         if launcher.process.poll() is None:

@@ -19,7 +19,8 @@ struct EngineOptions {
   // Raised on a rank that keeps others waiting: its handler writes where the
   // program is. 0: none.
   int32_t stack_signal;
-  const char* identity;  // versions that must be equal on all ranks; may be null
+  const char* identity;     // versions that must be equal on all ranks; may be null
+  const char* status_path;  // of the StatusFile; may be null
 };
 
 }  // namespace tfscale

@@ -44,7 +44,8 @@ Scheduler::Scheduler(const EngineOptions& options, Communicator world, PlanTable
       groups_(WorldOnly(std::move(world))),
       roster_(*groups_.at(0).comm, options.identity == nullptr ? "" : options.identity),
       marks_(groups_.at(0)),
-      stalls_(options, groups_.at(0).comm->rank(), roster_, marks_) {}
+      stalls_(options, groups_.at(0).comm->rank(), roster_, marks_),
+      status_file_(options.status_path) {}
 
 Group& Scheduler::GroupOf(int id) {
   const auto it = groups_.find(id);
@@ -165,6 +166,9 @@ void Scheduler::Finish(Task& task) {
   events_.Add({Nanoseconds(task.posted), Nanoseconds(task.started), Nanoseconds(Clock::now()),
                static_cast<int64_t>(task.operation->bytes()), task.execution, task.plan,
                task.slot});
+  if (status_file_.is_open()) {
+    status_file_.WritePlace(PlaceOf(task) + ", run " + std::to_string(task.execution + 1));
+  }
   task.operation.reset();
   task.done(Status::Ok());
 }
@@ -190,13 +194,15 @@ bool Scheduler::is_busy() const {
                      [](const auto& entry) { return entry.second->is_waiting(); });
 }
 
+std::string Scheduler::PlaceOf(const Task& task) const {
+  if (task.plan == kEager) return task.name;
+  return task.name + " (slot " + std::to_string(task.slot) + " of " +
+         queues_.at(task.plan)->spec().name + ")";
+}
+
 Wait Scheduler::Describe(const Task& task, bool is_active) {
   Wait wait;
-  wait.what = task.name;
-  if (task.plan != kEager) {
-    wait.what +=
-        " (slot " + std::to_string(task.slot) + " of " + queues_.at(task.plan)->spec().name + ")";
-  }
+  wait.what = PlaceOf(task);
   if (is_active) {
     const Group& group = GroupOf(task.group);
     for (int member : task.operation->WaitingFor()) {

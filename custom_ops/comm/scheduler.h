@@ -17,6 +17,7 @@
 #include "comm/plan.h"
 #include "comm/plan_queue.h"
 #include "comm/stall_watch.h"
+#include "comm/status_file.h"
 #include "comm/task.h"
 
 namespace tfscale {
@@ -71,6 +72,7 @@ class Scheduler {
   bool StepActive();
   bool StepQueues();
   void Finish(Task& task);
+  std::string PlaceOf(const Task& task) const;
   void EndAll(const Status& why);
   // Ends tasks that a peer will not join.
   void GiveUpHopeless();
@@ -94,6 +96,7 @@ class Scheduler {
   int64_t n_given_up_ = 0;
   Status failure_;
   StallWatch stalls_;
+  StatusFile status_file_;
   Abandoned abandoned_;
   bool is_quiet_ = false;
   bool has_left_ = false;

@@ -22,7 +22,7 @@ class Started:
     """Running ranks.
 
     Attributes:
-        process: mpiexec, leader of a session of its own.
+        process: mpiexec or `tfscale run`, leader of a session of its own.
         job: Mark of all processes, see `tfscale.job`.
         output: File with what all ranks print.
     """
@@ -60,6 +60,25 @@ def start_ranks(
             tuple(words), size, is_root=os.geteuid() == 0, n_cores=count_cores(), bind_to=None
         )
         words = build_command(spec, find_mpi())
+    return _start(words, env, output)
+
+
+def start_job(
+    options: Sequence[str], command: Sequence[str], env: Mapping[str, str] | None, output: Path
+) -> Started:
+    """Start `tfscale run` with options; `Started.process` is the launcher's.
+
+    Args:
+        options: Of `tfscale run`.
+        command: Program and arguments of each rank.
+        env: Variables set in addition.
+        output: File for what all print.
+    """
+    words = [sys.executable, "-m", "tfscale.cli", "run", *options, "--", *command]
+    return _start(words, env, output)
+
+
+def _start(words: Sequence[str], env: Mapping[str, str] | None, output: Path) -> Started:
     # The folder of the tests first: `tests` must be importable in the ranks as it is here.
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     job, environ = new_job({**os.environ, **QUIET, "PYTHONPATH": path, **(env or {})})

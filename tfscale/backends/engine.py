@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale import rank_status
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
 from tfscale.backends.library import EngineOptions, Event, load
 from tfscale.backends.slots import Slots
@@ -59,6 +60,7 @@ class EngineBackend:
             pin_core=settings.pin_core,
             stack_signal=show_on_signal(),
             identity=versions().encode(),
+            status_path=rank_status.file_path().encode(),
         )
         self._library.call("start", fortran_comm, options)
         self.rank: int = self._library.call("rank")

@@ -26,6 +26,7 @@ class EngineOptions(ctypes.Structure):
         ("pin_core", ctypes.c_int32),
         ("stack_signal", ctypes.c_int32),
         ("identity", ctypes.c_char_p),
+        ("status_path", ctypes.c_char_p),
     )
 
 

@@ -1,0 +1,37 @@
+// Where a rank leaves what it did last, for who looks at it after its death.
+#ifndef TFSCALE_COMM_STATUS_FILE_H_
+#define TFSCALE_COMM_STATUS_FILE_H_
+
+#include <cstddef>
+#include <string>
+
+namespace tfscale {
+
+// Owns a mapping of the file that tfscale/rank_status.py describes; it holds
+// whatever ends this process. Used by the communication thread only; writing is
+// a copy in memory. Without a file, or where it cannot be opened, nothing is
+// done: a job does not fail for want of last words.
+class StatusFile {
+ public:
+  // `path` may be null or empty.
+  explicit StatusFile(const char* path);
+  ~StatusFile();
+  StatusFile(const StatusFile&) = delete;
+  StatusFile& operator=(const StatusFile&) = delete;
+
+  bool is_open() const { return place_ != nullptr; }
+  // Replaces the place; a text that is too long is cut.
+  void WritePlace(const std::string& text);
+
+ private:
+  // As in tfscale/rank_status.py.
+  static constexpr size_t kStateBytes = 64;
+  static constexpr size_t kPlaceBytes = 448;
+
+  void* map_ = nullptr;
+  char* place_ = nullptr;
+};
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_STATUS_FILE_H_
