@@ -9,8 +9,8 @@ import keras
 
 from tfscale import runtime
 from tfscale.errors import ConfigError
+from tfscale.guarded_step import GuardedStep
 from tfscale.optimizer import DistributedOptimizer
-from tfscale.progress import GuardedStep
 from tfscale.shared_saves import make_saves_safe
 
 logger = logging.getLogger("tfscale")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.errors import ExchangeError
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.lockstep import Answer, ask
-from tfscale.lookahead import Lookahead
-from tfscale.native_errors import engine_text, has_stopped, is_exchange_error
-
-logger = logging.getLogger("tfscale")
 
 
 class Progress:
@@ -28,6 +23,9 @@ class Progress:
     rank that has begun one step more sees it, gives this step up before any variable changed, and
     stops too, or fails with the reason. Nothing is sent per step. Where a step cannot be given up
     (under run_eagerly, or without marks) the ranks ask each other before it, see `lockstep`.
+
+    Groups of local SGD exchange nothing in most steps, so they ask where epochs begin and end; in
+    between they stop behind an average, see `callbacks.stop_of_groups`.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -39,6 +37,7 @@ class Progress:
         self._n_steps = 0
         self._asks = False
         self._is_over = False
+        self._is_begun = False  # this epoch
 
     def expect_training(self) -> None:
         """A callback list was made: the next `begin` is the first of a `fit`."""
@@ -63,7 +62,7 @@ class Progress:
             "given_up": runtime.num_given_up(),
             "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
         }
-        self._marked_epoch, self._n_steps, self._is_over = -1, 0, False
+        self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
@@ -85,21 +84,41 @@ class Progress:
             runtime.start_incarnation()
         return True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have agreed to run no further step."""
+        return self._is_over
+
+    @property
+    def asks_each_step(self) -> bool:
+        """Whether all ranks run a step or none."""
+        return self._asks
+
     def begin_epoch(self) -> None:
-        """Count steps anew."""
+        """Count steps anew. Collective under local SGD: the first call of an epoch asks."""
         self._n_steps = 0
+        if self._is_begun:
+            return
+        self._is_begun = True
+        if self._asks_epochs and "stop" in ask("run", 0):
+            self._is_over = True
 
     def end_epoch(self, epoch: int) -> None:
         """Tell the others that this rank's epoch is over; the first call of an epoch counts."""
         if runtime.is_single() or epoch == self._marked_epoch:
             return
-        self._marked_epoch = epoch
+        self._marked_epoch, self._is_begun = epoch, False
         if self._asks and not self._is_over:
             own: Answer = "stop" if self._is_stopping() else "end"
             if "stop" in ask(own, self._n_steps):
                 self._is_over = True
                 self._stop()
         runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+        if self._asks_epochs and not self._is_over:  # after the mark: others may wait in a step
+            own = "stop" if self._is_stopping() or _wants_to_stop(self._model()) else "end"
+            if "stop" in ask(own, self._n_steps):
+                self._is_over = True
+                self._stop()
 
     def end_training(self) -> None:
         """Tell the others that this rank's `fit` is over; the first call counts."""
@@ -107,10 +126,17 @@ class Progress:
             return
         is_early = self._marked_epoch + 1 < (self._params.get("epochs") or 0)
         self._marked_epoch = -1
-        if self._asks and not self._is_over and self._is_stopping() and is_early:
+        is_early = is_early and not self._is_over and self._is_stopping()
+        if self._asks and is_early:
+            ask("stop", 0)
+        runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+        if self._asks_epochs and is_early:
             ask("stop", 0)
         self._asks = self._is_over = False
-        runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+
+    @property
+    def _asks_epochs(self) -> bool:
+        return not (self._asks or runtime.is_single()) and _has_groups(self._model())
 
     def _must_ask(self) -> bool:
         model = self._model()
@@ -141,6 +167,8 @@ class Progress:
         """
         self._n_steps += 1
         if not self._asks or self._is_over:
+            if self._is_over and not self._asks:
+                runtime.count_given_up()
             return not self._is_over
         if "stop" not in ask("run", self._n_steps):
             return True
@@ -170,74 +198,15 @@ class Progress:
         )
 
 
-class GuardedStep:
-    """A model's train function that ends quietly when another rank has stopped."""
+def _has_groups(model: keras.Model | None) -> bool:
+    optimizer = getattr(model, "optimizer", None)
+    return isinstance(getattr(optimizer, "strategy", None), LocalSGD)
 
-    def __init__(self, model: keras.Model, train_function: Any) -> None:
-        """Wrap what Keras made.
 
-        Args:
-            model: The model.
-            train_function: Takes an iterator, runs a step, returns logs.
-        """
-        self._model = weakref.ref(model)
-        self._train_function = train_function
-        self._last_logs: Any = None
-        self._source: tf.data.Iterator | None = None
-        self._lookahead: Lookahead | None = None
-
-    def __call__(self, iterator: Any) -> Any:
-        """Run a step.
-
-        Args:
-            iterator: The data.
-
-        Returns:
-            The step's logs; those of the last step where another rank has stopped.
-
-        Raises:
-            ExchangeError: Communication failed, or another rank has no data for this step.
-        """
-        model = self._model()
-        assert model is not None
-        progress = progress_of(model)
-        if progress.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
-            iterator = self._look_ahead(iterator)
-        if not progress.may_run_step():
-            return self._stop(model, "another rank stopped")
-        try:
-            self._last_logs = self._train_function(iterator)
-        except tf.errors.OutOfRangeError:
-            progress.end_of_data()
-            raise
-        except tf.errors.OpError as error:
-            if has_stopped(error.message):
-                return self._stop(model, engine_text(error.message))
-            if not is_exchange_error(error):
-                raise
-            raise ExchangeError(engine_text(error.message)) from error
-        after_step = getattr(model.optimizer, "after_step", None)
-        if after_step is not None and after_step():
-            model.make_train_function(force=True)
-        return self._last_logs
-
-    def _look_ahead(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
-        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does.
-
-        Raises:
-            OutOfRangeError: There is none; Keras then ends the epoch.
-        """
-        if self._source is not iterator:
-            self._source, self._lookahead = iterator, Lookahead(iterator)
-        assert self._lookahead is not None
-        if not self._lookahead.has_next():
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        return self._lookahead.iterator
-
-    def _stop(self, model: keras.Model, why: str) -> Any:
-        logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
-        model.stop_training = True
-        return model.get_metrics_result() if self._last_logs is None else self._last_logs
+def _wants_to_stop(model: keras.Model | None) -> bool:
+    """Whether training should stop here behind the next average."""
+    average = getattr(getattr(model, "optimizer", None), "group_average", None)
+    return average is not None and bool(average.wants_to_stop.numpy())
 
 
 _progress: weakref.WeakKeyDictionary[keras.Model, Progress] = weakref.WeakKeyDictionary()

@@ -92,20 +92,25 @@ def samples():
 
 def by_hand_over_epochs(epochs, first_local, interval, groups):
     """Train together for some epochs, then apart; return the average."""
+    return by_hand_for_steps(epochs * STEPS, interval, groups, first_local)
+
+
+def by_hand_for_steps(n_steps, interval, groups, first_local=0):
+    """Train for some steps, of which those of the first epochs are together; return the average."""
     x, y = samples()
     models = models_for(groups, OPTIMIZERS["momentum"])
     since = 0
-    for epoch in range(epochs):
+    for n in range(n_steps):
+        epoch, step = divmod(n, STEPS)
         is_local = epoch >= first_local
-        for step in range(STEPS):
-            for i, model in enumerate(models):
-                batch = slice(step * BATCH, (step + 1) * BATCH)
-                own = own_part(step, i, groups) if is_local else batch
-                model.train_on_batch(x[own], y[own])
-            since = since + 1 if is_local else 0
-            if since == interval:
-                since = 0
-                set_all(models, mean_of([m.trainable_variables for m in models]))
+        for i, model in enumerate(models):
+            batch = slice(step * BATCH, (step + 1) * BATCH)
+            own = own_part(step, i, groups) if is_local else batch
+            model.train_on_batch(x[own], y[own])
+        since = since + 1 if is_local else 0
+        if since == interval:
+            since = 0
+            set_all(models, mean_of([m.trainable_variables for m in models]))
     return mean_of([m.trainable_variables for m in models])
 
 

@@ -9,8 +9,11 @@ import numpy as np
 
 from tfscale import collectives, runtime
 from tfscale.callbacks.epochs import BeforeValidation
+from tfscale.callbacks.stop_of_groups import StopOfGroups
+from tfscale.data.keras_pass import put_last
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.group_view import average_models
+from tfscale.progress import progress_of
 
 logger = logging.getLogger("tfscale")
 
@@ -42,8 +45,12 @@ class LocalModels(BeforeValidation):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget an earlier `fit`."""
         super().on_train_begin(logs)
-        self._own, self._first_loss = None, None
-        self._first_rate = self._rate() if self._strategy else None
+        self._own, self._first_loss, self._first_rate = None, None, None
+        if self._strategy is not None:
+            self._first_rate = self._rate()
+            stop = StopOfGroups()
+            stop.set_model(self.model)
+            put_last(stop)
         if self._backup is not None:
             self._first_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
             self._backup = None
@@ -51,8 +58,8 @@ class LocalModels(BeforeValidation):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Go on with the own model; form groups if that is due."""
         super().on_epoch_begin(epoch, logs)
-        if self._strategy is None:
-            return
+        if self._strategy is None or progress_of(self.model).is_over:
+            return  # with the average in the model, if another rank has stopped
         self._restore()
         start = self._strategy.start
         is_later = getattr(self.model.optimizer, "waits_for_groups", False)

@@ -115,6 +115,13 @@ def put_first(callback: keras.callbacks.Callback) -> None:
     callback_list._async_train = False
 
 
+def put_last(callback: keras.callbacks.Callback) -> None:
+    """Put a callback behind those of the innermost running `fit`; see `put_first`."""
+    callback_list = _local_of_fit("callbacks")
+    callback_list.callbacks = [*callback_list.callbacks, callback]
+    callback_list._async_train = False
+
+
 def _local_of_fit(name: str) -> Any:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

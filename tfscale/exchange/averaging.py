@@ -27,6 +27,8 @@ class GroupAverage:
         since: Steps since the last average.
         distance: Mean over groups of the distance between a group's parameters and the average,
             measured at the last average ([L] eq. 9).
+        wants_to_stop: Set on a rank that is to stop training; it travels with the next average.
+        must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
     """
 
     def __init__(self, strategy: LocalSGD, across: Group, is_counted: bool) -> None:
@@ -45,6 +47,8 @@ class GroupAverage:
             self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.wants_to_stop = tf.Variable(False, trainable=False)
+            self.must_stop = tf.Variable(False, trainable=False)
         self.targets: list[keras.Variable] = []
         self._states: list[Any] = []
         self._common: list[keras.Variable] = []
@@ -81,6 +85,8 @@ class GroupAverage:
     def start_from_here(self) -> None:
         """Take the present parameters, equal in all groups, as the last average."""
         self.since.assign(0)
+        self.wants_to_stop.assign(False)
+        self.must_stop.assign(False)
         for common, variable in zip(self._common, self.targets, strict=False):
             common.assign(variable.value)
         for total in self._sums:
@@ -149,13 +155,18 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
     def _measure(self, square: tf.Tensor) -> tf.Tensor:
-        """Each group's distance travels as one number; ranks of a group add their parts up."""
+        """Each group's distance travels as one number; ranks of a group add their parts up.
+
+        One more number says how many ranks want to stop.
+        """
         n_groups, world = self.across.size, runtime.world()
         group = self.across.rank
         own = tf.one_hot(group, n_groups, dtype=tf.float64) * (square if self._is_counted else 0.0)
+        own = tf.concat([own, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
         call = Call(world, "distances of models")
-        (squares,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
-        self.distance.assign(tf.reduce_mean(tf.sqrt(squares)))
+        (sums,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
+        self.distance.assign(tf.reduce_mean(tf.sqrt(sums[:-1])))
+        self.must_stop.assign(sums[-1] > 0)
         return tf.zeros([], tf.float64)
 
 

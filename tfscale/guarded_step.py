@@ -1,0 +1,88 @@
+"""The training step of a `fit` whose ranks stop together."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.errors import ExchangeError
+from tfscale.lookahead import Lookahead
+from tfscale.native_errors import engine_text, has_stopped, is_exchange_error
+from tfscale.progress import progress_of
+
+logger = logging.getLogger("tfscale")
+
+
+class GuardedStep:
+    """A model's train function that ends quietly when another rank has stopped."""
+
+    def __init__(self, model: keras.Model, train_function: Any) -> None:
+        """Wrap what Keras made.
+
+        Args:
+            model: The model.
+            train_function: Takes an iterator, runs a step, returns logs.
+        """
+        self._model = weakref.ref(model)
+        self._train_function = train_function
+        self._last_logs: Any = None
+        self._source: tf.data.Iterator | None = None
+        self._lookahead: Lookahead | None = None
+
+    def __call__(self, iterator: Any) -> Any:
+        """Run a step.
+
+        Args:
+            iterator: The data.
+
+        Returns:
+            The step's logs; those of the last step where another rank has stopped.
+
+        Raises:
+            ExchangeError: Communication failed, or another rank has no data for this step.
+        """
+        model = self._model()
+        assert model is not None
+        progress = progress_of(model)
+        if progress.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
+            iterator = self._look_ahead(iterator)
+        if not progress.may_run_step():
+            return self._stop(model, "another rank stopped")
+        try:
+            self._last_logs = self._train_function(iterator)
+        except tf.errors.OutOfRangeError:
+            progress.end_of_data()
+            raise
+        except tf.errors.OpError as error:
+            if has_stopped(error.message):
+                return self._stop(model, engine_text(error.message))
+            if not is_exchange_error(error):
+                raise
+            raise ExchangeError(engine_text(error.message)) from error
+        after_step = getattr(model.optimizer, "after_step", None)
+        if after_step is not None and after_step():
+            model.make_train_function(force=True)
+        return self._last_logs
+
+    def _look_ahead(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
+        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does.
+
+        Raises:
+            OutOfRangeError: There is none; Keras then ends the epoch.
+        """
+        if self._source is not iterator:
+            self._source, self._lookahead = iterator, Lookahead(iterator)
+        assert self._lookahead is not None
+        if not self._lookahead.has_next():
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return self._lookahead.iterator
+
+    def _stop(self, model: keras.Model, why: str) -> Any:
+        logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
+        model.stop_training = True
+        return model.get_metrics_result() if self._last_logs is None else self._last_logs
