@@ -44,6 +44,9 @@ class MultiWorker:
 
         return optimizer, lambda gradients: self.strategy.run(in_replica, args=(gradients,))
 
+    def settle(self, step: Any) -> None:
+        """Do nothing."""
+
     def facts(self) -> dict[str, Any]:
         """Return nothing more."""
         return {}

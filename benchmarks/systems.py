@@ -13,7 +13,25 @@ import tensorflow as tf
 from benchmarks.multi_worker import MultiWorker
 from benchmarks.workloads import Workload
 
+_MOST_STEPS = 300  # until "auto" has decided
+
 Reduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+class TracedStep:
+    """A training step that can be traced anew."""
+
+    def __init__(self, body: Callable[[], tf.Tensor]) -> None:
+        self._body = body
+        self.trace()
+
+    def trace(self) -> None:
+        """Trace the step when it is called next."""
+        self._run = tf.function(self._body)
+
+    def __call__(self) -> np.ndarray:
+        """Run the step; return its loss."""
+        return self._run().numpy()
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,9 @@ class System(Protocol):
 
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, and what exchanges gradients before it is called."""
+
+    def settle(self, step: TracedStep) -> None:
+        """Run steps until the system goes on as it is; those that are measured follow."""
 
     def facts(self) -> dict[str, Any]:
         """Return what belongs into the results besides durations."""
@@ -55,6 +76,9 @@ class Compute:
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, and what exchanges gradients before it is called."""
         return optimizer, lambda gradients: gradients
+
+    def settle(self, step: TracedStep) -> None:
+        """Do nothing."""
 
     def facts(self) -> dict[str, Any]:
         """Return nothing more."""
@@ -81,6 +105,7 @@ class Tfscale:
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, which exchanges by itself."""
         wrapped = self.tfscale.DistributedOptimizer(optimizer, exchange=self._strategy(case))
+        self._optimizer = wrapped
         case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
         self.tfscale.prepare(case.model)
         return wrapped, lambda gradients: gradients
@@ -97,14 +122,35 @@ class Tfscale:
             "sharded-partial": lambda: self.tfscale.Sharded(
                 dense="partial", global_batch=case.workload.global_batch
             ),
+            "auto": lambda: self.tfscale.Auto(global_batch=case.workload.global_batch),
             "local8": lambda: self.tfscale.LocalSGD(self.size, 8, "allreduce"),
             "local16": lambda: self.tfscale.LocalSGD(self.size, 16, "allreduce"),
         }
         return named.get(self.exchange, lambda: self.exchange)()
 
+    def settle(self, step: TracedStep) -> None:
+        """Let "auto" measure, plan and decide."""
+        for _ in range(_MOST_STEPS if self.exchange == "auto" and self.size > 1 else 0):
+            step()
+            if self._optimizer.after_step():
+                step.trace()
+            if getattr(self._optimizer.strategy, "outcome", None) is not None:
+                step()
+                return
+
     def facts(self) -> dict[str, Any]:
-        """Return nothing more."""
-        return {}
+        """Return what "auto" decided, in milliseconds per step."""
+        outcome = getattr(self._optimizer.strategy, "outcome", None)
+        if outcome is None:
+            return {}
+        return {
+            "plan": outcome.plan,
+            "predicted_ms": 1e3 * outcome.predicted_s,
+            "tried_ms": 1e3 * outcome.measured_s,
+            "allreduce_predicted_ms": 1e3 * outcome.plain_predicted_s,
+            "allreduce_tried_ms": 1e3 * outcome.plain_measured_s,
+            "explanation": outcome.explanation,
+        }
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -136,6 +182,9 @@ class Horovod:
             ]
 
         return optimizer, reduce
+
+    def settle(self, step: TracedStep) -> None:
+        """Do nothing."""
 
     def facts(self) -> dict[str, Any]:
         """Return nothing more."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
 from benchmarks import worker
 from benchmarks.numbers import allreduce_bytes, least_bytes
-from benchmarks.systems import Case, System, start
+from benchmarks.systems import Case, System, TracedStep, start
 from benchmarks.workloads import WORKLOADS, Workload, make_batch, make_loss, weights_of
 
 
-def make_step(workload: Workload, model: keras.Model, system: System) -> Callable[[], object]:
+def make_step(workload: Workload, model: keras.Model, system: System) -> TracedStep:
     """Return one training step on a batch that stays the same, traced."""
     optimizer, reduce = system.wrap(keras.optimizers.SGD(1e-4, momentum=0.9), Case(workload, model))
     loss = make_loss(workload)
@@ -21,14 +19,13 @@ def make_step(workload: Workload, model: keras.Model, system: System) -> Callabl
     variables = model.trainable_variables
     optimizer.build(variables)
 
-    @tf.function
     def step() -> tf.Tensor:
         with tf.GradientTape() as tape:
             value = loss(targets, model(pictures, training=True))
         optimizer.apply(reduce(tape.gradient(value, [v.value for v in variables])), variables)
         return value
 
-    return lambda: step().numpy()
+    return TracedStep(step)
 
 
 def main() -> None:
@@ -44,6 +41,7 @@ def main() -> None:
     step = make_step(workload, model, system)
     step()
     start_s = worker.since_start()
+    system.settle(step)
     system.barrier()
     samples = worker.sample(step, options.warmup, options.repeats, options.block)
     weights = weights_of(model)
