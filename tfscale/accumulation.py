@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.errors import ConfigError
+
 
 class Accumulator:
     """Adds up gradients of `passes` batches and hands the sum on after the last one.
@@ -109,6 +111,25 @@ class Accumulator:
             full() if int(number) % self._passes == 0 else on_other()
             return
         tf.cond(tf.equal(number % self._passes, 0), _as_branch(full), _as_branch(on_other))
+
+
+def refuse_replicated(exchange: Any) -> None:
+    """Raise where layers would exchange in every pass.
+
+    Args:
+        exchange: How gradients travel.
+
+    Raises:
+        ConfigError: Its dense layers exchange activations.
+    """
+    if getattr(exchange, "replicated_dense", 0) or (
+        getattr(exchange, "dense", "") in ("partial", "replicated")
+    ):
+        raise ConfigError(
+            "Dense layers exchange activations in every backward pass. Received: "
+            f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
+            "Sharded(dense='weights')."
+        )
 
 
 def _as_branch(body: Callable[[], None]) -> Callable[[], tf.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale.accumulation import Accumulator
+from tfscale.accumulation import Accumulator, refuse_replicated
 from tfscale.backends.variables import raw_variable
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import GradientOptions
@@ -16,6 +16,7 @@ from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
 from tfscale.loss_scale import refuse_outer
 from tfscale.model_optimizers import trains_all
+from tfscale.nonfinite import NonFinite, Policy
 from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
 from tfscale.process_sets import ProcessSet, global_process_set
@@ -56,6 +57,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
         exchange: Any = "allreduce",
+        nonfinite: Policy = "ignore",
     ) -> None:
         """Wrap an optimizer.
 
@@ -77,29 +79,30 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
                 by the number of ranks.
             exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
+            nonfinite: What to do about gradients that are NaN or infinite on some rank: "ignore",
+                "raise" (naming rank, step and parameter) or "skip" the step, on all ranks.
 
         Raises:
             ConfigError: An argument does not fit.
         """
         _check(optimizer, backward_passes_per_step)
         super().__init__(optimizer)
-        n_groups = groups if isinstance(groups, int) else num_groups
         options = GradientOptions(
             op=op,
             predivide=gradient_predivide_factor,
             compression=compression,
             sparse_as_dense=sparse_as_dense,
-            num_groups=n_groups,
+            num_groups=groups if isinstance(groups, int) else num_groups,
             groups=None if isinstance(groups, int) else groups,
         )
         self._self_reducer = GradientReducer(
             resolve(exchange), options, process_set, scale_local_gradients
         )
-        self._self_update: Any = None
-        self._self_accumulator = None
+        self._self_nonfinite = NonFinite(nonfinite, exchange)
+        self._self_update = self._self_accumulator = None
         self._self_local_layers: list[keras.layers.Layer] = []
         if backward_passes_per_step > 1:
-            _refuse_replicated(exchange)
+            refuse_replicated(exchange)
             self._self_accumulator = Accumulator(
                 backward_passes_per_step, average_aggregated_gradients
             )
@@ -137,7 +140,12 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         update = self._update()
         if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
             self.build(variables)
-        stamp_updates(update.apply(self.__wrapped__, gradients, variables, is_scaler))
+        nonfinite, group = self._self_nonfinite, self._self_reducer.process_set.group()
+        inner = nonfinite.guard(
+            self.__wrapped__, gradients, variables, group, update.shards is not None
+        )
+        skips = is_scaler or nonfinite.policy != "ignore"
+        stamp_updates(update.apply(inner, gradients, variables, skips))
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the optimizer's state, or this rank's part of it, unless it exists.
@@ -208,21 +216,11 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
     def _around(self, inner: Any) -> DistributedOptimizer:
         other = DistributedOptimizer(inner)
         other._self_reducer = self._self_reducer.copy()
+        other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
         other._self_local_layers = list(self._self_local_layers)
         if self._self_accumulator is not None:
             other._self_accumulator = self._self_accumulator.copy_empty()
         return other
-
-
-def _refuse_replicated(exchange: Any) -> None:
-    if getattr(exchange, "replicated_dense", 0) or (
-        getattr(exchange, "dense", "") in ("partial", "replicated")
-    ):
-        raise ConfigError(
-            "Dense layers exchange activations in every backward pass. Received: "
-            f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
-            "Sharded(dense='weights')."
-        )
 
 
 def is_distributed(optimizer: Any) -> bool:

@@ -25,6 +25,7 @@ class Sharing:
     __wrapped__: Any
     _self_reducer: Any
     _self_update: Any
+    _self_nonfinite: Any
     _self_local_layers: list[Any]
     wire: Callable[[keras.Model], bool]
 
@@ -97,6 +98,11 @@ class Sharing:
     def waits_for_groups(self) -> bool:
         """Whether local SGD will start later."""
         return bool(getattr(self._self_update, "is_waiting", False))
+
+    @property
+    def n_skipped_steps(self) -> int:
+        """Steps that this rank skipped because of `nonfinite="skip"`."""
+        return int(self._self_nonfinite.n_skipped)
 
     def start_groups(self) -> None:
         """Let local SGD start. Collective; the training step must be traced anew."""

@@ -15,7 +15,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS: dict[str, int] = {
     "tfscale/collectives.py:allreduce": 8,
     "tfscale/collectives.py:grouped_allreduce": 7,
-    "tfscale/optimizer.py:DistributedOptimizer.__init__": 15,
+    "tfscale/optimizer.py:DistributedOptimizer.__init__": 16,
     "tfscale/optimizers/lars.py:LARS.__init__": 7,
     "tfscale/tape.py:DistributedGradientTape.__init__": 12,
     "tfscale/callbacks/adaptive_batch_size.py:AdaptiveBatchSize.__init__": 17,

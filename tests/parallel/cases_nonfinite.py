@@ -1,0 +1,160 @@
+"""NaN on one rank: all ranks skip the step, or all raise with rank, step and parameter."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import tfscale
+from tests.helpers.ranks import outcome, require_equal_ranks, require_error
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model, float64
+from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
+from tfscale.errors import ConfigError
+
+STEPS, BAD = 5, 2  # of these steps this one is bad on the last rank
+EXCHANGES = {
+    "allreduce": Allreduce(bucket_mb=0),
+    "chunked": Chunked(first_chunk_layers=1, replicated_dense=0),
+    "dense": Chunked(replicated_dense=1),
+    "sharded": Sharded(dense="weights"),
+    "partial": Sharded(dense="partial"),
+}
+
+
+def compiled(optimizer, **options):
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def data():
+    """All global batches; in the bad step the last rank's part, the last one, holds a NaN."""
+    random = np.random.default_rng(7)
+    x, y = random.normal(size=(BATCH * STEPS, 6)), random.normal(size=(BATCH * STEPS, 3))
+    bad = x.copy()
+    bad[BATCH * (BAD + 1) - 1] = np.nan
+    return bad, x, y
+
+
+def fit(optimizer, **options):
+    x, _, y = data()
+    model = compiled(optimizer, **options)
+    batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    model.fit(batches, verbose=0, callbacks=[tfscale.callbacks.Callback()])
+    return model
+
+
+def alone(steps):
+    """Train plain Keras on some of the global batches."""
+    _, x, y = data()
+    model = compiled(keras.optimizers.Adam(0.01))
+    for step in steps:
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        model.train_on_batch(x[rows], y[rows])
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def check_skipped(names, **options):
+    """Training has gone on without the bad step, exactly as one process without it."""
+    with float64():
+        expected = alone([step for step in range(STEPS) if step != BAD])
+        for name in names:
+            inner = keras.optimizers.Adam(0.01, global_clipnorm=1e6)
+            optimizer = DistributedOptimizer(inner, exchange=EXCHANGES[name], nonfinite="skip")
+            model = fit(optimizer, **options)
+            assert optimizer.n_skipped_steps == 1, name
+            assert int(optimizer.iterations) == STEPS - 1, name
+            require_equal_ranks(model.variables)
+            mine = [*(v.numpy() for v in model.variables), *optimizer.full_state()]
+            for value, single in zip(mine, expected, strict=True):
+                np.testing.assert_allclose(value, single, rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_skipped_under_allreduce_and_chunked():
+    check_skipped(["allreduce", "chunked"])
+
+
+@sizes(2, 3, timeout_s=120)
+def case_skipped_under_sharded_and_dense():
+    check_skipped(["dense", "sharded", "partial"])
+
+
+@sizes(2, timeout_s=120)
+def case_skipped_in_eager_steps():
+    check_skipped(["allreduce", "sharded"], run_eagerly=True)
+
+
+@sizes(2, 3, timeout_s=180)
+def case_raised_on_every_rank():
+    bad_rank = tfscale.size() - 1
+    for name, exchange in EXCHANGES.items():
+        inner = keras.optimizers.Adam(0.01)
+        optimizer = DistributedOptimizer(inner, exchange=exchange, nonfinite="raise")
+        texts = tfscale.allgather_object(outcome(lambda chosen=optimizer: fit(chosen)))
+        assert len(set(texts)) == 1, (name, texts)
+        start = "ExchangeError: Gradients must be finite. Received: NaN or infinity in step 3, on "
+        assert texts[0].startswith(start), (name, texts[0])
+        # Where all dense layers exchange activations nobody can tell who spoiled them.
+        if name != "partial":
+            assert f"on rank {bad_rank} in dense" in texts[0], (name, texts[0])
+
+
+@sizes(2, 4, timeout_s=120)
+def case_a_group_of_local_sgd_skips_alone():
+    """The other group takes its step, and both still average together."""
+    with float64():
+        optimizer = DistributedOptimizer(
+            keras.optimizers.SGD(0.1), exchange=LocalSGD(groups=2, interval=2), nonfinite="skip"
+        )
+        model = fit(optimizer)
+        group, n = tfscale.rank() // (tfscale.size() // 2), BATCH // 2
+        _, x, y = data()
+        reference = compiled(keras.optimizers.SGD(0.1))
+        for step in range(STEPS):
+            rows = slice(step * BATCH + group * n, step * BATCH + (group + 1) * n)
+            if (step, group) != (BAD, 1):
+                reference.train_on_batch(x[rows], y[rows])
+            if step % 2:
+                for variable in reference.variables:
+                    variable.assign(tfscale.allreduce(variable.value))
+        assert optimizer.n_skipped_steps == group
+        assert int(optimizer.iterations) == STEPS - group
+        for mine, wanted in zip(model.variables, reference.variables, strict=True):
+            np.testing.assert_allclose(mine.numpy(), wanted.numpy(), rtol=0, atol=TOLERANCE)
+
+
+@sizes(2, 3)
+def case_local_variables_and_passes():
+    """A variable that is not exchanged tells the others too; so does a cycle of batches."""
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.1), nonfinite="skip", backward_passes_per_step=5
+    )
+    model = compiled(optimizer)
+    before = [v.numpy() for v in model.variables]
+    x, _, y = data()
+    optimizer.register_local_var(model.trainable_variables[0])
+    batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    model.fit(batches, verbose=0, callbacks=[tfscale.callbacks.Callback()])
+    assert optimizer.n_skipped_steps == 1
+    for value, start in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(value.numpy(), start)
+
+
+@sizes(2)
+def case_arguments():
+    SGD = keras.optimizers.SGD
+    with pytest.raises(ConfigError, match="nonfinite must be 'ignore', 'raise' or 'skip'"):
+        DistributedOptimizer(SGD(0.1), nonfinite="stop")
+    with pytest.raises(ConfigError, match="adds up those of all steps"):
+        DistributedOptimizer(
+            SGD(0.1), exchange=LocalSGD(groups=2, average="gradients"), nonfinite="skip"
+        )
+    scaled = keras.optimizers.LossScaleOptimizer(SGD(0.1))
+    require_error(
+        lambda: fit(DistributedOptimizer(scaled, nonfinite="raise")),
+        "A LossScaleOptimizer tries scales until gradients are finite.",
+    )
