@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults-random | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
-        adaptive-study local-sgd-study clean format
+        adaptive-study local-sgd-study soak faults-random clean format
 
 venv: $(VENV)/.installed
 
@@ -108,6 +108,15 @@ ifeq ($(LOCAL_STUDY),local_sgd_fashion)
 	@$(BIN)/tfscale tune groups --groups 2,4,8 --output recipes/results/local_sgd_fashion_groups \
 	  recipes/resnet.py --data fashion_mnist --depth 8 --images 15000 --schedule constant
 endif
+
+# Random kills and pauses for half an hour, on an emulated cluster where that is possible; the result
+# must be that of an undisturbed run. Shorter: ARGS_SOAK="--minutes 3 --every 8 20"
+soak: build
+	@$(BIN)/python tools/soak.py $(ARGS_SOAK)
+
+# kill -9 of a random rank at 20 random moments; CI does three.
+faults-random: build
+	@TFSCALE_TEST_N_RANDOM=20 $(BIN)/python -m pytest tests/faults/test_deaths.py -k random $(PYTEST)
 
 bazel: venv
 	@$(BIN)/python tools/bazel_build.py

@@ -10,6 +10,8 @@ from tfscale.exit_codes import PREEMPTED
 from tfscale.mpi_command import LaunchSpec
 
 _MAX_PAUSE_S = 60.0
+# An attempt that lasted so long was worth it: the next pause is short again.
+WORTHWHILE_S = 60.0
 # (name of a host, number of ranks it may have) pairs; "" is this host.
 Places = tuple[tuple[str, int], ...]
 
@@ -69,9 +71,13 @@ def may_restart(outcome: Outcome) -> bool:
     return failure is None or failure.has_joined or failure.signal is not None
 
 
-def pause_s(n_restarts: int) -> float:
-    """Return the seconds to wait before restart number `n_restarts` (from 0): 1, 2, 4, ... 60."""
-    return min(_MAX_PAUSE_S, 2.0 ** min(n_restarts, 10))
+def pause_s(n_short: int) -> float:
+    """Return the seconds to wait before a restart: 1, 2, 4, ... 60.
+
+    Args:
+        n_short: Attempts right before this one that lasted less than `WORTHWHILE_S`.
+    """
+    return min(_MAX_PAUSE_S, 2.0 ** min(n_short, 10))
 
 
 def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:

@@ -6,12 +6,14 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 
 from tfscale.attempt import Outcome, StopRequest, run_attempt
 from tfscale.job import thread_variables
 from tfscale.mpi_command import LaunchSpec, Mpi, build_command, spread
 from tfscale.restart_rules import (
+    WORTHWHILE_S,
     Places,
     RestartRule,
     check_rule,
@@ -46,7 +48,7 @@ class Job:
         check_rule(rule, spec)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
-        self._n_restarts = 0
+        self._n_restarts = self._n_short = 0
 
     def command(self) -> list[str]:
         """Return the command of the next attempt.
@@ -83,9 +85,12 @@ class Job:
         stop_signal = signal.SIGUSR1 if is_openmpi else signal.SIGTERM
         with StopRequest(self._rule.grace_s) as stop:
             while True:
+                started = time.monotonic()
                 outcome = run_attempt(
                     self.command(), self._environ, stop, stop_signal, may_kill=not is_slurm
                 )
+                is_long = time.monotonic() - started >= WORTHWHILE_S
+                self._n_short = 0 if is_long else self._n_short + 1
                 if not self._prepare_next(outcome, stop):
                     return outcome.exit_code
 
@@ -95,7 +100,7 @@ class Job:
         if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
             _say(why)
             return False
-        stop.sleep(pause_s(self._n_restarts))
+        stop.sleep(pause_s(max(0, self._n_short - 1)))
         lost = lost_place(outcome, self._next_spec().hosts)
         places = next_places(self._find_places(), lost, self._rule, self._spec.size)
         if stop.first is not None or places is None:
