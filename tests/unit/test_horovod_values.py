@@ -95,6 +95,34 @@ def test_an_op_whose_result_nobody_uses_is_kept():
     assert int(counter) == 2
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (0, 2), (2, 0), (2, 3)])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_an_op_on_a_constant_runs_in_each_step(shape, is_ordered):
+    """A rank that computed it while it makes its graph ready would wait there for the others."""
+    named, values = NamedOps(), []
+    handle = tf.Variable(0.0).handle
+    constant = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+    def record(inputs, name):
+        def append(value):
+            values.append(value)
+            return value
+
+        assert inputs[0].shape == shape
+        return [tf.numpy_function(append, inputs, tf.float32, stateful=False, name=name)]
+
+    @tf.function
+    def step():
+        call = Call(PAIR, "constant", () if is_ordered else (handle,))
+        return named.run(call, [tf.constant(constant)], record)[0]
+
+    for number in range(1, 4):
+        np.testing.assert_array_equal(step(), constant)
+        assert len(values) == number
+    for value in values:
+        np.testing.assert_array_equal(value, constant)
+
+
 def test_errors_of_collectives_are_told_from_others():
     horovod = tf.errors.UnknownError(None, None, "Horovod has been shut down.")
     shapes = tf.errors.InvalidArgumentError(

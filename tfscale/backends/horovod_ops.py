@@ -40,11 +40,12 @@ class _PlanNumbers:
 class NamedOps:
     """Runs Horovod's ops, which find their counterparts on other ranks by name.
 
-    Horovod's ops are stateless, and TensorFlow may compute a stateless op once when its input is
-    constant, merge two of them, or drop one whose result only some ranks use; the other ranks
-    would then wait for ever. So inputs look variable, each op carries an attribute of its own, and
-    a stateful op behind it keeps it alive. Names number the traced functions of a group and the
-    collectives in them, in the order of tracing, which is equal on all ranks.
+    Horovod's ops are stateless, and TensorFlow may compute a stateless op before the first step
+    when its input is constant, merge two of them, or drop one whose result only some ranks use;
+    the other ranks would then wait for ever. So each input passes an op whose result is known when
+    it runs, each op carries an attribute of its own, and a stateful op behind it keeps it alive.
+    Names number the traced functions of a group and the collectives in them, in the order of
+    tracing, which is equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,31 @@ class NamedOps:
         words = (self._numbers.titles[position.plan], f"s{position.slot}", label)
         name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
         with tf.control_dependencies([] if call.after else [_marker()]):
-            guarded = [tf.raw_ops.PlaceholderWithDefault(input=t, shape=t.shape) for t in inputs]
-            outputs = list(start(guarded, name))
+            outputs = list(start([_unknown_until_run(t) for t in inputs], name))
         slot = tf.compat.v1.AttrValue(s=name.encode())
         outputs[0].op._set_attr("_tfscale_slot", slot)
         _keep(outputs[0])
         return outputs
+
+
+def _unknown_until_run(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor, without a copy, as one that TensorFlow cannot know ahead.
+
+    What depends on constants alone is computed while a function is made ready to run. A rank that
+    owns nothing of a bucket would gather its constant nothing there, before its first step, and
+    wait for ranks whose gather is part of the step, which this rank then never begins. Control
+    edges and PlaceholderWithDefault do not prevent it, nor does a shape, which TensorFlow infers.
+    A slice that begins where a stateful op says does. Random ops are stateful and yet not chained
+    in the order of tracing, which would end overlap.
+    """
+    with tf.device("CPU:0"):
+        no_dimensions = tf.zeros([0], tf.int32)
+        zero = tf.raw_ops.RandomUniformInt(shape=no_dimensions, minval=0, maxval=1, seed=1, seed2=1)
+    if tensor.shape.rank == 0:
+        return tf.stack([tensor])[zero]
+    unknown = tensor[zero:]
+    unknown.set_shape(tensor.shape)
+    return unknown
 
 
 def _marker() -> tf.Operation:
