@@ -95,10 +95,6 @@ def choose_update(reducer: GradientReducer, optimizer: Any) -> Update:
     if group.size == 1 or group.rank < 0:
         return WholeUpdate(reducer)
     reason = why_whole(update_rule(optimizer))
-    if runtime.backend().name == "horovod":
-        # Its ranks hang where one of them owns nothing of a small bucket; nothing is hidden there
-        # anyway, as its gathers cannot outlive a step.
-        reason = "Horovod moves the bytes"
     if reason:
         logger.info("Parameters are not sharded: %s. Gradients are allreduced.", reason)
         return WholeUpdate(reducer)
