@@ -50,14 +50,18 @@ def train(callbacks, seed, exchange="allreduce"):
     return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
 
 
-def interrupt_and_go_on(**options):
-    """Compare bit by bit, dropout included; other seeds, so all comes from rank 0."""
+def interrupt_and_go_on(exchange=lambda: "allreduce"):
+    """Compare bit by bit, dropout included; other seeds, so all comes from rank 0.
+
+    Args:
+        exchange: Makes the exchange of a run.
+    """
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
     own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
-        expected = train([], 1 + runtime.rank(), **options)
-        train([BackupAndRestore(own_folder), InterruptAfter(2)], 1 + runtime.rank(), **options)
-        restored = train([BackupAndRestore(own_folder)], 50 + runtime.rank(), **options)
+        expected = train([], 1 + runtime.rank(), exchange())
+        train([BackupAndRestore(own_folder), InterruptAfter(2)], 1 + runtime.rank(), exchange())
+        restored = train([BackupAndRestore(own_folder)], 50 + runtime.rank(), exchange())
     for own, value in zip(restored, expected, strict=True):
         np.testing.assert_array_equal(own, value)
 
@@ -69,7 +73,7 @@ def case_a_run_goes_on_after_an_interruption():
 
 @sizes(2, 3, timeout_s=120)
 def case_a_sharded_run_goes_on_after_an_interruption():
-    interrupt_and_go_on(exchange=tfscale.Sharded())
+    interrupt_and_go_on(tfscale.Sharded)
 
 
 @sizes(2)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
 
 from tfscale import objects, runtime
-from tfscale.callbacks import backup_state, building, model_state, save_points
+from tfscale.callbacks import backup_groups, backup_state, building, model_state, save_points
+from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import optimizers_of
+from tfscale.progress import progress_of
+
+logger = logging.getLogger("tfscale")
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -24,6 +30,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     `AdaptiveBatchSize`, and of the layers' random numbers (dropout), so that a run goes on bit by
     bit where operations are deterministic.
 
+    Under local SGD rank 0 also writes each group's own model, optimizer state and place within the
+    interval, when the first step of the next epoch begins. The same number of ranks in the same
+    groups goes on exactly there; others begin an interval with the average of the groups.
+
     Collective: all ranks must pass it to `fit`, at the same place, before other callbacks of
     tfscale. Keras's own would write and delete the same files on every rank.
     """
@@ -31,6 +41,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     model: Any
     _is_due = False
     _seeds: Any = ()
+    _groups: Any = None  # what was read of local SGD, until it is restored
+    _n_given_up = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore a backup, if there is one. Collective.
@@ -57,9 +69,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 objects.broadcast_variables([*self.model.variables, *slots], 0)
                 model_state.broadcast_loaded(self.model, 0)
             self._restore_states(epoch)
+            if backup_groups.has_groups(self.model):
+                self._groups = backup_groups.read_groups(self.backup_dir, epoch)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the backup of the epochs before, on rank 0."""
+        """Write the backup of the epochs before, on rank 0; restore the groups of local SGD."""
+        self._n_given_up = runtime.num_given_up()
+        if self._groups is not None:
+            self._restore_groups()
+        if self._is_due and not backup_groups.has_groups(self.model):
+            self._is_due = False
+            self._save_model()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the backup of local SGD, now that groups have their own models again."""
         if self._is_due:
             self._is_due = False
             self._save_model()
@@ -76,6 +99,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             super().on_train_end(logs)
 
     def _save_model(self) -> None:
+        if backup_groups.has_groups(self.model):
+            is_given_up = runtime.num_given_up() > self._n_given_up
+            if progress_of(self.model).is_over or is_given_up:
+                return  # other ranks are not here
+            backup_groups.write_groups(self.model, self.backup_dir, self._current_epoch)
+            for optimizer in optimizers_of(self.model):
+                if getattr(optimizer, "kept_state", None):
+                    optimizer.full_state()  # rank 0 keeps it and writes below
         if runtime.rank() == 0 and not save_points.is_given_up(self.model):
             drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
             states = [c.backup_state() for c in backup_state.resumable_callbacks()]
@@ -85,6 +116,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             super()._save_model()
             if not self.double_checkpoint:
                 backup_state.remove_other_states(self.backup_dir, self._current_epoch)
+                backup_groups.remove_other_groups(self.backup_dir, self._current_epoch)
+
+    def _restore_groups(self) -> None:
+        restore = Restore(self.model, self._groups)
+        restore.run()
+        self._groups = None
+        if not restore.is_exact and runtime.rank() == 0:
+            logger.warning("Groups differ from the backup's: they begin with the average of those.")
 
     def _own_seeds(self) -> list[int]:
         return [int(v.numpy()[0]) for v in backup_state.seeds_of(self.model)]

@@ -1,0 +1,87 @@
+"""A backup taken amid an interval of local SGD: groups, phase and state go on."""
+
+import tempfile
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, train
+from tests.parallel.cases_equality import float64
+from tfscale import runtime
+from tfscale.callbacks import BackupAndRestore
+
+
+@sizes(2, timeout_s=120)
+def case_phases_survive():
+    """Five steps in an epoch, seven in an interval, interrupted in the third epoch."""
+    interrupt_and_go_on(lambda: tfscale.LocalSGD(2, 7, "allreduce"))
+
+
+@sizes(4, timeout_s=200)
+def case_phases_of_sharded_groups_survive():
+    """Groups begin in the second epoch; an outer optimizer has a state of its own."""
+
+    def exchange():
+        outer = keras.optimizers.SGD(0.7, momentum=0.9)
+        return tfscale.LocalSGD(2, 3, start=1, outer=outer)
+
+    interrupt_and_go_on(exchange)
+
+
+class Follow(keras.callbacks.Callback):
+    """Keeps this rank's weights and phase behind each step, and before the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin, self.ends = None, []
+
+    def _now(self):
+        average = self.model.optimizer.group_average
+        return int(average.since.numpy()), [v.numpy() for v in self.model.trainable_variables]
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begin = self.begin or self._now()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(self._now())
+
+
+def interrupted(save_freq):
+    """Return the folder of a backup of two groups, and what they were after each step."""
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+    followed = Follow()
+    backup = BackupAndRestore(folder, save_freq=save_freq)
+    train([backup, followed, InterruptAfter(1)], 1, tfscale.LocalSGD(2, 7, "allreduce"))
+    return folder, followed.ends
+
+
+def begun(folder, groups, save_freq):
+    """Return phase and weights with which a run goes on."""
+    followed = Follow()
+    backup = BackupAndRestore(folder, save_freq=save_freq)
+    train([backup, followed], 50, tfscale.LocalSGD(groups, 7, "allreduce"))
+    return followed.begin
+
+
+@sizes(2, timeout_s=120)
+def case_a_backup_between_steps():
+    with float64():
+        folder, ends = interrupted(4)  # steps 4 and 8 of 10; Keras begins the epoch again
+        since, weights = begun(folder, 2, 4)
+        assert since == ends[7][0] == 1
+        for own, value in zip(weights, ends[7][1], strict=True):
+            np.testing.assert_array_equal(own, value)
+
+
+@sizes(4, timeout_s=120)
+def case_other_groups_begin_with_the_average():
+    with float64():
+        folder, ends = interrupted("epoch")
+        every = tfscale.allgather_object(ends[4][1])
+        since, weights = begun(folder, 4, "epoch")
+        assert since == 0 and runtime.size() == len(every)
+        assert not np.array_equal(every[0][0], every[2][0])
+        for i, own in enumerate(weights):
+            np.testing.assert_allclose(own, (every[0][i] + every[2][i]) / 2, rtol=0, atol=1e-12)

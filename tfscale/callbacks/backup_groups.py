@@ -1,0 +1,114 @@
+"""What a backup holds of local SGD: the groups' own models, sent to the rank that writes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale import objects, runtime
+from tfscale.callbacks.checkpoint_state import Position, Snapshot
+from tfscale.checkpoints.parts import Arrays, DamagedError, Part, read_manifest, write_part
+from tfscale.checkpoints.reader import Reader
+from tfscale.errors import ConfigError
+from tfscale.exchange.local_sgd import LocalSGD
+
+
+def has_groups(model: keras.Model) -> bool:
+    """Return whether a model is trained by groups of ranks, or will be later on."""
+    strategy = getattr(getattr(model, "optimizer", None), "strategy", None)
+    return isinstance(strategy, LocalSGD) and not runtime.is_single()
+
+
+def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
+    """Write on rank 0 what each rank holds between two steps. Collective.
+
+    Args:
+        model: With the groups' own parameters in it.
+        folder: Of the backup; used on rank 0.
+        epoch: The epoch that the run would go on with.
+
+    Raises:
+        ExchangeError: Communication failed.
+    """
+    own = Snapshot(model, Position(epoch=epoch), run="backup").take()
+    for rank in range(runtime.size()):  # one after another: rank 0 never holds two
+        is_own = rank == runtime.rank()
+        part = objects.broadcast_object(own if is_own else None, rank, name="part of a backup")
+        if runtime.rank() == 0:
+            write_part(_path(folder, epoch), rank, part)
+
+
+def remove_other_groups(folder: str, epoch: int) -> None:
+    """Delete what was written for all epochs but one."""
+    for path in Path(folder).glob("groups-*"):
+        if path != _path(folder, epoch):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_groups(folder: str, epoch: int) -> Reader | None:
+    """Return on all ranks what `write_groups` wrote, or None where there is nothing. Collective.
+
+    Args:
+        folder: Of the backup; used on rank 0.
+        epoch: See `write_groups`.
+
+    Raises:
+        ConfigError: A file is damaged; on all ranks.
+        ExchangeError: Communication failed.
+    """
+    size: Any = 0
+    path = _path(folder, epoch)
+    if runtime.rank() == 0 and path.exists():
+        with contextlib.suppress(DamagedError):
+            size = read_manifest(path, 0)["info"]["size"]
+    size = objects.broadcast_object(size, 0, name="parts of a backup")
+    parts = []
+    for rank in range(size):
+        part: Any = _read(path, rank) if runtime.rank() == 0 else None
+        part = objects.broadcast_object(part, 0, name="part of a backup")
+        if isinstance(part, ConfigError):
+            raise part
+        parts.append(part)
+    return Received(parts) if parts else None
+
+
+class Received(Reader):
+    """Parts of a backup in memory."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """Keep them, in rank order."""
+        super().__init__(Path(), [{"info": part.info} for part in parts])
+        self._parts = [_Arrays(part.arrays) for part in parts]
+
+    def _arrays(self, rank: int) -> Any:
+        return self._parts[rank]
+
+
+class _Arrays(dict[str, np.ndarray]):
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self)
+
+
+def _read(path: Path, rank: int) -> Part | ConfigError:
+    try:
+        manifest = read_manifest(path, rank)
+        arrays = Arrays(path, manifest)
+        part = Part(manifest["info"], {name: arrays[name] for name in arrays.names})
+        arrays.close()
+        return part
+    except DamagedError as error:
+        return ConfigError(
+            f"A backup must hold the models of all groups. Received: {path}: {error}. Remove the "
+            "folder to start afresh."
+        )
+
+
+def _path(folder: str, epoch: int) -> Path:
+    return Path(folder) / f"groups-{epoch}"
