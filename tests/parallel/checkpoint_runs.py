@@ -1,8 +1,8 @@
-"""Runs that are interrupted by an error at some step, and go on from their checkpoint."""
+"""Runs that go on from their checkpoints, as restarts of one program do."""
 
 from __future__ import annotations
 
-import contextlib
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,29 +14,14 @@ import numpy as np
 import tfscale
 from tfscale import runtime
 from tfscale.callbacks import (
+    AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
     Checkpoint,
     MetricAverageCallback,
 )
+from tfscale.checkpoints import list_checkpoints
 
 BATCH, STEPS, EPOCHS = 24, 5, 3
-
-
-class Interruption(Exception):
-    """Ends fit on all ranks at the same place."""
-
-
-class InterruptBefore(keras.callbacks.Callback):
-    """Raises before the step of that number, counted over all epochs."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise Interruption
-        self.left -= 1
 
 
 class Steps(keras.callbacks.Callback):
@@ -54,7 +39,20 @@ class Steps(keras.callbacks.Callback):
         self.logs.append(dict(logs or {}))
 
 
-def layers_of(rate: float) -> keras.Model:
+class Act(keras.callbacks.Callback):
+    """Does something with the model before a step of that number of this `fit`, on some ranks."""
+
+    def __init__(self, step: int, action: Callable[[keras.Model], Any], rank: int = -1) -> None:
+        super().__init__()
+        self.left, self.action, self.rank = step, action, rank
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0 and self.rank in (-1, runtime.rank()):
+            self.action(self.model)
+        self.left -= 1
+
+
+def model_of(rate: float) -> keras.Model:
     """Dropout and moving statistics, where ranks differ, if the rate is not 0."""
     layers = keras.layers
     extra = [layers.BatchNormalization(), layers.Dropout(rate)] if rate else []
@@ -69,11 +67,10 @@ class Run:
 
     Attributes:
         optimizer: Makes the Keras optimizer.
-        exchange: How gradients travel.
+        exchange: How gradients travel, or a function that makes it, where it has state.
         dropout: Rate; above 0 the model has state that differs between ranks.
         options: For DistributedOptimizer.
         callbacks: Makes further callbacks, given the data.
-        batch_size: Samples of a step over all ranks.
     """
 
     optimizer: Callable[[], Any] = field(default=lambda: keras.optimizers.Adam(0.01))
@@ -81,38 +78,59 @@ class Run:
     dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[Any], Sequence[Any]] = field(default=lambda data: ())
-    batch_size: int = BATCH
     seed: int = 3
 
     def train(
-        self, folder: Path | None = None, stop: int | None = None, **options: Any
+        self, folder: Path | None = None, *watching: Any, **options: Any
     ) -> tuple[list[np.ndarray], Steps]:
         """Train; return weights, what layers keep and the complete state, and what was noted.
 
         Args:
             folder: For checkpoints; None writes none.
-            stop: Steps after which an error ends the run.
+            *watching: Further callbacks, behind all others.
             **options: For Checkpoint.
         """
         keras.utils.set_random_seed(self.seed + runtime.rank())
-        model = layers_of(self.dropout)
+        model = model_of(self.dropout)
+        exchange = self.exchange() if callable(self.exchange) else self.exchange
         optimizer = tfscale.DistributedOptimizer(
-            self.optimizer(), exchange=self.exchange, **self.options
+            self.optimizer(), exchange=exchange, **self.options
         )
         model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
         random = np.random.default_rng(1)
         x, y = random.normal(size=(STEPS * BATCH, 6)), random.normal(size=(STEPS * BATCH, 3))
-        data = tfscale.data.GlobalBatches(x, y, batch_size=self.batch_size, seed=4)
+        data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
         steps = Steps()
         callbacks: list[Any] = [Checkpoint(folder, **options)] if folder else []
         callbacks += [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-        callbacks += [*self.callbacks(data), steps]
-        callbacks += [InterruptBefore(stop)] if stop is not None else []
-        with contextlib.suppress(Interruption):
-            model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-        for callback in callbacks[:1]:
-            if folder:
-                callback._writer.wait()  # as the end of the process would
-                callback._handler.remove()
+        callbacks += [*self.callbacks(data), steps, *watching]
+        model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         values = [v.numpy() for v in model.variables if "seed" not in v.path]
         return [*values, *optimizer.full_state()], steps
+
+    def write(self, folder: Path, step: int) -> tuple[list[np.ndarray], Steps]:
+        """Train to the end, and leave the checkpoints up to that of a step. Collective."""
+        results = self.train(folder, every_n_steps=1, keep=99)
+        forget_after(folder, step)
+        return results
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Let the checkpoint of a step be the newest. Collective."""
+    tfscale.barrier()
+    if runtime.rank() == 0:
+        for found in list_checkpoints(folder):
+            if found.step > step:
+                shutil.rmtree(found.path)
+        newest = list_checkpoints(folder)[0]
+        assert newest.is_finished and newest.step == step
+    tfscale.barrier()
+
+
+def growing(data: Any) -> list[Any]:
+    """Double the batch after each epoch: 5 steps, 2 steps, 1 step."""
+    return [
+        AdaptiveBatchSize(
+            data, 4 * BATCH, interval=1, log_path=None, saturation=None, momentum_correction=False
+        )
+    ]

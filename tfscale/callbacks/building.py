@@ -17,6 +17,20 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def require_built(model: keras.Model) -> None:
+    """Require a model whose weights exist, where there is no step that could make them.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if not is_built(model):
+        raise ConfigError(
+            "A model must be built where nothing is left to train. Received: "
+            f"model={model.name!r} and a checkpoint of the end of training. Call the model on one "
+            "batch before fit, or use tfscale.prepare(model, sample_batch=...)."
+        )
+
+
 def when_built(model: keras.Model, action: Callable[[], None]) -> None:
     """Run `action` once model and optimizer are built, and before the first update.
 

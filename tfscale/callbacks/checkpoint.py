@@ -20,7 +20,12 @@ from tfscale.callbacks.checkpoint_agreement import (
     raise_together,
     require_shared,
 )
-from tfscale.callbacks.checkpoint_restore import Restore, restore_callbacks
+from tfscale.callbacks.checkpoint_callbacks import (
+    read_keras_callbacks,
+    restore_callbacks,
+    restore_keras_callbacks,
+)
+from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.callbacks.checkpoint_rhythm import Rhythm
 from tfscale.callbacks.checkpoint_state import Position, Snapshot
 from tfscale.checkpoints.background import BackgroundWriter
@@ -31,7 +36,6 @@ from tfscale.data.continued_epoch import continue_epoch
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
-from tfscale.errors import ConfigError
 from tfscale.exit_codes import PREEMPTED
 
 logger = logging.getLogger("tfscale")
@@ -91,11 +95,11 @@ class Checkpoint(Callback):
         self._saved = 0  # steps before the last checkpoint
         self._rounds = StepRounds()
         self._reader: Reader | None = None  # until it is restored
-        self._metrics: Restore | None = None  # until the first step has built them
+        self._restored: Restore | None = None  # until the first step begins
         self._n_given_up = 0
         self._n_batches = 0
         self._is_void = self._is_cut = False  # as in EpochCallback; ended before its last step
-        self._is_due = self._is_stopping = False
+        self._is_due = self._is_stopping = self._has_begun = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest checkpoint; it is restored when the epoch begins. Collective."""
@@ -125,6 +129,7 @@ class Checkpoint(Callback):
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Return the first step of the epoch."""
         self._reader = None
+        restore_keras_callbacks(reader.infos[0]["keras_callbacks"])
         data, position = data_of_fit(), self._position
         if isinstance(data, GlobalBatches) and position.data is not None:
             data.restore(position.data)
@@ -138,14 +143,20 @@ class Checkpoint(Callback):
     def _restore(self, reader: Reader) -> None:
         restore = Restore(self.model, reader)
         restore.run()
-        self._metrics = restore
+        if not self._has_begun:
+            self._restored = restore
+        elif self._position.step > 0:  # the first step has built model and metrics
+            restore.restore_metrics()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Copy what is due, now that all callbacks have ended the step before."""
         super().on_train_batch_begin(batch, logs)
-        if self._metrics is not None and self._position.step > 0:
-            self._metrics.restore_metrics_in_first_step()
-        self._metrics = None
+        if self._restored is not None:
+            self._restored.settle()
+            if self._position.step > 0:
+                self._restored.restore_metrics_in_first_step()
+            self._restored = None
+        self._has_begun = True
         if self._is_stopping:
             self._leave()
         if self._is_due:
@@ -185,8 +196,10 @@ class Checkpoint(Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the end of training, unless an epoch was cut short. Collective."""
         super().on_train_end(logs)
-        if self._reader is not None:  # there was no epoch to begin
-            self._restore_end(self._reader)
+        reader = self._reader
+        if reader is not None:  # there was no epoch to begin
+            building.require_built(self.model)
+            building.when_built(self.model, lambda: self._restore(reader))
         self.model._initial_epoch = None
         self._finish()
         is_new = self._position.n_steps > self._saved and not self._is_cut
@@ -196,14 +209,6 @@ class Checkpoint(Callback):
             self._save(name_run())
             self._finish()
         self._end()
-
-    def _restore_end(self, reader: Reader) -> None:
-        if not building.is_built(self.model):
-            raise ConfigError(
-                "A model must be built where nothing is left to train. Received: a checkpoint of "
-                "the end of training. Call the model on one batch before fit."
-            )
-        building.when_built(self.model, lambda: self._restore(reader))
 
     def _make_due(self) -> None:
         self._finish()
@@ -216,6 +221,7 @@ class Checkpoint(Callback):
         is_global = isinstance(data, GlobalBatches)
         self._position.data = data.state() if is_global else None
         part = Snapshot(self.model, self._position, run).take()
+        part.info["keras_callbacks"] = read_keras_callbacks()
         folder = self.directory / folder_name(self._position.n_steps, run)
         rank = runtime.rank()
         self._writer.start(lambda: write_part(folder, rank, part))

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfscale import runtime
-from tfscale.callbacks import backup_state, building, metric_states
+from tfscale.callbacks import building, metric_states
 from tfscale.callbacks.checkpoint_state import group_of, groups_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError
@@ -50,6 +50,7 @@ class Restore:
         groups, self._rank = groups_of(model), runtime.rank()
         self.is_exact = reader.groups == groups
         # Whose values count: this rank's group, or the mean over all groups.
+        self._numbers: list[tuple[Any, np.ndarray]] = []
         own = [group_of(self._rank, groups)]
         self._groups: Sequence[Sequence[int]] = own if self.is_exact else reader.groups
 
@@ -68,11 +69,26 @@ class Restore:
                 self._restore_accumulator(k, optimizer)
             if self.is_exact:
                 restore_random_state(self._reader.infos[self._rank]["random"])
+            self._numbers = [
+                (v, np.array(v.numpy()))
+                for optimizer in self._optimizers
+                for v in optimizer.variables
+                if tuple(v.shape) == ()
+            ]
         except DamagedError as error:
             raise ExchangeError(
                 "A checkpoint must stay where it is until all ranks have read it. Received: "
                 f"{error}. Start the job again."
             ) from error
+
+    def settle(self) -> None:
+        """Take over learning rates and counters once more, before the first step.
+
+        The checkpoint was taken when all callbacks had begun the epoch. They have begun it again,
+        and some of them change a rate relative to the present one.
+        """
+        for variable, value in self._numbers:
+            variable.assign(value)
 
     def restore_metrics_in_first_step(self) -> None:
         """Restore the states of metrics in the coming step, which knows the shapes of the data."""
@@ -188,34 +204,6 @@ class Restore:
         if values.dtype.kind in "iub":
             return (total if self._rank == 0 else 0 * total).astype(values.dtype)
         return (total / runtime.size()).astype(values.dtype)
-
-
-def restore_callbacks(reader: Reader) -> None:
-    """Give the callbacks of the running `fit` their states, before their `on_train_begin`.
-
-    Raises:
-        ConfigError: They are not those of before.
-    """
-    callbacks = backup_state.resumable_callbacks()
-    written = [state["kind"] for state in reader.infos[0]["callbacks"]]
-    given = [type(callback).__name__ for callback in callbacks]
-    if given != written:
-        raise ConfigError(
-            f"A run goes on with the callbacks it began with. Received: {given}; the checkpoint "
-            f"has the states of {written}. Pass the same callbacks, or another directory."
-        )
-    rank, epoch = runtime.rank(), reader.infos[0]["position"]["epoch"]
-    is_same_size = reader.size == runtime.size()
-    source = rank if is_same_size else 0
-    leader = group_of(source, reader.groups)[0]
-    for j, callback in enumerate(callbacks):
-        states = [info["callbacks"][j]["state"] for info in reader.infos]
-        merge = getattr(callback, "merge_states", lambda states: states[0])
-        state = dict(states[rank] if is_same_size else merge(states))
-        arrays: list[np.ndarray] = []
-        while reader.has(leader, f"callback{j}/{len(arrays)}"):
-            arrays.append(reader.get(leader, f"callback{j}/{len(arrays)}"))
-        callback.restore_state({**state, "arrays": arrays} if arrays else state, epoch)
 
 
 def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequence[Any]) -> None:

@@ -1,0 +1,141 @@
+"""Runs that go on from a checkpoint at the same number of ranks: bit by bit."""
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_error, shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
+from tfscale import preemption, runtime
+from tfscale.callbacks import checkpoint as module
+from tfscale.checkpoints import list_checkpoints
+
+N_STEPS = 15
+
+
+def check(run, *steps):
+    """A run that goes on from each of the steps ends as the one that wrote them did."""
+    with float64(), shared_folder() as folder:
+        whole, noted = run.train(folder, every_n_steps=1, keep=99)
+        for step in sorted(steps, reverse=True):
+            forget_after(folder, step)
+            rest, later = run.train(folder)
+            for own, theirs in zip(rest, whole, strict=True):
+                np.testing.assert_array_equal(own, theirs)
+            assert later.batches == noted.batches[step:]
+            assert later.logs == noted.logs[-len(later.logs) :]
+
+
+@sizes(1, 2, 3, timeout_s=200)
+def case_dropout_and_moving_statistics():
+    """State that differs between ranks; amid an epoch, and between two."""
+    check(Run(dropout=0.3), 7, 5)
+
+
+@sizes(2, timeout_s=200)
+def case_exchanges():
+    """Sums of gradients that are not applied yet belong to the state."""
+    check(Run(exchange=tfscale.Chunked(first_chunk_layers=1)), 7)
+    check(Run(exchange=tfscale.Sharded(bucket_mb=1e-4), options={"backward_passes_per_step": 2}), 7)
+    check(Run(exchange=tfscale.Sharded(), callbacks=growing), 6)
+
+
+@sizes(2, timeout_s=200)
+def case_local_sgd_amid_an_interval():
+    """Groups hold different models; also where they part in the second epoch."""
+
+    def momentum():
+        return keras.optimizers.SGD(0.05, momentum=0.9)
+
+    check(Run(momentum, tfscale.LocalSGD(2, 4, "allreduce", average="gradients")), 7)
+
+    def with_outer():
+        outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        return tfscale.LocalSGD(2, 4, "allreduce", outer=outer, start=1)
+
+    check(Run(momentum, with_outer), 8)
+
+
+@sizes(4, timeout_s=200)
+def case_local_sgd_with_shards():
+    strategy = tfscale.LocalSGD(2, 4, tfscale.Sharded(), average="gradients")
+    check(Run(exchange=strategy), 7, 5)
+
+
+@sizes(2, timeout_s=120)
+def case_one_rank_is_asked_to_make_room():
+    """All ranks save the same step and leave with the same code; the run then goes on."""
+    ask = preemption.request_save_and_stop
+    with float64(), shared_folder() as folder:
+        run = Run(exchange=tfscale.Sharded())
+        whole, _ = run.train()
+        try:
+            run.train(folder, Act(3, lambda model: ask(), rank=1))
+            raise AssertionError("it did not end")
+        except SystemExit as end:
+            assert tfscale.allgather_object(end.code) == [75, 75]
+        tfscale.barrier()
+        (found,) = list_checkpoints(folder)
+        assert found.is_finished and 3 < found.step < N_STEPS, found
+        rest, _ = run.train(folder)
+        for own, theirs in zip(rest, whole, strict=True):
+            np.testing.assert_array_equal(own, theirs)
+
+
+@sizes(2, timeout_s=120)
+def case_one_rank_cannot_write():
+    """Its disk is full: all ranks say so, and the checkpoint before is whole."""
+    write = module.write_part
+
+    def fill(folder, rank, part):
+        if rank == 1 and part.info["step"] == 8:
+            raise OSError(28, "No space left on device")
+        write(folder, rank, part)
+
+    module.write_part = fill
+    try:
+        with float64(), shared_folder() as folder:
+            require_error(
+                lambda: Run().train(folder, every_n_steps=4),
+                "Each rank must write its part of a checkpoint",
+                "rank 1: OSError: [Errno 28] No space left on device",
+            )
+            assert [f.step for f in list_checkpoints(folder) if f.is_finished] == [4]
+    finally:
+        module.write_part = write
+
+
+@sizes(2, timeout_s=120)
+def case_one_rank_finds_damage():
+    """All ranks take the checkpoint before; where all are damaged all ranks say so."""
+    with float64(), shared_folder() as folder:
+        run = Run()
+        whole, noted = run.write(folder, 7)
+        if tfscale.rank() == 0:
+            damage(list_checkpoints(folder)[0])
+        tfscale.barrier()
+        rest, later = run.train(folder)
+        assert later.batches == noted.batches[6:]
+        for own, theirs in zip(rest, whole, strict=True):
+            np.testing.assert_array_equal(own, theirs)
+        if tfscale.rank() == 0:
+            for found in list_checkpoints(folder):
+                damage(found)
+        tfscale.barrier()
+        require_error(lambda: run.train(folder), "damaged ones only", "rank-00001.npz")
+
+
+def damage(found):
+    path = found.path / "rank-00001.npz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+@sizes(2, timeout_s=60)
+def case_a_directory_of_each_rank_is_refused():
+    with shared_folder() as folder:
+        own = folder / f"rank-{runtime.rank()}"
+        require_error(lambda: Run().train(own), "a directory that all ranks write to", "rank 1")

@@ -1,0 +1,136 @@
+"""The callback Checkpoint in one process: damage, full disks, signals, what it refuses."""
+
+import errno
+import logging
+import os
+import signal
+
+import keras
+import pytest
+
+import tfscale
+from tests.unit.checkpoint_model import (
+    BATCH,
+    Act,
+    arrays,
+    build,
+    fit,
+    interrupt,
+    require_equal,
+    steps_in,
+)
+from tfscale import preemption
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.callbacks import checkpoint as module
+from tfscale.checkpoints import list_checkpoints
+from tfscale.data import GlobalBatches
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.exit_codes import PREEMPTED
+
+
+@pytest.fixture(autouse=True)
+def job():
+    """Every test has a job of its own."""
+    tfscale.init()
+    yield
+    preemption.forget_request()
+
+
+def test_a_damaged_newest_falls_back(tmp_path, caplog):
+    whole, _ = fit(None)
+    fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
+    newest = list_checkpoints(tmp_path)[0]
+    assert newest.step == 6
+    content = bytearray((newest.path / "rank-00000.npz").read_bytes())
+    content[len(content) // 2] ^= 4
+    (newest.path / "rank-00000.npz").write_bytes(content)
+    (tmp_path / "step-0000000007-00000000").mkdir()
+    with caplog.at_level(logging.WARNING, logger="tfscale"):
+        model, batches = fit(Checkpoint(tmp_path, 2))
+    assert len(batches) == 12 - 4
+    require_equal(model, whole)
+    assert "rank-00000.npz does not match its checksum" in caplog.text
+    assert "no rank has finished its part" in caplog.text
+    assert (tmp_path / f"damaged-{newest.path.name}").exists()
+
+
+def test_all_damaged_is_an_error(tmp_path):
+    fit(Checkpoint(tmp_path, 2), Act(5, interrupt))
+    for found in list_checkpoints(tmp_path):
+        (found.path / "rank-00000.npz").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"damaged ones only: step-0000000004.*0 bytes instead"):
+        fit(Checkpoint(tmp_path, 2))
+    assert len(list_checkpoints(tmp_path)) == 2
+
+
+def test_a_full_disk_ends_training_and_keeps_what_was_there(tmp_path, monkeypatch):
+    write = module.write_part
+
+    def fill(folder, rank, part):
+        if part.info["step"] == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, rank, part)
+
+    monkeypatch.setattr(module, "write_part", fill)
+    with pytest.raises(ExchangeError, match=r"rank 0: OSError: \[Errno 28\] No space left"):
+        fit(Checkpoint(tmp_path, 3))
+    assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("way", ["signal", "call"])
+def test_asked_to_make_room(tmp_path, way):
+    """SIGTERM is handled while `fit` runs, and by whoever did before, afterwards."""
+    received = []
+    former = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    try:
+        whole, _ = fit(None)
+        ask = preemption.request_save_and_stop
+        if way == "signal":
+            ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        with pytest.raises(SystemExit) as end:
+            fit(Checkpoint(tmp_path, every_n_epochs=9), Act(5, ask))
+        assert end.value.code == PREEMPTED == 75
+        assert steps_in(tmp_path) == [6] and not preemption.is_requested()
+        model, _ = fit(Checkpoint(tmp_path))
+        require_equal(model, whole)
+        assert not received
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [1]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_asked_in_the_last_step(tmp_path):
+    with pytest.raises(SystemExit):
+        fit(Checkpoint(tmp_path), Act(11, preemption.request_save_and_stop))
+    assert steps_in(tmp_path)[0] == 12
+    assert fit(Checkpoint(tmp_path))[1] == []
+
+
+def test_what_it_refuses(tmp_path):
+    for options in ({"every_n_steps": 0}, {"every_n_epochs": 1.5}, {"every_seconds": 0},
+                    {"keep": 0}):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} must be"):
+            Checkpoint(tmp_path, **options)
+    data = GlobalBatches(*arrays(), batch_size=BATCH)
+    start = BroadcastGlobalVariablesCallback(0)
+    for callbacks in ([start, Checkpoint(tmp_path)], [Checkpoint(tmp_path),
+                      BackupAndRestore(str(tmp_path / "b"))]):  # fmt: skip
+        with pytest.raises(ConfigError, match="Checkpoint comes before all other callbacks"):
+            build().fit(data, verbose=0, callbacks=callbacks)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="need a directory that all ranks write to"):
+        fit(Checkpoint(tmp_path / "file"))
+
+
+def test_another_model_is_refused(tmp_path):
+    fit(Checkpoint(tmp_path))
+    with pytest.raises(ConfigError, match="goes on with the model it began with"):
+        fit(Checkpoint(tmp_path), model=build(units=6), epochs=4)
+    model = build()
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    with pytest.raises(ConfigError, match="goes on with the optimizer it began with"):
+        fit(Checkpoint(tmp_path), model=model, epochs=4)
+    data = GlobalBatches(*arrays(), batch_size=BATCH)
+    with pytest.raises(ConfigError, match="goes on with the callbacks it began with"):
+        build().fit(data, epochs=4, verbose=0, callbacks=[Checkpoint(tmp_path)])

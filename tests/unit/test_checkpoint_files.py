@@ -1,0 +1,239 @@
+"""Files of checkpoints: complete or not there, never half-loaded. No TensorFlow."""
+
+import errno
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tfscale.checkpoints import list_checkpoints
+from tfscale.checkpoints.background import BackgroundWriter
+from tfscale.checkpoints.folders import folder_name, prune, set_aside
+from tfscale.checkpoints.parts import (
+    Arrays,
+    DamagedError,
+    Part,
+    check_file,
+    read_manifest,
+    write_part,
+)
+from tfscale.checkpoints.reader import Reader
+
+RUN = "0123abcd"
+
+
+def write(directory: Path, step: int, size: int = 2, ranks=None, run: str = RUN) -> Path:
+    """Write a checkpoint whose parts hold some numbers; return its folder."""
+    folder = directory / folder_name(step, run)
+    for rank in range(size) if ranks is None else ranks:
+        info = {"run": run, "step": step, "size": size, "groups": [list(range(size))]}
+        arrays = {"weight/0": np.arange(40.0) + rank, "seed/0": np.array([rank, 3], np.uint32)}
+        write_part(folder, rank, Part(info, arrays))
+    return folder
+
+
+def test_arrays_of_all_types_come_back(tmp_path):
+    arrays = {
+        "a/0": np.arange(6, dtype=np.float64).reshape(2, 3),
+        "a/1": np.array(7, np.int64),
+        "a/2": np.zeros((0, 4), np.float32),
+        "a/3": np.arange(5).astype(ml_dtypes.bfloat16),
+        "a/4": np.array([True, False]),
+        "a/5": np.array(0.5, ml_dtypes.float8_e4m3fn),
+    }
+    write_part(tmp_path, 3, Part({"x": [1, None, "y"]}, arrays))
+    manifest = read_manifest(tmp_path, 3)
+    check_file(tmp_path, manifest)
+    assert manifest["info"] == {"x": [1, None, "y"]}
+    file = Arrays(tmp_path, manifest)
+    assert file.names == set(arrays)
+    for name, array in arrays.items():
+        assert file[name].dtype == array.dtype
+        np.testing.assert_array_equal(file[name], array)
+    with pytest.raises(DamagedError, match="rank-00003"):
+        file["b"]
+
+
+def test_nothing_is_unpickled(tmp_path):
+    write_part(tmp_path, 0, Part({}, {"a": np.zeros(2)}))
+    np.savez(tmp_path / "rank-00000.npz", a=np.array([print], dtype=object))
+    with pytest.raises(DamagedError, match="allow_pickle=False"):
+        Arrays(tmp_path, read_manifest(tmp_path, 0))["a"]
+
+
+def test_files_cut_and_flipped_at_random_places_are_refused(tmp_path):
+    """300 places in manifests and arrays; each is found by the share that checks the file."""
+    original = write(tmp_path, 7, size=3)
+    files = sorted(original.iterdir())
+    assert len(files) == 6
+    dice = random.Random(5)
+    for number in range(300):
+        directory = tmp_path / f"{number}"
+        folder = directory / original.name
+        shutil.copytree(original, folder)
+        path = folder / dice.choice(files).name
+        content = bytearray(path.read_bytes())
+        place = dice.randrange(len(content))
+        if number % 3 == 0:
+            content = content[:place]
+        else:
+            content[place] ^= 1 << dice.randrange(8)
+        path.write_bytes(content)
+        (found,) = list_checkpoints(directory)
+        errors = []
+        for share in range(3):
+            try:
+                found.check((share, 3))
+            except DamagedError as error:
+                errors.append(str(error))
+        assert errors and all("rank-" in error for error in errors), (path, place)
+        shutil.rmtree(directory)
+    assert list_checkpoints(tmp_path)[0].check()
+
+
+def test_missing_and_foreign_parts_are_refused(tmp_path):
+    folder = write(tmp_path, 7)
+    (folder / "rank-00001.npz").unlink()
+    with pytest.raises(DamagedError, match="rank-00001.npz: No such file"):
+        list_checkpoints(tmp_path)[0].check((0, 2))  # also by the rank that checks another file
+    write(tmp_path, 7, ranks=[1], size=2, run="ffffffff")
+    other = tmp_path / folder_name(7, "ffffffff")
+    shutil.copy(other / "rank-00001.npz", folder)
+    shutil.copy(other / "rank-00001.manifest", folder)
+    with pytest.raises(DamagedError, match="ranks 0 and 1 do not belong together"):
+        next(f for f in list_checkpoints(tmp_path) if f.path == folder).check()
+
+
+def test_unfinished_is_no_checkpoint(tmp_path):
+    write(tmp_path, 5, size=12, ranks=[2])
+    (tmp_path / folder_name(9, RUN)).mkdir()
+    newest, other = list_checkpoints(tmp_path)
+    assert (newest.step, newest.is_finished) == (9, False)
+    assert newest.why_unfinished() == "no rank has finished its part"
+    assert not other.is_finished
+    assert other.why_unfinished() == (
+        "the parts of ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more of 12 are not finished"
+    )
+    assert list_checkpoints(tmp_path / "none") == []
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    folder = write(tmp_path, 5)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def fill(file, **arrays):
+        file.write(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fill)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 5)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 6)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert list((tmp_path / folder_name(6, RUN)).iterdir()) == []
+    assert list_checkpoints(tmp_path)[1].check()
+
+
+WRITE_ON = """
+import sys, numpy as np
+from pathlib import Path
+from tfscale.checkpoints.parts import Part, write_part
+directory = Path(sys.argv[1])
+for step in range(100000):
+    info = {"run": "00000000", "step": step, "size": 2, "groups": [[0, 1]]}
+    for rank in range(2):
+        arrays = {"a": np.full(100_000, step, np.float64)}
+        write_part(directory / f"step-{step:010d}-00000000", rank, Part(info, arrays))
+    print(step, flush=True)
+"""
+
+
+def test_killed_while_writing(tmp_path):
+    """Whatever moment SIGKILL comes at, what counts as finished is sound, and nothing is lost."""
+    dice = random.Random(2)
+    n_unfinished = 0
+    for number in range(12):
+        directory = tmp_path / f"{number}"
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITE_ON, str(directory)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(dice.uniform(0.0, 0.1))
+        child.send_signal(signal.SIGKILL)
+        told = 1 + child.stdout.read().count("\n")  # with line 0, which was read above
+        child.wait()
+        found = list_checkpoints(directory)
+        finished = [f for f in found if f.is_finished]
+        assert len(finished) >= told
+        for checkpoint in finished:
+            manifests = checkpoint.check()
+            for manifest in manifests:
+                assert np.all(Arrays(checkpoint.path, manifest)["a"] == checkpoint.step)
+        n_unfinished += len(found) - len(finished)
+        shutil.rmtree(directory)
+    assert n_unfinished  # some were hit amid a checkpoint
+
+
+def test_keep(tmp_path):
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+    write(tmp_path, 15, ranks=[0])  # an older run's, never finished
+    write(tmp_path, 50, ranks=[1])  # being written
+    prune(tmp_path, 2)
+    assert [f.step for f in list_checkpoints(tmp_path)] == [50, 40, 30]
+    new = set_aside(list_checkpoints(tmp_path)[1])
+    assert new.name == f"damaged-{folder_name(40, RUN)}"
+    prune(tmp_path, 1)
+    assert [f.step for f in list_checkpoints(tmp_path)] == [50, 30] and new.exists()
+
+
+def test_parts_are_put_together_and_cut(tmp_path):
+    cuts = [(0, 3), (3, 3), (3, 10)]
+    whole = np.arange(10.0)
+    for rank, (start, stop) in enumerate(cuts):
+        info = {
+            "run": RUN, "step": 1, "size": 3, "groups": [[0, 1, 2]],
+            "ranges": {"0/1": [start, stop]},
+        }  # fmt: skip
+        write_part(tmp_path, rank, Part(info, {"part0/1": whole[start:stop]}))
+    reader = Reader(tmp_path, [read_manifest(tmp_path, rank) for rank in range(3)])
+    np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], None), whole)
+    for want in ((0, 10), (2, 5), (3, 3), (4, 9), (0, 1)):
+        np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], want), whole[want[0] : want[1]])
+    with pytest.raises(DamagedError, match="nobody wrote optimizer variable 0/2"):
+        reader.slot("0/2", [0, 1, 2], None)
+    reader.close()
+
+
+def test_means(tmp_path):
+    write(tmp_path, 1)
+    reader = Reader(tmp_path / folder_name(1, RUN), list_checkpoints(tmp_path)[0].check())
+    mean = reader.mean([0, 1], reader.getter("weight/0"))
+    np.testing.assert_array_equal(mean, np.arange(40.0) + 0.5)
+    seeds = reader.mean([1, 0], reader.getter("seed/0"))
+    np.testing.assert_array_equal(seeds, [1, 3])
+    third = reader.mean([0, 0, 0], lambda rank: np.array([0.1], np.float32))
+    assert third.dtype == np.float32 and third[0] == np.float32(0.1)
+
+
+@pytest.mark.parametrize("uses_thread", [True, False])
+def test_the_writer_tells_what_went_wrong_once(uses_thread):
+    writer, done = BackgroundWriter(uses_thread), []
+
+    def fail():
+        raise OSError("full")
+
+    writer.start(lambda: done.append(1))
+    assert writer.wait() == "" and done == [1]
+    writer.start(fail)
+    assert writer.wait() == "OSError: full"
+    assert writer.wait() == "" and not writer.has_failed
