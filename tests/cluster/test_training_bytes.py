@@ -1,0 +1,97 @@
+"""Four nodes on this machine: links move per training step what the formulas say, within 6 %."""
+
+import itertools
+import json
+import os
+import sys
+
+import pytest
+
+from tests.cluster.training_bytes import BATCH, WIDTHS
+from tests.helpers.environment import QUIET
+from tfscale.cluster import control, running
+from tfscale.cluster.commands import Shape
+from tfscale.job import find_mpi
+
+pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
+NAME, SIZE = f"bytes{os.getpid()}", 4
+GROUPS, MEMBERS = 2, 2
+LAYERS = list(itertools.pairwise(WIDTHS))
+SIZES = [n_in * n_out + n_out for n_in, n_out in LAYERS]  # values of kernel and bias
+MODEL = sum(SIZES)
+
+
+def once(n: int) -> float:
+    """Part of a vector that a rank sends where each of n has, or gets, a part of it."""
+    return (n - 1) / n
+
+
+def chunked() -> float:
+    """Two replicated layers gather (n_in + n_out) values per sample; the rest is allreduced."""
+    gathered = sum(n_in + n_out for n_in, n_out in LAYERS[:2]) * BATCH
+    return once(SIZE) * gathered + 2 * once(SIZE) * sum(SIZES[2:])
+
+
+def partial() -> float:
+    """[T] eq. 4.8: activations of a rank's rows, all errors; then parameters are gathered."""
+    routed = sum(n_in * BATCH / SIZE + n_out * BATCH for n_in, n_out in LAYERS)
+    return once(SIZE) * (routed + MODEL)
+
+
+IN_GROUP = 2 * once(MEMBERS) * MODEL
+VALUES = {
+    "chunked": chunked(),
+    "sharded": 2 * once(SIZE) * MODEL,
+    "sharded partial": partial(),
+    "groups, sharded": IN_GROUP,
+    "groups, allreduce": IN_GROUP,
+}
+# What averaging adds: an allreduce over the groups of M / m values, or of M.
+AVERAGING = {
+    "groups, sharded": 2 * once(GROUPS) * MODEL / MEMBERS,
+    "groups, allreduce": 2 * once(GROUPS) * MODEL,
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    obstacle = control.find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    mpi = find_mpi()
+    if mpi is None or mpi.kind != "mpich":
+        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
+    folder = tmp_path_factory.mktemp("bytes")
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "tests.cluster.training_bytes", str(folder / "result")]
+    control.up(NAME, SIZE)
+    try:
+        control.set_shape(NAME, Shape(2e9))
+        with (folder / "log").open("w+") as log:
+            environ = {**QUIET, "PYTHONPATH": path}
+            result = running.run(NAME, SIZE, command, environ, log, timeout_s=400)
+            log.seek(0)
+            assert result.exit_code == 0, log.read()[-3000:]
+    finally:
+        control.down(NAME)
+    return json.loads((folder / "result").read_text())
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_step_moves_what_the_formula_says(measured, name):
+    expected = 4 * VALUES[name]
+    for rank, ways in enumerate(measured[name]["bytes"]):
+        assert ways == pytest.approx([expected] * 2, rel=0.06), (rank, expected)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_an_average_moves_what_the_formula_says(measured, name):
+    """Of a model of M values each rank averages M / m where its group shards them, else all."""
+    plain, averaged = (measured[n]["bytes"] for n in (name, f"{name}, averaged"))
+    for rank, (without, ways) in enumerate(zip(plain, averaged, strict=True)):
+        added = [a - b for a, b in zip(ways, without, strict=True)]
+        assert added == pytest.approx([4 * AVERAGING[name]] * 2, rel=0.06), rank
+
+
+def test_two_chunks_and_two_replicated_layers_take_six_collectives(measured):
+    assert measured["chunked"]["collectives"] == 2 * 2 + 2
