@@ -124,6 +124,7 @@ class _Launcher:
             if stop.first is not None and not is_told:
                 is_told = True
                 self.process.send_signal(stop_signal)
+            self.reader.look_for_lost_hosts()
             failed_at = self.reader.first_failure_at
             has_failed = failed_at is not None and time.monotonic() - failed_at > _COLLECT_S
             # srun would leave the ranks alone; the one that failed ends them there.

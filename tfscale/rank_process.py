@@ -21,7 +21,8 @@ from tfscale import rank_status
 from tfscale.config import environment
 from tfscale.exit_codes import PREEMPTED
 from tfscale.launch import STATUS_VARIABLE, Launch, discover
-from tfscale.rank_reports import Report, encode
+from tfscale.pulse import BEAT_S, BEAT_VARIABLE, Beat
+from tfscale.rank_reports import Report, encode, encode_beat
 
 # After a report, until this process ends the job itself; `tfscale run` is faster.
 PATIENCE_S = 3.0
@@ -40,6 +41,7 @@ class _Rank:
         self._is_openmpi = launch.launcher == "openmpi"
         self._stops = {*_STOPS, *({signal.SIGUSR1} if self._is_openmpi else ())}
         self._parent = os.getppid()
+        self._is_beating, self._next_beat = bool(environment().get(BEAT_VARIABLE)), 0.0
         self._watched = {*self._stops, signal.SIGCHLD}
         # Before the child exists: a signal must find it or wait.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
@@ -61,12 +63,24 @@ class _Rank:
     def wait(self) -> int:
         """Return the exit status; negative: the signal that ended the rank."""
         while (code := self._process.poll()) is None:
+            self._beat()
             received = signal.sigtimedwait(self._watched, _LOOK_S)
             if received is not None and received.si_signo in self._stops:
                 self._stop(received.si_pid)
             if os.getppid() != self._parent:
                 self._process.kill()  # The launcher has died: nobody else would end this rank.
         return code
+
+    def _beat(self) -> None:
+        """Send a sign of life, where `tfscale run` wants them."""
+        if self._is_beating and time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_S
+            os.write(2, encode_beat(Beat(self.number, socket.gethostname())))
+
+    def end_beats(self) -> None:
+        """Tell that there are no more to come."""
+        if self._is_beating:
+            os.write(2, encode_beat(Beat(self.number, socket.gethostname(), is_last=True)))
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True
@@ -125,6 +139,8 @@ def main(command: Sequence[str]) -> int:
         rank = _Rank(command, launch)
         code = rank.wait()
         report = judge(launch, code, rank_status.read(rank.status), rank.was_stopped)
+        if not report.is_failure:
+            rank.end_beats()
     except OSError as error:
         text = f"Cannot start {' '.join(command)}: {error}\n"
         status = rank_status.RankStatus("", "", text)

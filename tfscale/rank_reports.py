@@ -15,6 +15,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from tfscale.pulse import Beat, Pulse
+
 # Less than a pipe takes at once (PIPE_BUF), so that a report stays in one piece.
 _MAX_BYTES = 3900
 _START = b"\x1e"
@@ -35,6 +37,7 @@ class Report:
         has_joined: It had come through `tfscale.init`.
         place: The last collective it finished; may be empty.
         error: End of its traceback; may be empty.
+        is_lost: Nothing is heard of its host; how it ended nobody knows.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class Report:
     has_joined: bool
     place: str = ""
     error: str = ""
+    is_lost: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -56,7 +60,9 @@ class Report:
     def describe(self) -> str:
         """Return the lines that name the rank, for people."""
         who = f"tfscale: rank {self.rank} on host {self.host}"
-        if self.signal is not None:
+        if self.is_lost:
+            text = f"{who} gives no sign of life: the host or its network is lost."
+        elif self.signal is not None:
             name = signal.Signals(self.signal).name
             text = f"{who} was killed by signal {self.signal} ({name})."
             if self.signal == signal.SIGKILL:
@@ -75,7 +81,7 @@ class Report:
 
 def encode(report: Report) -> bytes:
     """Return a report as the line that is printed, short enough to stay in one piece."""
-    fields = dataclasses.asdict(report)
+    fields = {"kind": "end", **dataclasses.asdict(report)}
     n_kept = len(report.error)
     while True:
         fields["error"] = report.error[len(report.error) - n_kept :]
@@ -85,10 +91,17 @@ def encode(report: Report) -> bytes:
         n_kept = n_kept * 3 // 4
 
 
-def _decode(text: bytes) -> Report | None:
+def encode_beat(beat: Beat) -> bytes:
+    """Return a sign of life as the line that is printed."""
+    fields = {"kind": "beat", **dataclasses.asdict(beat)}
+    return _START + b"tfscale " + json.dumps(fields).encode() + b"\n"
+
+
+def _decode(text: bytes) -> Report | Beat | None:
     try:
-        return Report(**json.loads(text))
-    except (ValueError, TypeError):
+        fields = json.loads(text)
+        return {"end": Report, "beat": Beat}[fields.pop("kind")](**fields)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -105,9 +118,17 @@ class ReportReader(threading.Thread):
         super().__init__(daemon=True)
         self._source, self._target = source, target
         self._rest = b""
+        self._pulse = Pulse()
         self.reports: list[Report] = []
         self.first_failure_at: float | None = None
         self.start()
+
+    def look_for_lost_hosts(self) -> None:
+        """Report a rank whose host is lost, once; to be called often."""
+        lost = self._pulse.find_lost(time.monotonic())
+        if lost is not None and self.first_failure_at is None:
+            self.first_failure_at = time.monotonic()
+            self.reports.append(Report(lost.rank, lost.host, None, None, True, True, is_lost=True))
 
     def failure(self) -> Report | None:
         """Return the first report of a failure, or None."""
@@ -128,6 +149,9 @@ class ReportReader(threading.Thread):
         report = _decode(found.group(1))
         if report is None:
             return found.group(0)
+        if isinstance(report, Beat):
+            self._pulse.hear(report, time.monotonic())
+            return b""
         self.reports.append(report)
         if report.is_failure and self.first_failure_at is None:
             self.first_failure_at = time.monotonic()

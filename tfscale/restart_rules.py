@@ -68,7 +68,9 @@ def may_restart(outcome: Outcome) -> bool:
     if outcome.was_stopped or outcome.is_orderly or outcome.exit_code in (0, PREEMPTED):
         return False
     failure = outcome.failure
-    return failure is None or failure.has_joined or failure.signal is not None
+    if failure is None or failure.is_lost:
+        return True
+    return failure.has_joined or failure.signal is not None
 
 
 def pause_s(n_short: int) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from tfscale.attempt import Outcome, StopRequest, run_attempt
 from tfscale.job import thread_variables
 from tfscale.mpi_command import LaunchSpec, Mpi, build_command, spread
+from tfscale.pulse import BEAT_VARIABLE
 from tfscale.restart_rules import (
     WORTHWHILE_S,
     Places,
@@ -70,8 +71,10 @@ class Job:
         spec = dataclasses.replace(self._spec, size=size, hosts=hosts)
         given = dict(spec.environment or {})
         threads = thread_variables(spec, {**self._environ, **given})
-        counter = {RESTART_VARIABLE: str(self._n_restarts)}
-        return dataclasses.replace(spec, environment={**threads, **given, **counter})
+        ours = {RESTART_VARIABLE: str(self._n_restarts)}
+        if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
+            ours[BEAT_VARIABLE] = "1"
+        return dataclasses.replace(spec, environment={**threads, **given, **ours})
 
     def run(self) -> int:
         """Run to the end, saying on stderr why an attempt ended.

@@ -64,7 +64,11 @@ def start_ranks(
 
 
 def start_job(
-    options: Sequence[str], command: Sequence[str], env: Mapping[str, str] | None, output: Path
+    options: Sequence[str],
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    output: Path,
+    prefix: Sequence[str] = (),
 ) -> Started:
     """Start `tfscale run` with options; `Started.process` is the launcher's.
 
@@ -73,8 +77,9 @@ def start_job(
         command: Program and arguments of each rank.
         env: Variables set in addition.
         output: File for what all print.
+        prefix: Words before `tfscale run`.
     """
-    words = [sys.executable, "-m", "tfscale.cli", "run", *options, "--", *command]
+    words = [*prefix, sys.executable, "-m", "tfscale.cli", "run", *options, "--", *command]
     return _start(words, env, output)
 
 

@@ -39,7 +39,7 @@ def test_dry_run_prints_the_command(capsys):
     words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
     assert cli.main(words) == 0
     line = capsys.readouterr().out.strip()
-    assert line.startswith("env K=V TFSCALE_RESTART=0 srun ")
+    assert line.startswith("env K=V TFSCALE_RESTART=0 TFSCALE_BEAT=1 srun ")
     assert "--ntasks=3" in line
     assert line.endswith(" -m tfscale.rank_process -- python t.py --np")
 

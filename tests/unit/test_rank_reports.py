@@ -5,8 +5,9 @@ import os
 import pytest
 
 from tfscale.launch import Launch
+from tfscale.pulse import Beat, Pulse
 from tfscale.rank_process import judge
-from tfscale.rank_reports import Report, ReportReader, encode
+from tfscale.rank_reports import Report, ReportReader, encode, encode_beat
 from tfscale.rank_status import ALONE, FINISHED, JOINED, RankStatus
 
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
@@ -96,3 +97,53 @@ def test_lines_for_people():
         "ValueError: x",
         "tfscale: rank 1 on host a failed with exit status 3, before tfscale.init().",
     ]
+
+
+def test_signs_of_life_are_taken_out():
+    line = encode_beat(Beat(1, "b")) + encode_beat(Beat(1, "b", is_last=True))
+    assert read(b"a\n" + line + b"z") == (b"a\nz", [])
+
+
+def beat(pulse, now, *hosts):
+    for rank, host in hosts:
+        pulse.hear(Beat(rank, host), now)
+
+
+A, B = (0, "a"), (1, "b")
+
+
+def test_a_silent_host_is_lost():
+    pulse = Pulse()
+    beat(pulse, 0, A, B)
+    for now in range(1, 23):
+        beat(pulse, now, A)
+        assert pulse.find_lost(now) is None, now
+    beat(pulse, 23, A)
+    assert pulse.find_lost(23) == Beat(1, "b")
+
+
+def test_a_blocked_launcher_hears_nobody():
+    pulse = Pulse()
+    beat(pulse, 0, A, B)
+    assert pulse.find_lost(100) is None
+    beat(pulse, 100, A)  # what piled up arrives host by host
+    assert pulse.find_lost(100.1) is None
+    beat(pulse, 100.2, B)
+    assert all(pulse.find_lost(100.3 + i / 10) is None for i in range(30))
+
+
+def test_a_rank_that_ended_is_not_missed():
+    pulse = Pulse()
+    beat(pulse, 0, A, B)
+    pulse.hear(Beat(1, "b", is_last=True), 1)
+    for now in range(1, 60):
+        beat(pulse, now, A)
+        assert pulse.find_lost(now) is None
+
+
+def test_one_host_alone_is_never_lost():
+    pulse = Pulse()
+    beat(pulse, 0, A, (1, "a"))
+    for now in range(1, 60):
+        beat(pulse, now, A)
+        assert pulse.find_lost(now) is None

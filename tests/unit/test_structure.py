@@ -39,6 +39,7 @@ FORBIDDEN = {
     "rank_process": (*FRAMEWORKS, "mpi4py"),
     "rank_reports": (*FRAMEWORKS, "mpi4py"),
     "rank_status": (*FRAMEWORKS, "mpi4py"),
+    "pulse": (*FRAMEWORKS, "mpi4py"),
     "restart_rules": (*FRAMEWORKS, "mpi4py"),
     "restarting": (*FRAMEWORKS, "mpi4py"),
     "doctor": (*FRAMEWORKS, "mpi4py"),

@@ -1,0 +1,96 @@
+"""What `tfscale run` does when ranks, or it itself, end; without TensorFlow, which plays no part."""
+
+import signal
+import time
+
+import pytest
+
+from tests.helpers.mortal_job import START_S, Job, wait_for_end
+
+PLAIN = """
+import os, signal, sys, time
+kind, rank = sys.argv[1], int(os.environ["PMI_RANK"])
+n_signals = 0
+
+def on_term(*_):
+    global n_signals
+    n_signals += 1
+
+if kind == "ignores SIGTERM":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif kind == "saves":
+    signal.signal(signal.SIGTERM, on_term)
+if kind == "fails once" and os.environ["TFSCALE_RESTART"] == "0" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind == "exits" and rank == 1:
+    time.sleep(0.5)
+    print(f"READY 1 {os.getpid()} {time.time()} .", flush=True)
+    sys.exit(3)
+if kind == "fails once":
+    print(f"rank {rank} after {os.environ['TFSCALE_RESTART']}", flush=True)
+    sys.exit()
+print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+deadline = time.time() + 100
+while not n_signals and time.time() < deadline:
+    time.sleep(0.05)
+time.sleep(1)  # it is saving
+print(f"rank {rank} had {n_signals} signal", flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.timeout(START_S)
+def test_exit_before_init(tmp_path):
+    with Job(tmp_path, PLAIN, "exits", options=("--restarts", "3")) as job:
+        _, since = job.ready(1)
+        assert job.end(since) == 3
+    # It would end so again, so it was not started again.
+    assert job.last_lines()[-1].endswith("failed with exit status 3, before tfscale.init().")
+    assert "restart 1" not in job.output()
+
+
+@pytest.mark.timeout(START_S)
+def test_ranks_save_when_the_launcher_is_asked_to_end(tmp_path):
+    with Job(tmp_path, PLAIN, "saves", options=("--restarts", "3")) as job:
+        job.ready(0), job.ready(1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(START_S) == 75, job.output()
+    for rank in range(2):
+        assert f"rank {rank} had 1 signal" in job.output()
+
+
+@pytest.mark.timeout(START_S)
+def test_ranks_that_do_not_end_are_killed(tmp_path):
+    with Job(tmp_path, PLAIN, "ignores SIGTERM", options=("--grace-s", "1")) as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        since = time.time()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end(since) == 128 + signal.SIGTERM, job.output()
+        wait_for_end(pids, since)
+
+
+@pytest.mark.timeout(START_S)
+def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
+    with Job(tmp_path, PLAIN, "ignores SIGTERM") as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        since = time.time()
+        job.process.kill()
+        wait_for_end(pids, since)
+
+
+@pytest.mark.timeout(START_S)
+def test_a_job_is_started_again(tmp_path):
+    with Job(tmp_path, PLAIN, "fails once", options=("--restarts", "3")) as job:
+        assert job.process.wait(START_S) == 0, job.output()
+    for rank in range(2):
+        assert f"rank {rank} after 1" in job.output()
+    assert "tfscale: restart 1 of 3, with 2 ranks." in job.output()
+
+
+@pytest.mark.timeout(START_S)
+def test_a_job_is_started_again_with_fewer_ranks(tmp_path):
+    options = ("--restarts", "3", "--min-np", "1")
+    with Job(tmp_path, PLAIN, "fails once", options=options) as job:
+        assert job.process.wait(START_S) == 0, job.output()
+    assert "rank 0 after 1" in job.output()
+    assert "rank 1 after 1" not in job.output()

@@ -1,0 +1,80 @@
+"""A job under `tfscale run` whose ranks a test lets die."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tests.helpers.launching import start_job
+
+DEADLINE_S = 10  # from the death to the end of the job
+START_S = 120  # TensorFlow on a loaded machine
+
+
+class Job:
+    """A running `tfscale run` of two ranks, and what it printed."""
+
+    def __init__(self, folder, text, *words, options=(), prefix=(), environ=None):
+        """Start it.
+
+        Args:
+            folder: For the script and what it prints.
+            text: The script; prints "READY rank pid time ." where tests wait for it.
+            *words: Its arguments.
+            options: Of `tfscale run`, besides the number of ranks.
+            prefix: Words before `tfscale run`.
+            environ: Variables set in addition.
+        """
+        script = folder / "script.py"
+        script.write_text(text)
+        self._started = start_job(
+            ["-np", "2", *options],
+            [sys.executable, "-u", str(script), *words],
+            environ,
+            folder / "output",
+            prefix,
+        )
+        self.process = self._started.process
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._started.end()
+
+    def output(self):
+        return self._started.output_tail(100_000)
+
+    def ready(self, rank, timeout_s=START_S):
+        """Wait for the line "READY rank pid time ."; return process id and time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            _, found, rest = self.output().partition(f"READY {rank} ")
+            if found and " ." in rest:
+                pid, at = rest.split()[:2]
+                return int(pid), float(at)
+            time.sleep(0.05)
+        raise AssertionError(self.output())
+
+    def end(self, since):
+        """Wait until the job ends, `DEADLINE_S` after `since` at most; return its exit code."""
+        code = self.process.wait(START_S)
+        assert time.time() - since < DEADLINE_S, self.output()
+        return code
+
+    def last_lines(self):
+        return self.output().splitlines()[-2:]
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pids, since):
+    while any(is_alive(pid) for pid in pids):
+        assert time.time() - since < DEADLINE_S
+        time.sleep(0.05)
