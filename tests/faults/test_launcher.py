@@ -1,4 +1,4 @@
-"""What `tfscale run` does when ranks, or it itself, end; without TensorFlow, which plays no part."""
+"""What `tfscale run` does when ranks, or it itself, end; TensorFlow plays no part in it."""
 
 import signal
 import time
