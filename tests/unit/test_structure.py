@@ -44,6 +44,8 @@ FORBIDDEN = {
     "restarting": (*FRAMEWORKS, "mpi4py"),
     "doctor": (*FRAMEWORKS, "mpi4py"),
     "cluster": (*FRAMEWORKS, "mpi4py"),
+    "checkpoints": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
+    "preemption": (*FRAMEWORKS, "mpi4py"),
     "native": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
     "backends": ("tfscale.exchange", "tfscale.data", *UPPER),
     "exchange": ("tfscale.data", *UPPER),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -102,7 +103,8 @@ def require_shared(directory: Path, run: str) -> None:
         error = f"rank {runtime.rank()} does not see what rank 0 wrote there"
     errors = [text for text in objects.allgather_object(error, name="see directory") if text]
     if runtime.rank() == 0:
-        mark.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            mark.unlink()
     if errors:
         raise ConfigError(
             "Checkpoints need a directory that all ranks write to and read from. Received: "
