@@ -13,8 +13,8 @@ from tfscale.plan.machines import Machine, find_machine
 from tfscale.plan.parts import bucketed
 from tfscale.plan.simulate import simulate
 from tfscale.plan.times import Scenario
-from tfscale.tuning import links
-from tfscale.tuning.model_layers import read_layers
+from tfscale.tuning import links, model_probe
+from tfscale.tuning.model_layers import find_model, read_layers
 
 
 @contextlib.contextmanager
@@ -71,13 +71,14 @@ def case_the_layers_of_a_model_are_timed():
     options = argparse.Namespace(
         model="tests.unit.test_forecast:small_model", model_file=None, input_shape="", batch=8
     )
-    machine = links.measure_model(measured(), options)
+    machine = model_probe.measure_model(measured(), options)
     times = machine.layer_times["small"]
     assert times.batch == 8
     assert set(times.forward_s) == set(times.backward_s)
+    assert 0 < machine.compute_share <= 1 and 0 < machine.message_share <= 1
     assert sum(times.forward_s.values()) > 0 and min(times.backward_s.values()) >= 0
     assert "step of small" in machine.spread
-    table = read_layers(links.find_model(options.model, None))
+    table = read_layers(find_model(options.model, None))
     scenario = Scenario(table, machine, 2, 16)
     predicted = simulate(scenario, bucketed(table, None))
     least = sum(times.forward_s.values()) + sum(times.backward_s.values())

@@ -208,3 +208,16 @@ def strategy_of(table: LayerTable, plan: ExchangePlan, name: str) -> Planned | P
         groups=tuple(paths for kind, paths in parts if kind == "allreduce"),
         replicated=tuple(path for path, _ in layers),
     )
+
+
+def per_layer(table: LayerTable, overlap: bool) -> Planned:
+    """Return an exchange of each layer alone.
+
+    Args:
+        table: The model.
+        overlap: False sends nothing before all gradients exist.
+    """
+    groups = (tuple(name for name, _ in layer.weights) for layer in table.layers)
+    return Planned(
+        name="one allreduce per layer", groups=tuple(filter(None, groups)), overlap=overlap
+    )

@@ -15,13 +15,18 @@ from tfscale.errors import ConfigError
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
-from tfscale.exchange.plans import Planned
+from tfscale.exchange.plans import per_layer
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.times import Scenario
 from tfscale.trace.recorder import has_events
 from tfscale.tuning.compute_probe import measure_gradients, measure_memory
 from tfscale.tuning.contention import separate
-from tfscale.tuning.layer_probe import LayerMeasurement, LayerProbe, calibrated, measured_machine
+from tfscale.tuning.layer_probe import (
+    LayerMeasurement,
+    LayerProbe,
+    calibrated,
+    measured_machine,
+)
 from tfscale.tuning.model_layers import read_layers
 
 logger = logging.getLogger("tfscale")
@@ -134,11 +139,8 @@ def measure(
 def _probe(
     layers: Sequence[str], table: LayerTable, overlap: bool
 ) -> Generator[Exchange | None, None, LayerMeasurement | None]:
-    groups = (tuple(name for name, _ in layer.weights) for layer in table.layers)
     probe = LayerProbe(layers)
-    yield Planned(
-        name="one allreduce per layer", groups=tuple(filter(None, groups)), overlap=overlap
-    )
+    yield per_layer(table, overlap)
     while True:
         found = probe.step()
         if probe.is_over:

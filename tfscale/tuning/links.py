@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import tfscale
 from tfscale import objects, runtime
-from tfscale.errors import ConfigError
-from tfscale.exchange.plans import Planned
 from tfscale.plan.costs import share
 from tfscale.plan.machines import Machine
 from tfscale.plan.specs import BYTES_PER_VALUE
-from tfscale.plan.times import Scenario
 from tfscale.process_sets import ProcessSet
 from tfscale.trace.recorder import Listener
 from tfscale.tuning.compute_probe import memory_run, shortest_s
-from tfscale.tuning.layer_probe import LayerProbe, calibrated, fit_line, measured_machine
-from tfscale.tuning.model_layers import find_model, inputs_of, read_layers
+from tfscale.tuning.layer_probe import (
+    fit_line,
+)
 
 _SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
 _REPEATS = 5
@@ -186,43 +182,3 @@ def machine_from(
         )
     # The bandwidth between hosts is shared by a host's ranks, which all have sent at once.
     return replace(machine, bytes_per_s=machine.bytes_per_s * local)
-
-
-def measure_model(machine: Machine, options: argparse.Namespace) -> Machine:
-    """Return a machine that knows how long the layers of a model take. Collective.
-
-    Args:
-        machine: Its links are kept.
-        options: Of the command line: the model, its input shape and the batch per rank.
-    """
-    shape = tuple(map(int, options.input_shape.split(","))) if options.input_shape else None
-    model = find_model(options.model, options.model_file)
-    table, size = read_layers(model, shape), runtime.size()
-    groups = (tuple(name for name, _ in layer.weights) for layer in table.layers)
-    exchange = Planned(name="one allreduce per layer", groups=tuple(filter(None, groups)))
-    sgd = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-6, 0.9), exchange=exchange)
-    model.compile(sgd, loss="mse")
-    random = np.random.default_rng(runtime.rank())
-
-    def batch_of(spec: tf.TensorSpec) -> np.ndarray:
-        values = random.random((options.batch, *spec.shape[1:]))
-        return values.astype(spec.dtype.as_numpy_dtype)
-
-    x = keras.tree.map_structure(batch_of, inputs_of(model, shape))
-    y = keras.tree.map_structure(lambda t: np.zeros(t.shape, np.float32), model(x))
-    tfscale.prepare(model)
-    owners = [name.rpartition("/")[0] for layer in table.layers for name, _ in layer.weights]
-    found = []
-    for _ in range(3):
-        probe = LayerProbe(list(dict.fromkeys(owners)))
-        while not probe.is_over:
-            model.train_on_batch(x, y)
-            last = probe.step()
-        if last is None:
-            raise ConfigError(f"{model.name} must have two layers to exchange. Received: fewer.")
-        found.append(last)
-    best = sorted(found, key=lambda one: one.step_s)[len(found) // 2]
-    spread = {f"step of {table.name}": spread_of([one.step_s for one in found])}
-    own = measured_machine(table, best, size, options.batch, machine)
-    own = calibrated(Scenario(table, own, size, size * options.batch), best).machine
-    return replace(own, spread={**machine.spread, **spread})

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import tfscale
     from tfscale import runtime
     from tfscale.trace.recorder import has_events
-    from tfscale.tuning import links
+    from tfscale.tuning import links, model_probe
 
     tfscale.init()
     size, local = runtime.size(), runtime.local_size()
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     inside = links.measure_inside() if 1 < local < size else []
     machine = links.machine_from(between, inside, links.measure_compute())
     if options.model or options.model_file:
-        machine = links.measure_model(machine, options)
+        machine = model_probe.measure_model(machine, options)
     noisy = judge(machine, options.max_spread)
     if runtime.rank() == 0:
         sys.stdout.write(describe(machine))
