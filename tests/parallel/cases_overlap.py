@@ -121,6 +121,24 @@ def case_chunk_1_is_through_before_the_gradients_of_chunk_2_exist():
     train(layers, tfscale.Chunked(first_chunk_layers=2))
 
 
+def rank_0_comes_last() -> tuple[Callable[[int], bool], Callable[[int], bool]]:
+    """Return two gates: at the first one rank 0 waits until the others have passed the second."""
+    folder = shared_folder()
+
+    def file_of(step: int, rank: int) -> Path:
+        return folder / f"{step}-{rank}"
+
+    def come_last(step: int) -> bool:
+        others = range(1, runtime.size()) if runtime.rank() == 0 else ()
+        return until(lambda: all(file_of(step, rank).exists() for rank in others))
+
+    def tell(step: int) -> bool:
+        file_of(step, runtime.rank()).touch()
+        return True
+
+    return come_last, tell
+
+
 STRATEGIES = (
     tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),
     tfscale.Sharded(dense="replicated"),
@@ -130,12 +148,13 @@ STRATEGIES = (
 
 @sizes(2, 3, timeout_s=240)
 def case_activations_are_there_before_back_propagation_comes():
-    """Also where another rank is late: the gather ends while later layers are computed."""
+    """Also where rank 0 is late: the gather ends while later layers are computed."""
     for strategy in STRATEGIES:
         ended = Ended()
-        late = Gate(forward=lambda step: time.sleep(0.05 * runtime.rank()) is None)
+        come_last, tell = rank_0_comes_last()
         after = Gate(backward=lambda step, ended=ended: ended("wide activations", step))
-        train([late, dense(5, "wide"), after, dense(4, "next"), dense(3, "last")], strategy)
+        layers = [Gate(forward=come_last), dense(5, "wide"), after, dense(4, "next")]
+        train([*layers, Gate(forward=tell), dense(3, "last")], strategy)
 
 
 @sizes(2, 3, timeout_s=240)
@@ -150,20 +169,8 @@ def case_errors_are_there_before_earlier_gradients_exist():
 @sizes(2, 3, timeout_s=240)
 def case_the_forward_pass_goes_on_while_activations_travel():
     """Rank 0 sends its activations when the others have computed the layers behind."""
-    for number, strategy in enumerate(STRATEGIES):
-        folder = Path(shared_folder())
-
-        def file_of(step: int, rank: int, number=number, folder=folder) -> Path:
-            return folder / f"{number}-{step}-{rank}"
-
-        def come_last(step: int, file_of=file_of) -> bool:
-            others = range(1, runtime.size()) if runtime.rank() == 0 else ()
-            return until(lambda: all(file_of(step, rank).exists() for rank in others))
-
-        def tell(step: int, file_of=file_of) -> bool:
-            file_of(step, runtime.rank()).touch()
-            return True
-
+    for strategy in STRATEGIES:
+        come_last, tell = rank_0_comes_last()
         layers = [Gate(forward=come_last), dense(5, "wide"), dense(4, "next"), Gate(forward=tell)]
         train([*layers, dense(3, "last")], strategy)
 
