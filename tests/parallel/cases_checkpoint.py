@@ -21,7 +21,7 @@ def check(run, *steps):
         whole, noted = run.train(folder, every_n_steps=1, keep=99)
         for step in sorted(steps, reverse=True):
             forget_after(folder, step)
-            rest, later = run.train(folder)
+            rest, later = run.train(folder, keep=99)
             for own, theirs in zip(rest, whole, strict=True):
                 np.testing.assert_array_equal(own, theirs)
             assert later.batches == noted.batches[step:]
@@ -116,7 +116,7 @@ def case_one_rank_finds_damage():
         if tfscale.rank() == 0:
             damage(list_checkpoints(folder)[0])
         tfscale.barrier()
-        rest, later = run.train(folder)
+        rest, later = run.train(folder, keep=99)
         assert later.batches == noted.batches[6:]
         for own, theirs in zip(rest, whole, strict=True):
             np.testing.assert_array_equal(own, theirs)

@@ -13,7 +13,7 @@ def test_other_numbers_of_ranks(tmp_path):
     """Weights, complete state, loss and metrics of the last epoch; float64."""
     for size, case in ((4, "begin"), (2, "go_on"), (3, "finish")):
         name = f"tests.parallel.checkpoint_resume_cases:{case}"
-        results = spawn(size, [name], 200.0, {"RESUME_FOLDER": str(tmp_path)})
+        results = spawn(size, [name], 500.0, {"RESUME_FOLDER": str(tmp_path)})
         bad = [f"rank {r.rank}: {r.status}\n{r.text}" for r in results if r.status != "ok"]
         assert not bad, "\n".join(bad)
     for name in ("allreduce", "sharded", "growing", "passes"):
