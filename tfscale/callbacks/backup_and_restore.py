@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import keras
@@ -14,8 +13,6 @@ from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import optimizers_of
 from tfscale.progress import progress_of
-
-logger = logging.getLogger("tfscale")
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -119,11 +116,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 backup_groups.remove_other_groups(self.backup_dir, self._current_epoch)
 
     def _restore_groups(self) -> None:
-        restore = Restore(self.model, self._groups)
-        restore.run()
+        Restore(self.model, self._groups).run()
         self._groups = None
-        if not restore.is_exact and runtime.rank() == 0:
-            logger.warning("Groups differ from the backup's: they begin with the average of those.")
 
     def _own_seeds(self) -> list[int]:
         return [int(v.numpy()[0]) for v in backup_state.seeds_of(self.model)]

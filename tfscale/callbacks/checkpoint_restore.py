@@ -53,6 +53,8 @@ class Restore:
         self._numbers: list[tuple[Any, np.ndarray]] = []
         own = [group_of(self._rank, groups)]
         self._groups: Sequence[Sequence[int]] = own if self.is_exact else reader.groups
+        if not self.is_exact and len(reader.groups) > 1 and self._rank == 0:
+            logger.warning("Groups are others than before: they begin with the average of those.")
 
     def run(self) -> None:
         """Take over weights, optimizer state, layers' state and random state.
