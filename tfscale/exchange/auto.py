@@ -19,19 +19,22 @@ from tfscale.plan.machines import Machine, find_machine
 class Auto:
     """Plans the exchange from the times of the first steps of a `fit`.
 
-    Ten steps exchange each layer alone and measure when gradients exist and how long an exchange
-    takes; `tfscale.plan` then chooses buckets and which dense layers gather activations and errors.
-    Plain allreduce and the plan are both timed for some steps. All ranks agree on every decision,
-    and every step is synchronous SGD whatever is being tried.
+    Twenty steps exchange each layer alone and measure when gradients exist, how long an exchange
+    takes, and what computing and messages take from each other; `tfscale.plan` then chooses for
+    each parameter among allreduced and sharded buckets and dense layers that gather activations
+    and errors. Plain allreduce and the best plans are timed for some steps each, and the fastest
+    is kept. All ranks agree on every decision, and every step is synchronous SGD whatever is being
+    tried.
 
-    Outside of `fit`, and until it has begun, this is `Allreduce()`.
+    Until it has decided, and where nobody calls the optimizer's `after_step` (`fit` does, given a
+    tfscale callback), this is `Allreduce()`.
 
     Attributes:
         machine: None measures; a `Machine`, the name of a preset or a file of `tfscale tune links`
             gives the links, and the layers' times where it has those of the model.
         global_batch: Samples of all ranks together; None takes that of `GlobalBatches`. Without it
             dense layers send their weight gradients.
-        replan: Go back to plain allreduce where the plan is measured to be slower.
+        replan: Go back to plain allreduce where all that was tried is measured to be slower.
     """
 
     machine: Machine | str | None = None
@@ -75,5 +78,5 @@ class Auto:
         return Allreduce().exchange(gradients, variables, group, options)
 
     def explain(self) -> str:
-        """Return what is known so far."""
+        """Return what is known so far; the strategies that follow have a table."""
         return "Nothing is planned yet: `fit` measures its first steps, then chooses.\n"
