@@ -139,16 +139,16 @@ class Tfscale:
                 return
 
     def facts(self) -> dict[str, Any]:
-        """Return what "auto" decided, in milliseconds per step."""
+        """Return what "auto" decided, in seconds per step."""
         outcome = getattr(self._optimizer.strategy, "outcome", None)
         if outcome is None:
             return {}
         return {
             "plan": outcome.plan,
-            "predicted_ms": 1e3 * outcome.predicted_s,
-            "tried_ms": 1e3 * outcome.measured_s,
-            "allreduce_predicted_ms": 1e3 * outcome.plain_predicted_s,
-            "allreduce_tried_ms": 1e3 * outcome.plain_measured_s,
+            "predicted_s": outcome.predicted_s,
+            "tried_s": outcome.measured_s,
+            "allreduce_predicted_s": outcome.plain_predicted_s,
+            "allreduce_tried_s": outcome.plain_measured_s,
             "explanation": outcome.explanation,
         }
 
