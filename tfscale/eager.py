@@ -109,13 +109,20 @@ def _require_sum(first: Header, headers: list[Header], group: Group) -> None:
     raise ExchangeError(_AFTER_JOIN.format(call=first.describe(), rank=joined[0]))
 
 
-_has_traced_gradients = False
+_has_exchanged_gradients = False
+_has_traced_gradients = False  # in a tf.function
 
 
-def note_traced_gradients() -> None:
-    """Remember that training steps of this process exchange gradients while traced."""
-    global _has_traced_gradients
-    _has_traced_gradients = True
+def note_gradients() -> None:
+    """Remember that training steps of this process exchange gradients."""
+    global _has_exchanged_gradients, _has_traced_gradients
+    _has_exchanged_gradients = True
+    _has_traced_gradients = _has_traced_gradients or not tf.executing_eagerly()
+
+
+def has_exchanged_gradients() -> bool:
+    """Return whether any training step of this process exchanged gradients."""
+    return _has_exchanged_gradients
 
 
 def join() -> int:

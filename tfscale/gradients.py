@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.eager import note_traced_gradients
+from tfscale.eager import note_gradients
 from tfscale.errors import ConfigError, PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto
@@ -195,8 +195,7 @@ class GradientReducer:
         if not shared:
             return results
         self._require_prepared()
-        if not tf.executing_eagerly():
-            note_traced_gradients()
+        note_gradients()
         own = [gradients[i] for i in shared]
         if skips_non_finite:
             own[-1] = _spoil(own[-1], [g for g, v in pairs if g is not None and self.is_local(v)])

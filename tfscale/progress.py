@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
+from tfscale import agreement, objects, runtime
 from tfscale.backends.base import MarkKind
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
@@ -50,8 +50,8 @@ class Progress:
             params: Keras's: "steps" per epoch (None if unknown) and "epochs".
 
         Raises:
-            ExchangeError: Steps, epochs or global batches differ between ranks; on every rank,
-                with all values.
+            ExchangeError: Steps, epochs, global batches or something else that `agreement`
+                compares differs between ranks; on every rank, with the values.
         """
         if not self._is_new or runtime.is_single():
             return False
@@ -61,6 +61,7 @@ class Progress:
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
             "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
+            "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
@@ -80,6 +81,7 @@ class Progress:
                 f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches the same "
                 "samples, batch_size and seed on every rank; it gives each its own slice."
             )
+        agreement.require_equal([rank["training"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
         return True

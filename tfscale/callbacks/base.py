@@ -10,8 +10,10 @@ from tfscale import runtime
 from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
+from tfscale.eager import has_exchanged_gradients
 from tfscale.preparation import prepare
 from tfscale.progress import progress_of
+from tfscale.unsynchronised import warn_if_unsynchronised
 
 
 class Callback(keras.callbacks.Callback):
@@ -41,6 +43,7 @@ class Callback(keras.callbacks.Callback):
             refuse_plain_backup()
         if progress_of(self.model).begin(self.params or {}):
             save_points.agree(self.model)
+            warn_if_unsynchronised(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""
@@ -49,6 +52,7 @@ class Callback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Tell the other ranks that this one's epoch is over."""
         progress_of(self.model).end_epoch(epoch)
+        warn_if_unsynchronised(self.model, has_exchanged_gradients())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Tell the other ranks that this one's `fit` is over."""

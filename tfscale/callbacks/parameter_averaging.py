@@ -93,6 +93,8 @@ class ParameterAveraging(BeforeValidation):
     Source: [S] 1.3, 2.2.
     """
 
+    trains_apart = True  # see tfscale.unsynchronised
+
     def __init__(
         self,
         every_n_epochs: int | Literal["end"] = 1,

@@ -10,7 +10,7 @@ import keras
 
 from tfscale.data.arrays import ArraySource
 from tfscale.data.epochs import Epochs
-from tfscale.data.keras_pass import current_pass
+from tfscale.data.keras_pass import argument_of_fit, current_pass
 from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
 from tfscale.data.step_count import StepCount
@@ -225,11 +225,11 @@ class GlobalBatches(keras.utils.PyDataset):
             if not caller.is_inside_fit:
                 self._epochs.refresh()
             return
-        if caller.refused is not None:
-            raise ConfigError(
-                "An epoch is one pass over the data, in the data's own batches. Received: "
-                f"{caller.refused}. Leave it out, and give GlobalBatches what you need."
-            )
+        caller.require_whole_epochs()
+        if caller.is_inside_fit:
+            from tfscale.unsynchronised import warn_if_unsynchronised
+
+            warn_if_unsynchronised(argument_of_fit("self"))
         self._epochs.number = max(self._epochs.number, caller.epoch or 0)
         self._training = weakref.ref(caller.adapter or self)
         self._epochs.refresh()

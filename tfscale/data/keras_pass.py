@@ -17,6 +17,8 @@ from typing import Any
 
 import keras
 
+from tfscale.errors import ConfigError
+
 _ADAPTER_METHODS = ("on_epoch_begin", "on_epoch_end", "num_batches", "get_tf_dataset")
 _TRAINERS = {
     inspect.unwrap(getattr(keras.Model, name)).__code__: name
@@ -51,6 +53,18 @@ class KerasPass:
         """
         if self.adapter is not None:
             self.adapter.shuffle = False
+
+    def require_whole_epochs(self) -> None:
+        """Raise where an argument of `fit` contradicts the data.
+
+        Raises:
+            ConfigError: It cuts batches or epochs of its own.
+        """
+        if self.refused is not None:
+            raise ConfigError(
+                "An epoch is one pass over the data, in the data's own batches. Received: "
+                f"{self.refused}. Leave it out, and give GlobalBatches what you need."
+            )
 
     @property
     def is_training(self) -> bool:
@@ -93,6 +107,11 @@ def data_of_fit() -> Any:
 def epochs_of_fit() -> Any:
     """Return what serves the epochs of the innermost running `fit`, or None outside of one."""
     return _local_of_fit("epoch_iterator")
+
+
+def argument_of_fit(name: str) -> Any:
+    """Return an argument that the innermost running `fit` was given, or None outside of one."""
+    return _local_of_fit(name)
 
 
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:

@@ -1,0 +1,174 @@
+"""Ranks that do not fit together: each difference is named, alike on all ranks."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import outcome
+from tests.helpers.spawn import sizes
+from tfscale import DistributedOptimizer, agreement
+from tfscale.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    Callback,
+    ConsistencyCheck,
+    MetricAverageCallback,
+    RankZero,
+)
+from tfscale.data import GlobalBatches
+
+BATCH, N = 4, 16
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+def train(
+    optimizer=None,
+    width=3,
+    batch_size=BATCH,
+    n=N,
+    callbacks=(),
+    data=None,
+    **options,
+):
+    """Run two epochs."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(width), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    optimizer = DistributedOptimizer(SGD(0.1)) if optimizer is None else optimizer
+    model.compile(optimizer, "mse", **options)
+    x = np.random.default_rng(tfscale.rank()).normal(size=(n, 2))
+    fed = {"x": x, "y": x[:, :1], "batch_size": batch_size} if data is None else {"x": data}
+    model.fit(**fed, epochs=2, verbose=0, callbacks=[Callback(), *callbacks])
+    return model
+
+
+class Drift(keras.callbacks.Callback):
+    """Changes one variable on the last rank."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and is_odd():
+            self.model.layers[0].bias.assign_add(tf.ones(3))
+
+
+def is_odd():
+    return tfscale.rank() == tfscale.size() - 1
+
+
+def wrapped(inner=None, **options):
+    return {"optimizer": DistributedOptimizer(inner or SGD(0.1), **options)}
+
+
+def batches(seed):
+    x = np.zeros((24, 2))
+    return {"data": GlobalBatches(x, x[:, :1], batch_size=12, seed=seed)}
+
+
+def other_versions():
+    with mock.patch.object(agreement, "versions", lambda: "tfscale 2" if is_odd() else "tfscale 1"):
+        train()
+
+
+# Name: what the last rank gives `train`, what the others do, and what the error says.
+TABLE = {
+    "model": (
+        lambda: {"width": 4},
+        lambda: {},
+        "the same model. Received: number 0: (2, 3) float32 trainable=True on rank 0 and "
+        "number 0: (2, 4) float32 trainable=True on rank {last}. ",
+    ),
+    "optimizer": (
+        lambda: wrapped(Adam(0.1)),
+        lambda: wrapped(SGD(0.1)),
+        "the same optimizer. Received: class=SGD on rank 0 and class=Adam on rank {last}. ",
+    ),
+    "momentum": (
+        lambda: wrapped(SGD(0.1, momentum=0.5)),
+        lambda: wrapped(SGD(0.1)),
+        "the same optimizer. Received: momentum=0.0 on rank 0 and momentum=0.5 on rank {last}. ",
+    ),
+    "learning rate": (
+        lambda: wrapped(SGD(0.5)),
+        lambda: wrapped(SGD(0.25)),
+        "learning_rate=0.25 on rank 0 and learning_rate=0.5 on rank {last}. ",
+    ),
+    "exchange": (
+        lambda: wrapped(exchange=tfscale.Allreduce(bucket_mb=1)),
+        lambda: wrapped(exchange=tfscale.Allreduce(bucket_mb=2)),
+        "the same exchange. Received: exchange=Allreduce(bucket_mb=2, overlap=True) on rank 0 and "
+        "exchange=Allreduce(bucket_mb=1, overlap=True) on rank {last}. ",
+    ),
+    "passes": (
+        lambda: wrapped(backward_passes_per_step=2),
+        lambda: wrapped(),
+        "backward_passes_per_step=1 on rank 0 and backward_passes_per_step=2 on rank {last}. ",
+    ),
+    "compression": (
+        lambda: wrapped(compression=hvd.Compression.fp16),
+        lambda: wrapped(),
+        "the same exchange. Received: compression=",
+    ),
+    "nonfinite": (
+        lambda: wrapped(nonfinite="raise"),
+        lambda: wrapped(),
+        "nonfinite=ignore on rank 0 and nonfinite=raise on rank {last}. ",
+    ),
+    "batch size": (
+        lambda: {"batch_size": 8, "n": 2 * N},
+        lambda: {},
+        "the same batch size. Received: 4 on rank 0 and 8 on rank {last}. Give fit",
+    ),
+    "data length": (lambda: {"n": 2 * N}, lambda: {}, "the same number of steps. Received: steps="),
+    "global batches": (
+        lambda: batches(2),
+        lambda: batches(1),
+        "All ranks must cut the same global batches. Received: ",
+    ),
+    "eager steps": (
+        lambda: {"run_eagerly": True},
+        lambda: {},
+        "the same step. Received: run_eagerly=False, ",
+    ),
+    "callbacks": (
+        lambda: {"callbacks": [MetricAverageCallback()]},
+        lambda: {},
+        "the same tfscale callbacks. Received: number 0: nothing on rank 0 and "
+        "number 0: MetricAverageCallback on rank {last}. ",
+    ),
+    "weights": (
+        lambda: {"callbacks": [Drift(), ConsistencyCheck()]},
+        lambda: {"callbacks": [Drift(), ConsistencyCheck()]},
+        "/bias' on ranks [{last}]. Likely causes: ",
+    ),
+}
+
+
+@sizes(2, 3, timeout_s=180)
+def case_each_difference_is_named():
+    last = tfscale.size() - 1
+    for name, (odd, other, text) in TABLE.items():
+        arguments = odd() if is_odd() else other()
+        texts = tfscale.allgather_object(outcome(lambda given=arguments: train(**given)))
+        assert len(set(texts)) == 1, (name, texts)
+        assert texts[0].startswith("ExchangeError: "), (name, texts[0])
+        assert text.format(last=last) in texts[0], (name, texts[0])
+    texts = tfscale.allgather_object(outcome(other_versions))
+    assert len(set(texts)) == 1, texts
+    assert f"tfscale 1 on rank 0 and tfscale 2 on rank {last}" in texts[0], texts
+
+
+@sizes(2, timeout_s=120)
+def case_what_may_differ():
+    """Rates that are broadcast, silent callbacks, and models of ranks that train apart."""
+    rate = 0.1 * (1 + tfscale.rank())
+    extra = [RankZero(keras.callbacks.TerminateOnNaN())] if is_odd() else []
+    callbacks = [BroadcastGlobalVariablesCallback(0), *extra]
+    model = train(DistributedOptimizer(SGD(rate)), callbacks=callbacks)
+    assert float(model.optimizer.learning_rate) == np.float32(0.1)
+    alone = [tfscale.add_process_set([rank]) for rank in range(tfscale.size())]
+    own = DistributedOptimizer(SGD(0.1), process_set=alone[tfscale.rank()])
+    train(own, width=3 + tfscale.rank())

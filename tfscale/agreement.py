@@ -1,0 +1,197 @@
+"""What must be equal on the ranks of a `fit`, besides the shapes that collectives compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import runtime
+from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
+from tfscale.errors import ExchangeError
+from tfscale.loss_scale import scaled_by
+from tfscale.versions import versions
+
+logger = logging.getLogger("tfscale")
+
+_PROBED_BYTES = 1 << 16
+# These set the learning rate of all ranks when training begins.
+_LOADING = ("BroadcastGlobalVariablesCallback", "BackupAndRestore", "Checkpoint")
+_SILENT = ("Callback", "RankZero")  # a rank may have more of these
+_HINTS = {
+    "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
+    "ranks waits for them. To run a Keras callback on one rank, wrap it in "
+    "tfscale.callbacks.RankZero on all of them.",
+    "batch size": "Give fit the same batch_size, or use tfscale.data.GlobalBatches, which weights "
+    "parts of different size.",
+    "versions": "Install the same packages on every host.",
+}
+_HINT = "Run the same code with the same settings on every rank."
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Describe this rank's part of the `fit` that begins.
+
+    Args:
+        model: Compiled.
+
+    Returns:
+        Texts by topic, in the order of comparison, None if not known yet; "ranks": those that
+        train the same model; "first samples": a digest, or "" where the data is elsewhere.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    process_set = getattr(optimizer, "process_set", None)
+    callbacks = [name for c in callbacks_of_fit() if (name := _own_class(c))]
+    topics = {
+        "versions": versions(),
+        "tfscale callbacks": callbacks,
+        "model": [_variable(v) for v in model.weights] if model.built else None,
+        "optimizer": _optimizer(optimizer, not {*callbacks} & {*_LOADING}),
+        "exchange": _exchange(optimizer),
+        "batch size": _batch_size(),
+        "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
+    }
+    ranks = list(getattr(process_set, "ranks", None) or range(runtime.size()))
+    return {**topics, "ranks": ranks, "first samples": _first_samples()}
+
+
+def require_equal(every: Sequence[dict[str, Any]]) -> None:
+    """Compare ranks that train the same model; warn where they were given the same samples.
+
+    Args:
+        every: What `describe` returned on each rank.
+
+    Raises:
+        ExchangeError: Two ranks differ; with the same text on every rank.
+    """
+    for rank, other in enumerate(every):
+        first_rank = other["ranks"][0] if rank in other["ranks"] else rank
+        first = every[first_rank]
+        if first["ranks"] != other["ranks"]:
+            continue
+        for topic in [key for key in first if key not in ("ranks", "first samples")]:
+            is_known = first[topic] is not None and other[topic] is not None
+            if is_known and first[topic] != other[topic]:
+                mine, theirs = _difference(first[topic], other[topic])
+                raise ExchangeError(
+                    f"All ranks must train with the same {topic}. Received: {mine} on rank "
+                    f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
+                )
+    _warn_of_equal_samples([rank["first samples"] for rank in every])
+
+
+def _warn_of_equal_samples(digests: list[str]) -> None:
+    for digest in {d for d in digests if d and digests.count(d) > 1}:
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        if runtime.rank() == ranks[0]:
+            logger.warning(
+                "Ranks %s were given the same samples. Unless each shuffles them in its own way, "
+                "they compute the same gradients, and so many ranks gain nothing. "
+                "tfscale.data.GlobalBatches gives every rank its part.",
+                ", ".join(map(str, ranks)),
+            )
+
+
+def _own_class(callback: Any) -> str:
+    """Return the callback's class of tfscale, if it may talk to other ranks; else ""."""
+    ours = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
+    is_ours = any(c.__module__ == "tfscale.callbacks.base" for c in ours)
+    return ours[0].__name__ if is_ours and ours[0].__name__ not in _SILENT else ""
+
+
+def _variable(variable: Any) -> str:
+    return f"{tuple(variable.shape)} {variable.dtype} trainable={variable.trainable}"
+
+
+def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return {"class": type(optimizer).__name__}
+    inner = scaled_by(optimizer)
+    config = {
+        k: v for k, v in optimizer.get_config().items() if k not in ("name", "inner_optimizer")
+    }
+    if not with_rate and not isinstance(config.get("learning_rate"), dict):
+        config.pop("learning_rate", None)
+    texts = {key: json.dumps(value, default=str) for key, value in config.items()}
+    below = {} if inner is None else _optimizer(inner, with_rate)
+    # The class that Keras sees: that of what a DistributedOptimizer wraps.
+    return {
+        "class": optimizer.__class__.__name__,
+        **texts,
+        **{f"inner {k}": v for k, v in below.items()},
+    }
+
+
+def _exchange(optimizer: Any) -> dict[str, str]:
+    reducer = getattr(optimizer, "_self_reducer", None)
+    if reducer is None:
+        return {"exchange": "none: not a DistributedOptimizer"}
+    accumulator, options = optimizer._self_accumulator, reducer.options
+    return {
+        "exchange": _text(optimizer.strategy),
+        "nonfinite": optimizer._self_nonfinite.policy,
+        "backward_passes_per_step": str(getattr(accumulator, "_passes", 1)),
+        "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
+        "groups": str(options.num_groups if options.groups is None else len(options.groups)),
+        **{key: str(getattr(options, key)) for key in ("op", "predivide", "sparse_as_dense")},
+    }
+
+
+def _text(value: Any) -> str:
+    """Return a text that is equal for equal settings, without addresses."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        return f"{type(value).__name__}({_optimizer(value, True)})"
+    if dataclasses.is_dataclass(value):
+        fields = (f"{f.name}={_text(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        return f"{type(value).__name__}({', '.join(fields)})"
+    if isinstance(value, int | float | str | bool | list | tuple | dict | type(None)):
+        return repr(value)
+    return type(value).__name__
+
+
+def _batch_size() -> str:
+    data = argument_of_fit("x")
+    if isinstance(data, tf.data.Dataset):
+        shapes = [
+            spec.shape for spec in tf.nest.flatten(data.element_spec) if hasattr(spec, "shape")
+        ]
+        first = shapes[0][0] if shapes and shapes[0].rank else None
+        return "of a dataset" if first is None else str(first)
+    is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
+    return str(argument_of_fit("batch_size") or 32) if is_array else f"of {type(data).__name__}"
+
+
+def _first_samples() -> str:
+    arrays = tf.nest.flatten(argument_of_fit("x"))
+    if not arrays or not all(isinstance(a, np.ndarray) and a.size for a in arrays):
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        rows = max(1, _PROBED_BYTES // max(1, array[0:1].nbytes))
+        digest.update(np.ascontiguousarray(array[:rows]).tobytes())
+    return digest.hexdigest()
+
+
+def _difference(first: Any, other: Any) -> tuple[str, str]:
+    """Return what differs first, on either side."""
+    for key, mine, theirs in _pairs(first, other):
+        if mine != theirs:
+            return f"{key}{mine}", f"{key}{theirs}"
+    return str(first), str(other)
+
+
+def _pairs(first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(first, dict) and isinstance(other, dict):
+        for key in {**first, **other}:
+            yield f"{key}=", first.get(key, "nothing"), other.get(key, "nothing")
+    elif isinstance(first, list) and isinstance(other, list):
+        for i in range(max(len(first), len(other))):
+            mine = first[i] if i < len(first) else "nothing"
+            yield f"number {i}: ", mine, other[i] if i < len(other) else "nothing"

@@ -1,0 +1,47 @@
+"""Ranks that train without exchanging anything, which nobody would notice."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import keras
+
+from tfscale import runtime
+from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.model_optimizers import optimizers_of
+
+logger = logging.getLogger("tfscale")
+
+_TEXT = (
+    "The ranks of this job train the model %s each on its own: its optimizer (%s) is not wrapped "
+    "in tfscale.DistributedOptimizer, and no tfscale.DistributedGradientTape is used. Wrap the "
+    "optimizer, or average parameters with tfscale.callbacks.ParameterAveraging. If single ranks "
+    "are to train on their own, start with tfscale.init(backend='single')."
+)
+_told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+
+def warn_if_unsynchronised(model: Any, has_exchanged: bool | None = None) -> None:
+    """Warn, once per model and on one rank, if its ranks exchange nothing.
+
+    Args:
+        model: In a running `fit`.
+        has_exchanged: Whether gradients were exchanged in this process; None before the first
+            step, when a custom train_step may yet do so.
+    """
+    if not isinstance(model, keras.Model) or not runtime.is_initialized() or runtime.is_single():
+        return
+    if model in _told or runtime.rank() != 0:
+        return
+    optimizers = optimizers_of(model)
+    is_wrapped = any(hasattr(optimizer, "_self_reducer") for optimizer in optimizers)
+    is_own_step = type(model).train_step is not keras.Model.train_step
+    if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
+        return
+    if any(getattr(callback, "trains_apart", False) for callback in callbacks_of_fit()):
+        return
+    _told.add(model)
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    logger.warning(_TEXT, model.name, names)
