@@ -1,10 +1,10 @@
-"""Parameters as futures: a gather brings their next values, and any read waits for it.
+"""Parameters as futures: their next values are on the way, and any read waits for them.
 
 A step of a sharded exchange ends with gathers that are posted and not waited for
-(`Backend.post_gather`). The class of each parameter is replaced by a subclass, `Awaited`, which
-waits before anything reads or writes: eagerly, or by an op that becomes part of the graph that is
-being traced. TensorFlow orders that op by the variable's handle, so layer 1 can begin while the
-parameters of layer 2 are on the wire.
+(`Backend.post_gather`), or with updates that are still to be made (`tfscale.delayed_layer`). The
+class of each parameter is replaced by a subclass, `Awaited`, which waits before anything reads or
+writes: eagerly, or by an op that becomes part of the graph that is being traced. TensorFlow orders
+that op by the variable's handle, so layer 1 can begin while layer 2 waits for its parameters.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import control_flow_util
 
 from tfscale import runtime
-from tfscale.backends.base import Backend
 from tfscale.backends.variables import raw_variable
-from tfscale.eager import raise_own_errors
 from tfscale.errors import ExchangeError
 from tfscale.retracing import drop_traces
+from tfscale.waits import Wait, wait_for_gathers, wait_now_or_traced
 
 OnAssign = Callable[[Any, Any], None]
 
@@ -34,9 +31,9 @@ _FUTURE = "_tfscale_future"
 
 @dataclass(frozen=True)
 class _Future:
-    """What an awaited variable remembers: who gathers, and who is told of assignments."""
+    """What an awaited variable remembers: how to wait, and who is told of assignments."""
 
-    backend: Backend
+    wait: Wait
     on_assign: OnAssign | None
 
 
@@ -89,18 +86,22 @@ class Awaited:
         return _new_instance, (_plain_class(self),), state
 
 
-def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
+def make_futures(
+    variables: Sequence[Any], on_assign: OnAssign | None = None, wait: Wait | None = None
+) -> None:
     """Let every read of some variables wait for gathers that are under way.
 
     Functions traced before would not wait: see `attach`, which has them traced anew.
 
     Args:
         variables: Keras variables that have values. Those that are futures already get the new
-            `on_assign`.
+            `on_assign` and `wait`.
         on_assign: Called with a variable and its new value after each assignment through Keras
             (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced.
+        wait: Called with variables, and whether they are about to be written: waits now, or adds
+            the wait to the function that is being traced. None waits for gathers.
     """
-    future = _Future(runtime.backend(), on_assign)
+    future = _Future(wait or wait_for_gathers(runtime.backend()), on_assign)
     for variable in variables:
         object.__setattr__(variable, _FUTURE, future)
         if not isinstance(variable, Awaited):
@@ -110,6 +111,11 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
 def told_of(variable: Any) -> OnAssign | None:
     """Return what is called after assignments to a variable; None if it is no future."""
     return getattr(variable, _FUTURE).on_assign if isinstance(variable, Awaited) else None
+
+
+def wait_of(variable: Any) -> Wait | None:
+    """Return how readers of a variable wait; None if it is no future."""
+    return getattr(variable, _FUTURE).wait if isinstance(variable, Awaited) else None
 
 
 def release(variables: Sequence[Any]) -> None:
@@ -169,7 +175,10 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def attach(
-    model: keras.Model, variables: Sequence[Any], on_assign: OnAssign | None = None
+    model: keras.Model,
+    variables: Sequence[Any],
+    on_assign: OnAssign | None = None,
+    wait: Wait | None = None,
 ) -> list[str]:
     """Make variables of a model futures, and mend what would not wait for them.
 
@@ -178,52 +187,33 @@ def attach(
 
     Args:
         model: The model, with all its variables built.
-        variables: Keras variables of the model.
+        variables: Keras variables of the model, or of its optimizer.
         on_assign: As for `make_futures`.
+        wait: As for `make_futures`.
 
     Returns:
         Names of the functions that will be traced anew. Concrete functions that a user keeps
         cannot be: they go on reading without waiting.
     """
-    make_futures(variables, on_assign)
-    own = list(variables)
+    make_futures(variables, on_assign, wait)
     if not hasattr(model.export, _FUTURE):
         export = model.export
 
         @functools.wraps(export)
         def export_plain(*args: Any, **kwargs: Any) -> Any:
-            with plain(own):
+            with plain(model.variables):
                 return export(*args, **kwargs)
 
         setattr(export_plain, _FUTURE, True)
         model.export = export_plain
-    return drop_traces([raw_variable(v) for v in own])
+    return drop_traces([raw_variable(v) for v in variables])
 
 
 def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
-    """Wait for variables, now or where the function that is being traced will run.
-
-    Raises:
-        ExchangeError: A gather failed, or XLA compiles the function.
-    """
-    if not variables:
-        return
-    backend = getattr(variables[0], _FUTURE).backend
-    handles = [raw_variable(v).handle for v in variables]
-    if tf.executing_eagerly():
-        raise_own_errors(lambda: backend.await_variables(handles, is_write))
-        return
-    graph = tf.compat.v1.get_default_graph()
-    if not isinstance(graph, FuncGraph):
-        return
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise ExchangeError(
-            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
-            f"for {graph.name}, which reads {variables[0].path}. Compile with jit_compile=False, "
-            "or call and trace it within tfscale.futures.plain(model.variables)."
-        )
-    # Not once per graph: a function that it calls may have posted in between.
-    backend.await_variables(handles, is_write)
+    waits = dict.fromkeys(getattr(v, _FUTURE).wait for v in variables)
+    wait_now_or_traced(
+        [(w, [v for v in variables if getattr(v, _FUTURE).wait == w]) for w in waits], is_write
+    )
 
 
 def _base(variable: Any) -> Any:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfscale import runtime
+from tfscale.delayed_dense import DelayedDense
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.strategies import resolve
@@ -31,6 +32,7 @@ class WholeUpdate:
     def __init__(self, reducer: GradientReducer) -> None:
         """Keep how gradients are reduced."""
         self._reducer = reducer
+        self._delayed = DelayedDense()
         self.after_update: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> Any:
@@ -40,6 +42,20 @@ class WholeUpdate:
 
     def attach(self, model: keras.Model) -> None:
         """Change nothing: steps end when all is updated."""
+
+    def delay(self, model: keras.Model, optimizer: Any) -> bool:
+        """Let dense layers be updated when they are read next, if the strategy asks for it.
+
+        Args:
+            model: Its layers have been given their calls.
+            optimizer: The Keras optimizer that trains it.
+
+        Returns:
+            Whether functions must be traced anew.
+        """
+        if getattr(self._reducer.strategy, "delay_dense_update", False) is not True:
+            return False
+        return self._delayed.attach(model, optimizer)
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool
@@ -56,15 +72,20 @@ class WholeUpdate:
             What was updated.
         """
         reduced = self._reducer.reduce(gradients, variables, skips_non_finite=skips)
+        split = self._delayed.split(reduced, variables)
+        now, updated = [reduced[i] for i in split.now], [variables[i] for i in split.now]
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so all of the update waits for the first gradient that is through.
-        with tf.control_dependencies(first_exchanged(reduced)):
-            optimizer.apply(reduced, variables)
+        with tf.control_dependencies(first_exchanged(now) or split.arrived):
+            split.keep()
+            if now or not split.later:
+                optimizer.apply(now, updated)
+            else:
+                optimizer.iterations.assign_add(1)
         if self.after_update is not None:
-            pairs = zip(variables, reduced, strict=True)
-            chosen = [(v, g) for v, g in pairs if g is not None]
+            chosen = [(v, g) for v, g in zip(updated, now, strict=True) if g is not None]
             self.after_update([v for v, _ in chosen], [g for _, g in chosen])
-        return variables
+        return updated
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Let the optimizer set final values."""

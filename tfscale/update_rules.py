@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tfscale.loss_scale import update_rule
 from tfscale.optimizers.lars import LARS
 
 _rules = keras.optimizers
@@ -24,6 +25,9 @@ ELEMENTWISE = (
 )
 # The update needs all of a variable, but of no other.
 LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)
+# Nothing but the rate, the iteration and the weight decay changes from step to step. Nadam keeps a
+# product over its steps; Adafactor asks whether the rate is a schedule.
+_LATER = (*(rule for rule in ELEMENTWISE if rule is not _rules.Nadam), LARS, _rules.Lamb)
 
 
 def why_whole(rule: Any) -> str:
@@ -38,3 +42,23 @@ def why_uncut(rule: Any, variable: Any) -> str:
     if type(rule) in LAYERWISE:
         return f"{type(rule).__name__} needs whole kernels"
     return "" if variable.constraint is None else "a constraint needs the whole kernel"
+
+
+def why_not_later(optimizer: Any) -> str:
+    """Return why parameters cannot be updated after their step, or an empty string.
+
+    Args:
+        optimizer: A Keras optimizer.
+    """
+    rule = update_rule(optimizer)
+    if rule is not optimizer or rule.loss_scale_factor is not None:
+        return "with loss scaling all gradients decide whether a step counts"
+    if rule.gradient_accumulation_steps:
+        return "gradients of several steps are added up"
+    if rule.global_clipnorm is not None:
+        return "clipping by the global norm needs all gradients"
+    if rule.use_ema:
+        return "the moving average needs all parameters"
+    if type(rule) not in _LATER:
+        return f"it is not known whether {type(rule).__name__} updates each variable by itself"
+    return ""

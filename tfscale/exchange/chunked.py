@@ -47,11 +47,13 @@ class Chunked:
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
         delay_dense_update: When the f layers are updated. "auto" and False do it as soon as their
-            errors have been gathered. True, the moment in the next forward pass when a layer is
-            read, is refused: see "When replicated layers are updated" in docs/exchanges.md.
+            errors have been gathered. True does it when a layer is read next: in the next forward
+            pass, or by anybody before; with the learning rate, iteration and weight decay of its
+            step. Where that cannot be (clipping by global norm, loss scaling, accumulation, moving
+            averages, rules with a state of their own) they are updated at once, with a log line.
+            See "When replicated layers are updated" in docs/exchanges.md.
 
-    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers, and without its
-        delayed update.
+    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers.
     """
 
     first_chunk_layers: int | Literal["auto"] = "auto"
@@ -67,7 +69,11 @@ class Chunked:
         Raises:
             ConfigError: A number does not fit.
         """
-        self._check_delay()
+        if self.delay_dense_update not in ("auto", False, True):
+            raise ConfigError(
+                "delay_dense_update must be True, False or 'auto'. Received: "
+                f"delay_dense_update={self.delay_dense_update!r}."
+            )
         for name, least, word in (
             ("first_chunk_layers", 1, "auto"),
             ("replicated_dense", 0, "auto"),
@@ -83,15 +89,6 @@ class Chunked:
             raise ConfigError(
                 "replicated_dense='auto' needs the batch size of all ranks together. Received: "
                 f"global_batch={self.global_batch}. Pass global_batch=data.batch_size."
-            )
-
-    def _check_delay(self) -> None:
-        if self.delay_dense_update not in ("auto", False):
-            raise ConfigError(
-                "delay_dense_update must be 'auto' or False: replicated dense layers are updated "
-                "as soon as their errors have been gathered. Received: "
-                f"delay_dense_update={self.delay_dense_update!r}. Leave it out; "
-                "Sharded(dense='partial') lets parameters arrive behind the next forward pass."
             )
 
     def exchange(

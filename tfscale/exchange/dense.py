@@ -23,6 +23,7 @@ from tfscale.backends.base import Call, Group
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.dense_uses import Use, note
 from tfscale.exchange.dense_uses import is_whole as is_whole
+from tfscale.exchange.factors import Factors, note_factors
 from tfscale.plan.segments import row_cuts
 from tfscale.process_sets import ProcessSet
 from tfscale.reduce_ops import Average
@@ -126,6 +127,10 @@ class ReplicatedCall:
                 errors *= tf.constant(factor, errors.dtype)
                 of_kernel = self._kernel_gradient(layer, group, sent, errors)
                 of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
+                if self.kernel_use == "replicated":
+                    note_factors(of_kernel, Factors(sent, errors))
+                    for tensor in of_bias:
+                        note_factors(tensor, Factors(None, errors))
                 return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient
@@ -225,6 +230,12 @@ def cut_by_rows(model: keras.Model) -> list[tuple[Any, Any]]:
     """Return kernel and bias (or None) of each layer that makes partial gradients."""
     layers = [x for x in model._flatten_layers() if isinstance(vars(x).get("call"), PartialCall)]
     return [(layer.kernel, layer.bias) for layer in layers]
+
+
+def replicated_layers(model: keras.Model) -> list[keras.layers.Dense]:
+    """Return the layers of which every rank computes the gradient of the whole batch."""
+    layers = model._flatten_layers()
+    return [x for x in layers if type(vars(x).get("call")) is ReplicatedCall]
 
 
 def restore(layer: keras.layers.Layer) -> bool:
