@@ -27,6 +27,8 @@ from tfscale.rank_reports import Report, encode, encode_beat
 # After a report, until this process ends the job itself; `tfscale run` is faster.
 PATIENCE_S = 3.0
 _LOOK_S = 1.0
+# A signal to a process group may reach the rank first, and this process so much later.
+_SAME_SIGNAL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_STARTED = 127
@@ -69,6 +71,8 @@ class _Rank:
                 self._stop(received.si_pid)
             if os.getppid() != self._parent:
                 self._process.kill()  # The launcher has died: nobody else would end this rank.
+        if -code in self._stops and signal.sigtimedwait(self._stops, _SAME_SIGNAL_S):
+            self.was_stopped = True
         return code
 
     def _beat(self) -> None:

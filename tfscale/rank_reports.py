@@ -6,6 +6,7 @@ to be shared. A report is one line that begins with the control character "recor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -136,8 +137,10 @@ class ReportReader(threading.Thread):
 
     def run(self) -> None:
         """Read until the end; on a thread of its own."""
-        while chunk := os.read(self._source, 1 << 16):
-            self._feed(chunk)
+        # An error: the descriptor was closed, and nobody waits for this thread any more.
+        with contextlib.suppress(OSError):
+            while chunk := os.read(self._source, 1 << 16):
+                self._feed(chunk)
         self._write(self._rest)
 
     def _feed(self, chunk: bytes) -> None:

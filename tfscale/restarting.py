@@ -125,7 +125,8 @@ class Job:
 
     def _answers(self, host: str) -> bool:
         """Return whether the MPI can start a program on a host."""
-        command = build_command(LaunchSpec(("true",), 1, hosts=((host, 1),)), self._mpi)
+        spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
+        command = build_command(spec, self._mpi)
         try:
             done = subprocess.run(
                 command,
