@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
+import tfscale
 from tfscale.errors import ConfigError
 from tfscale.tuning.groups import GroupProbe, advise, as_text, write
 from tfscale.tuning.groups_command import check_groups
+from tfscale.tuning.groups_probe import enlarge
 
 
 def probes(*distances):
@@ -38,3 +41,10 @@ def test_numbers_of_groups():
     assert check_groups([1, 2, 4]) == [2, 4]
     with pytest.raises(ConfigError, match="must double from one to the next"):
         check_groups([2, 3])
+
+
+def test_each_group_gets_the_batches_of_the_script():
+    data = tfscale.data.GlobalBatches(np.zeros((64, 2)), batch_size=8)
+    enlarge(data, 4)
+    enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
+    assert data.batch_size == 32

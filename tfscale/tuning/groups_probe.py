@@ -73,7 +73,7 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
         _regroup(model, settings)
-        _enlarge(args[0] if args else options.get("x"), settings["groups"])
+        enlarge(args[0] if args else options.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         extra = [record, GroupsProbe(settings, record)]
         callbacks = [*(options.pop("callbacks", None) or []), *extra]
@@ -108,8 +108,13 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     model.optimizer = tfscale.DistributedOptimizer(rule, exchange=exchange)
 
 
-def _enlarge(data: Any, groups: int) -> None:
-    """Give each group the batches that the script has for all: [L] keeps the local batch."""
+def enlarge(data: Any, groups: int) -> None:
+    """Give each group the batches that the script has for all ranks, as [L] does.
+
+    Args:
+        data: What `fit` trains on; only `GlobalBatches` is changed.
+        groups: How many there are, with a rank each.
+    """
     if isinstance(data, tfscale.data.GlobalBatches):
         data.batch_size *= groups
 
