@@ -19,6 +19,11 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
 }
+# Norms of whole variables, computed by each rank.
+LAYERWISE: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "lars": lambda: tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+}
 
 
 @contextlib.contextmanager
@@ -141,6 +146,13 @@ def case_every_model():
     for build in (conv_model, EmbeddingModel):
         for make in OPTIMIZERS.values():
             check(build, make)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_layerwise_rates():
+    """Ranks that update for themselves have the same bits, whatever is done to their graphs."""
+    for make in LAYERWISE.values():
+        check(conv_model, make)
 
 
 @sizes(3, timeout_s=120)

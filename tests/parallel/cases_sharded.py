@@ -7,6 +7,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import (
+    LAYERWISE,
     OPTIMIZERS,
     TOLERANCE,
     EmbeddingModel,
@@ -28,10 +29,9 @@ SHARDED = {
     "adamax": lambda: keras.optimizers.Adamax(0.01),
     "adadelta": lambda: keras.optimizers.Adadelta(0.5),
     "ftrl": lambda: keras.optimizers.Ftrl(0.05),
-    "lars": lambda: tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
-    "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "muon": lambda: keras.optimizers.Muon(0.01),
+    **LAYERWISE,
     **OPTIMIZERS,
 }
 

@@ -77,7 +77,9 @@ class LARS(keras.optimizers.Optimizer):
         if not (self.exclude_one_dimensional and len(variable.shape) < 2):
             weights = ops.convert_to_tensor(variable)
             size, slope = (ops.sqrt(ops.sum(ops.square(x))) for x in (weights, gradient))
-            bound = slope + self.decay * size + self.epsilon
+            # One sum of three: TensorFlow may reorder two additions otherwise on each rank.
+            terms = [slope, self.decay * size, ops.cast(self.epsilon, slope.dtype)]
+            bound = ops.sum(ops.stack(terms))
             trust = ops.where(
                 ops.logical_and(size > 0, slope > 0), self.trust_coefficient * size / bound, 1.0
             )
