@@ -112,11 +112,31 @@ INTENTS = {
     "equal to one process": [
         "equality:case_every_optimizer",
         "equality:case_every_model",
+        "equality:case_layerwise_rates",
         "equality:case_bucket_sizes_and_clipping",
         "equality:case_plain_batch_normalization_is_ghost_batches",
         "chunked:case_chunks_equal_one_process",
         "chunked:case_replicated_dense_equals_one_process",
     ],
+    # Of each other exchange the fastest case that compares a training with one process; of sharded
+    # ones also what only ranks that own nothing, whole variables or state of their own can break.
+    "sharded exchange equal to one process": [
+        "sharded:case_sizes_of_buckets",
+        "sharded:case_constraints_and_shared_layers",
+        "sharded:case_every_model",
+        "sharded_options:case_process_set",
+        "sharded_saving:case_save_points_of_rank_0_alone",
+    ],
+    "sharded dense layers equal to one process": ["sharded_dense:case_uneven_local_batches"],
+    "local SGD equal to single processes": [
+        "local_sgd:case_every_step_with_sgd_is_synchronous",
+        "local_sgd:case_callbacks_see_the_average_and_groups_go_on",
+    ],
+    "growing batches equal to one process": [
+        "adaptive:case_growing_batches_equal_one_process",
+        "adaptive_ranks:case_growing_batches_equal_one_process_sharded",
+    ],
+    "planned exchange equal to one process": ["auto:case_measured_plans_train_as_one_process"],
     "several optimizers": ["fit:case_two_optimizers_and_delays"],
     "a rank that stops stops all": [
         "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
