@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
         "tfscale restarts a job from its last checkpoint instead of changing its ranks while it "
-        f"runs. Received: elastic.{name}. Give fit a tfscale.callbacks.BackupAndRestore and start "
-        "the job again with `tfscale run`, with as many ranks as there are."
+        f"runs. Received: elastic.{name}. Give fit a tfscale.callbacks.Checkpoint and start "
+        "the job by `tfscale run --restarts 3 --min-np 2`."
     )
