@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults-random | wheel | bazel | test-versions | format | clean
+# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
-        adaptive-study local-sgd-study soak faults-random clean format
+        adaptive-study local-sgd-study soak faults faults-random leaks clean format
 
 venv: $(VENV)/.installed
 
@@ -113,6 +113,14 @@ endif
 # must be that of an undisturbed run. Shorter: ARGS_SOAK="--minutes 3 --every 8 20"
 soak: build
 	@$(BIN)/python tools/soak.py $(ARGS_SOAK)
+
+# Each kind of failure under each exchange; CI does twelve of them. REPEAT=3 does all thrice.
+faults: build
+	@FAULTS_ALL=1 FAULTS_REPEAT=$(or $(REPEAT),1) $(BIN)/python -m pytest tests/faults/test_matrix.py $(PYTEST)
+
+# Growth of resident memory per step under each exchange.
+leaks: build
+	@$(BIN)/tfscale run -np 2 $(BIN)/python -m tests.faults.leaks --steps $(or $(STEPS),2000)
 
 # kill -9 of a random rank at 20 random moments; CI does three.
 faults-random: build

@@ -1,5 +1,6 @@
 """However a rank ends, the others end too, soon, with a non-zero exit and the reason."""
 
+import re
 import time
 
 import pytest
@@ -113,14 +114,41 @@ def test_jobs_of_their_own_end_alone():
 def test_a_stall_is_reported_and_ends_the_job():
     # The absent rank: the job must end long before this sleep does.
     code = START + (
-        "if rank == 1:\n    time.sleep(60)\ntfscale.allreduce(tf.ones(3), name='waiting')\n"
+        "def read_data():\n    time.sleep(60)\n"
+        "if rank == 1:\n    read_data()\ntfscale.allreduce(tf.ones(3), name='waiting')\n"
     )
     env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
     result = launch_script(2, code, timeout_s=LIMIT_S, env=env)
     assert result.exit_code not in (0, None)
-    assert "rank 0 has waited" in result.output
-    assert "waiting" in result.output
-    assert "waiting for rank 1" in result.output
+    waited = r"rank 0 \(host \S+\) has waited [\d.]+ s in .*waiting: waiting for rank 1 \("
+    assert re.search(waited, result.output), result.output
+    # The absent rank itself says where it is.
+    assert re.search(r"rank 1 \(host \S+\) keeps rank 0 \(host \S+\) waiting, in", result.output)
+    assert "in read_data" in result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_rank_that_has_finished_does_not_wait_for_ever():
+    """The other was stopped: it answers nothing, and its program will never end."""
+    code = START + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
+    result = launch_script(2, code, timeout_s=LIMIT_S, env=env)
+    assert result.exit_code not in (0, None), result.output
+    text = (
+        r"rank 0 \(host \S+\) has finished, and others have not answered.*: rank 1 \(host \S+\)\."
+    )
+    assert re.search(text, result.output), result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_rank_that_has_finished_waits_for_one_that_is_busy():
+    """Longer than the limit: its communication thread answers."""
+    code = START + "if rank == 1:\n    time.sleep(8)\nprint(f'done {rank}')\n"
+    env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
+    result = launch_script(2, code, timeout_s=LIMIT_S, env=env)
+    assert result.exit_code == 0, result.output
+    assert "is finished and waits for others to finish: waiting for rank 1" in result.output
+    assert "done 1" in result.output
 
 
 NEVER_STARTS = """

@@ -1,0 +1,84 @@
+"""A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.faults.injection import ACTIONS, fail_at, spoiled
+
+BATCH, STEPS = 4, 12  # of each rank, per epoch
+EXCHANGES = {
+    "allreduce": lambda: tfscale.Allreduce(),
+    "chunked": lambda: tfscale.Chunked(first_chunk_layers=1, replicated_dense=0),
+    "dense": lambda: tfscale.Chunked(replicated_dense=1),
+    "sharded": lambda: tfscale.Sharded(dense="weights"),
+    "local": lambda: tfscale.LocalSGD(groups=2, interval=4),
+    "adaptive": lambda: tfscale.Allreduce(),
+}
+# The step in which it happens: amid an interval of local SGD, the first one of a larger batch.
+STEP = {"adaptive": STEPS}
+
+
+def data(exchange: str, kind: str, rank: int):
+    """Return x, y and batch_size for `fit`."""
+    is_global = exchange == "adaptive"
+    n = BATCH * STEPS * (2 if is_global else 1)
+    random = np.random.default_rng(0 if is_global or kind == "same data" else rank)
+    x = random.normal(size=(n, 6)).astype("float32")
+    if kind == "short data" and rank == 1:
+        x = x[:-BATCH]
+    y = x.sum(axis=1, keepdims=True)
+    if is_global:
+        return tfscale.data.GlobalBatches(x, y, batch_size=2 * BATCH, seed=1), None, None
+    if kind == "short data":  # of a length that nobody knows beforehand
+        parts = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+        spec = tuple(tf.TensorSpec([None, k], tf.float32) for k in (6, 1))
+        return (
+            tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec),
+            None,
+            None,
+        )
+    return x, y, BATCH
+
+
+def main() -> None:
+    """Train two epochs; print a digest of the weights at the end."""
+    exchange, kind = sys.argv[1:3]
+    hvd.init()
+    rank = hvd.rank()
+    is_odd = rank == hvd.size() - 1
+    keras.utils.set_random_seed(1)
+    width = 9 if kind == "other model" and is_odd else 8
+    layers = [keras.layers.Dense(width, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    inner = keras.optimizers.SGD(
+        0.05, momentum=0.8 if kind == "other optimizer" and is_odd else 0.9
+    )
+    nonfinite = {"NaN": "raise", "NaN skipped": "skip"}.get(kind, "ignore")
+    optimizer = hvd.DistributedOptimizer(inner, exchange=EXCHANGES[exchange](), nonfinite=nonfinite)
+    model.compile(optimizer, spoiled(keras.losses.MeanSquaredError()))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    if kind == "no callbacks" and is_odd:
+        callbacks = []
+    elif exchange == "adaptive":
+        callbacks.append(tfscale.callbacks.BatchSizeSchedule({1: 4 * BATCH}))
+    action = kind.removesuffix(" skipped")
+    if action in (*ACTIONS, "NaN"):
+        callbacks.append(fail_at(1, STEP.get(exchange, 5), action))
+    x, y, batch_size = data(exchange, kind, rank)
+    model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    digest = hashlib.blake2b(digest_size=8)
+    for variable in model.variables:
+        digest.update(variable.numpy().tobytes())
+    print(f"weights of rank {rank}: {digest.hexdigest()} .", flush=True)
+
+
+if __name__ == "__main__":
+    main()
