@@ -66,3 +66,12 @@ def test_cuts_between_rows(n_in, n_out, size, bucket_bytes):
 def test_bad_size():
     with pytest.raises(PlanError, match="size must be 1 or more. Received: size=0"):
         build_segments([], 0, 1)
+
+
+def test_groups_are_buckets_whatever_their_size():
+    """A plan's groups; what is in none travels alone, and a matrix cut by rows by itself."""
+    specs = [GradientSpec(f"v{i}", shape, "float32") for i, shape in enumerate([(40,), (8, 3)] * 3)]
+    buckets = build_segments(specs, 2, 0, frozenset(), [(1,)], [[0, 2, 1], [5, 4]])
+    assert [bucket.indices for bucket in buckets] == [(0, 2), (1,), (3,), (4, 5)]
+    assert buckets[1].cuts == (0, 12, 32)  # between rows; padding is the last rank's
+    assert [sum(bucket.counts()) for bucket in buckets] == [80, 24, 24, 64]
