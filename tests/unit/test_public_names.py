@@ -198,4 +198,4 @@ def test_elastic_names_our_restart(name):
     with pytest.raises(ConfigError) as error:
         getattr(hvd.elastic, name)
     assert f"Received: elastic.{name}." in str(error.value)
-    assert "tfscale run" in str(error.value) and "BackupAndRestore" in str(error.value)
+    assert "callbacks.Checkpoint" in str(error.value) and "--restarts" in str(error.value)
