@@ -96,8 +96,7 @@ class Checkpoint(Callback):
         self._rounds = StepRounds()
         self._reader: Reader | None = None  # until it is restored
         self._restored: Restore | None = None  # until the first step begins
-        self._n_given_up = 0
-        self._n_batches = 0
+        self._n_given_up = self._n_batches = 0
         self._is_void = self._is_cut = False  # as in EpochCallback; ended before its last step
         self._is_due = self._is_stopping = self._has_begun = False
 
@@ -239,7 +238,6 @@ class Checkpoint(Callback):
             self._finish()
             self._save(self._run)
         self._finish()
-        self._is_stopping = True
         self._end()
 
     def _end(self) -> None:
