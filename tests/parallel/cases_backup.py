@@ -32,13 +32,17 @@ class InterruptAfter(keras.callbacks.Callback):
             raise Interruption
 
 
+def network():
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8), layers.Dropout(0.4), layers.Dense(1)]
+    )
+
+
 def train(callbacks, seed, exchange="allreduce"):
     """Return the weights and optimizer state after four epochs, or after an interruption."""
     keras.utils.set_random_seed(seed)
-    layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(8), layers.Dropout(0.4), layers.Dense(1)]
-    )
+    model = network()
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
     model.compile(optimizer=optimizer, loss="mse")
     random = np.random.default_rng(1)

@@ -11,7 +11,6 @@ from tfscale.callbacks import backup_groups, backup_state, building, model_state
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
-from tfscale.model_optimizers import optimizers_of
 from tfscale.progress import progress_of
 
 
@@ -96,14 +95,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             super().on_train_end(logs)
 
     def _save_model(self) -> None:
-        if backup_groups.has_groups(self.model):
-            is_given_up = runtime.num_given_up() > self._n_given_up
-            if progress_of(self.model).is_over or is_given_up:
-                return  # other ranks are not here
-            backup_groups.write_groups(self.model, self.backup_dir, self._current_epoch)
-            for optimizer in optimizers_of(self.model):
-                if getattr(optimizer, "kept_state", None):
-                    optimizer.full_state()  # rank 0 keeps it and writes below
+        if not backup_groups.has_groups(self.model):
+            self._write()
+            return
+        is_given_up = runtime.num_given_up() > self._n_given_up
+        if progress_of(self.model).is_over or is_given_up:
+            return  # other ranks are not here
+        backup_groups.write_groups(self.model, self.backup_dir, self._current_epoch)
+        with backup_groups.averaged(self.model):
+            self._write()
+
+    def _write(self) -> None:
         if runtime.rank() == 0 and not save_points.is_given_up(self.model):
             drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
             states = [c.backup_state() for c in backup_state.resumable_callbacks()]

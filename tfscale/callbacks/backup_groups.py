@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tfscale.checkpoints.parts import Arrays, DamagedError, Part, read_manifest,
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.group_view import average_models
 
 
 def has_groups(model: keras.Model) -> bool:
@@ -42,6 +43,18 @@ def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
         part = objects.broadcast_object(own if is_own else None, rank, name="part of a backup")
         if runtime.rank() == 0:
             write_part(_path(folder, epoch), rank, part)
+
+
+@contextlib.contextmanager
+def averaged(model: keras.Model) -> Iterator[None]:
+    """Show the average of the groups' models within a block, for rank 0 to save. Collective."""
+    optimizer = model.optimizer
+    if optimizer.kept_state:
+        optimizer.full_state()  # the first rank keeps it
+    own = average_models(optimizer) if optimizer.group_average is not None else None
+    yield
+    if own is not None:
+        optimizer.set_own(own)
 
 
 def remove_other_groups(folder: str, epoch: int) -> None:
