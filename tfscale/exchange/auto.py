@@ -41,6 +41,8 @@ class Auto:
     global_batch: int | None = None
     replan: bool = True
 
+    outcome = None  # the strategies that follow have one
+
     def __post_init__(self) -> None:
         """Check the options.
 

@@ -23,6 +23,8 @@ from tfscale.plan.segments import SegmentedBucket, build_segments
 from tfscale.plan.specs import GradientSpec
 from tfscale.process_sets import ProcessSet
 
+_UNDECIDED = "Nothing is decided yet: exchanges are measured.\n"
+
 CUT: tuple[Kind, ...] = ("sharded", "partial")  # each rank updates a part
 
 
@@ -90,7 +92,7 @@ class Planned(Chunked):
 
     def explain(self) -> str:
         """Return a table of parameters with what each alternative would cost, in Markdown."""
-        return self.outcome.explanation if self.outcome else ""
+        return self.outcome.explanation if self.outcome else _UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class PlannedShards(Sharded):
 
     def explain(self) -> str:
         """Return a table of parameters with what each alternative would cost, in Markdown."""
-        return self.outcome.explanation if self.outcome else ""
+        return self.outcome.explanation if self.outcome else _UNDECIDED
 
     def _kinds(self) -> list[tuple[str, Kind]]:
         return [(path, kind) for kind, paths in self.parts for path in paths]
