@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
-
-logger = logging.getLogger("tfscale")
 
 _is_requested = False
 
@@ -37,10 +36,16 @@ def forget_request() -> None:
 
 
 class TermHandler:
-    """Takes SIGTERM for a request while it is installed."""
+    """Takes SIGTERM for a request while it is installed and somebody fulfils requests."""
 
-    def __init__(self) -> None:
-        """Install nothing yet."""
+    def __init__(self, is_heard: Callable[[], bool]) -> None:
+        """Install nothing yet.
+
+        Args:
+            is_heard: Whether a request would be fulfilled now. Otherwise, as after a `fit` that
+                ended by an error, the former handler gets the signal.
+        """
+        self._is_heard = is_heard
         self._former: Any = None
         self._is_installed = False
 
@@ -59,5 +64,9 @@ class TermHandler:
                 signal.signal(signal.SIGTERM, self._former or signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        request_save_and_stop()
+        del frame
+        if self._is_heard():
+            request_save_and_stop()
+        else:
+            self.remove()
+            os.kill(os.getpid(), number)

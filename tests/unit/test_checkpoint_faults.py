@@ -12,6 +12,7 @@ import tfscale
 from tests.unit.checkpoint_model import (
     BATCH,
     Act,
+    Interruption,
     arrays,
     build,
     fit,
@@ -96,6 +97,19 @@ def test_asked_to_make_room(tmp_path, way):
         assert not received
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [1]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_sigterm_after_an_error_is_not_swallowed(tmp_path):
+    received = []
+    former = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    try:
+        data = GlobalBatches(*arrays(), batch_size=BATCH)
+        with pytest.raises(Interruption):
+            build().fit(data, verbose=0, callbacks=[Checkpoint(tmp_path), Act(1, interrupt)])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [1] and not preemption.is_requested()
     finally:
         signal.signal(signal.SIGTERM, former)
 

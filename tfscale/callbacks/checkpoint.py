@@ -34,7 +34,7 @@ from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
 from tfscale.data.continued_epoch import continue_epoch
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import data_of_fit
+from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
 from tfscale.exit_codes import PREEMPTED
 
@@ -87,10 +87,11 @@ class Checkpoint(Callback):
         self.keep = check_integer("keep", keep, 1)
         self._rhythm = Rhythm(every_n_steps, every_n_epochs, every_seconds)
         self._writer = BackgroundWriter(asynchronous)
-        self._handler = preemption.TermHandler()
+        self._handler = preemption.TermHandler(lambda: self in callbacks_of_fit())
         self._restart()
 
     def _restart(self) -> None:
+        self._writer.wait()  # for what a `fit` that ended by an error began
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
         self._rounds = StepRounds()
