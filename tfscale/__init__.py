@@ -13,7 +13,7 @@ from tfscale.end_of_job import watch_from_import
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("callbacks", "data", "elastic", "keras", "optimizers")
+_SUBMODULES = ("callbacks", "checkpoints", "data", "elastic", "keras", "optimizers", "preemption")
 _NAMES_BY_MODULE = {
     "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
     "collectives": ("allreduce", "barrier", "broadcast", "grouped_allreduce"),
