@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
@@ -166,6 +167,38 @@ def case_steps_that_are_not_alike_are_not_planned():
         fit(model, None, steps=6)
         assert isinstance(model.optimizer.strategy, Auto)
         require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, timeout_s=240)
+def case_a_loop_of_ones_own_calls_after_step():
+    with float64(), few_steps(), slower(1e9):
+        keras.utils.set_random_seed(5)
+        model, alone = build(), build()
+        alone.set_weights(model.get_weights())
+        alone.compile(keras.optimizers.Adam(0.01), loss="mse")
+        alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
+        exchange = Auto(machine=SLOW, global_batch=BATCH)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
+        model.compile(optimizer, loss="mse")
+        tfscale.prepare(model)
+        assert optimizer.strategy.outcome is None
+
+        def body(x: tf.Tensor, y: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        step, n_traced = tf.function(body), 1
+        own = np.arange(STEPS * BATCH).reshape(STEPS, tfscale.size(), -1)[:, tfscale.rank()]
+        x, y = samples(STEPS * BATCH)
+        for places in own:
+            step(tf.constant(x[places]), tf.constant(y[places]))
+            if optimizer.after_step():
+                step, n_traced = tf.function(body), n_traced + 1
+    assert n_traced >= 4 and "wide" in gathering(agreed(model))
+    for mine, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-10)
 
 
 @sizes(2, timeout_s=120)
