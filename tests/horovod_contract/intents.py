@@ -136,7 +136,6 @@ INTENTS = {
         "adaptive:case_growing_batches_equal_one_process",
         "adaptive_ranks:case_growing_batches_equal_one_process_sharded",
     ],
-    "planned exchange equal to one process": ["auto:case_measured_plans_train_as_one_process"],
     "several optimizers": ["fit:case_two_optimizers_and_delays"],
     "a rank that stops stops all": [
         "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
