@@ -21,6 +21,12 @@ std::shared_ptr<Engine>& Instance() {
   return *engine;
 }
 
+[[noreturn]] void ThrowDifference(const std::string& first, const std::string& other, size_t rank) {
+  throw CommError("All ranks must call the same collective. Received: '" + first +
+                  "' on rank 0 and '" + other + "' on rank " + std::to_string(rank) +
+                  ". Call it with the same arguments, in the same order, on every rank.");
+}
+
 // Until the process ends.
 void Keep(std::unique_ptr<Scheduler> scheduler) {
   static auto* kept = new std::vector<std::unique_ptr<Scheduler>>();
@@ -131,9 +137,7 @@ void Engine::RequireEqual(const std::string& name, const std::string& text) {
     const std::string first = texts->every.substr(0, static_cast<size_t>(texts->lengths[0]));
     begin += length;
     if (other == first) continue;
-    throw CommError("All ranks must call the same collective. Received: '" + first +
-                    "' on rank 0 and '" + other + "' on rank " + std::to_string(r) +
-                    ". Call it with the same arguments, in the same order, on every rank.");
+    ThrowDifference(first, other, r);
   }
 }
 

@@ -20,6 +20,7 @@ std::vector<std::string> GatherTexts(const Communicator& world, const std::strin
                       static_cast<int>(kLength), MPI_CHAR, world.get()),
         "MPI_Allgather");
   std::vector<std::string> texts;
+  texts.reserve(static_cast<size_t>(world.size()));
   for (int r = 0; r < world.size(); ++r) {
     texts.emplace_back(&entries[kLength * static_cast<size_t>(r)]);
   }
