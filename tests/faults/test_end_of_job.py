@@ -130,7 +130,8 @@ def test_a_stall_is_reported_and_ends_the_job():
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_a_rank_that_has_finished_does_not_wait_for_ever():
     """The other was stopped: it answers nothing, and its program will never end."""
-    code = START + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    # Not at once: the other may still be in tfscale.init, which waits in another way.
+    code = START + "if rank == 1:\n    time.sleep(2)\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
     result = launch_script(2, code, timeout_s=LIMIT_S, env=env)
     assert result.exit_code not in (0, None), result.output
