@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tfscale.job import find_mpi
+from tfscale.launcher.job import find_mpi
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("tensorflow", "keras", "numpy", "mpi4py", "horovod", "tfscale")

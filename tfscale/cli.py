@@ -15,11 +15,11 @@ from tfscale.config import environment
 from tfscale.doctor import examine
 from tfscale.errors import ConfigError
 from tfscale.forecast.command import add_plan
-from tfscale.job import count_cores, find_mpi
-from tfscale.mpi_command import LaunchSpec, parse_places
+from tfscale.launcher.job import count_cores, find_mpi
+from tfscale.launcher.mpi_command import LaunchSpec, parse_places
+from tfscale.launcher.restart_rules import Places, RestartRule
+from tfscale.launcher.restarting import Job
 from tfscale.native import build as native_build
-from tfscale.restart_rules import Places, RestartRule
-from tfscale.restarting import Job
 from tfscale.tuning.batch_size_command import add_batch_size
 from tfscale.tuning.groups_command import add_groups
 from tfscale.tuning.links_command import add_links

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfscale.errors import ExchangeError
-from tfscale.job import count_cores, end_processes, find_mpi, new_job, thread_variables
-from tfscale.mpi_command import LaunchSpec, Mpi, build_command
+from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job, thread_variables
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, build_command
 from tfscale.native import PACKAGE, library_path, read_stamp
 from tfscale.native.toolchain import SUPPORTED_TENSORFLOW, find_tool, installed_tensorflow
 

@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from tfscale import config, rank_status
+from tfscale import config
 from tfscale.errors import ExchangeError
-from tfscale.launch import discover
+from tfscale.launcher import rank_status
+from tfscale.launcher.launch import discover
 
 logger = logging.getLogger("tfscale")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfscale.errors import ConfigError
-from tfscale.launch import Launch
+from tfscale.launcher.launch import Launch
 
 
 @dataclass(frozen=True)

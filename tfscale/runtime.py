@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfscale import config, rank_status
+from tfscale import config
 from tfscale.backends.base import Backend, Group, MarkKind
 from tfscale.backends.single import SingleBackend
 from tfscale.backends.start import look_around, start
 from tfscale.end_of_job import do_not_watch, end_job_on_error
 from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launch import discover
+from tfscale.launcher import rank_status
+from tfscale.launcher.launch import discover
 from tfscale.placement import Machine, choose_backend
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfscale
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.data import GlobalBatches
-from tfscale.launch import discover
+from tfscale.launcher.launch import discover
 
 STEPS_PER_EPOCH = 50
 STEP_S = 0.1

@@ -14,7 +14,7 @@ from tfscale.cluster.commands import Shape
 from tfscale.cluster.layout import expected_bytes
 from tfscale.cluster.state import read_state
 from tfscale.errors import ConfigError, ExchangeError
-from tfscale.job import find_mpi, find_processes
+from tfscale.launcher.job import find_mpi, find_processes
 
 NAME = f"test{os.getpid()}"
 N_BYTES, N_REPEATS = 4 << 20, 5

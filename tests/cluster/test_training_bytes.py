@@ -11,7 +11,7 @@ from tests.cluster.training_bytes import BATCH, WIDTHS
 from tests.helpers.environment import QUIET
 from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
-from tfscale.job import find_mpi
+from tfscale.launcher.job import find_mpi
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
 NAME, SIZE = f"bytes{os.getpid()}", 4

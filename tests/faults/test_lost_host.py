@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.mortal_job import START_S, Job
 from tfscale.cluster import commands, control
 from tfscale.cluster.state import script_path
-from tfscale.job import find_mpi
+from tfscale.launcher.job import find_mpi
 
 NAME = f"lost{os.getpid()}"
 LIMIT_S = 30

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.environment import QUIET
-from tfscale.job import count_cores, end_processes, find_mpi, new_job
-from tfscale.mpi_command import LaunchSpec, build_command
+from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job
+from tfscale.launcher.mpi_command import LaunchSpec, build_command
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Started:
 
     Attributes:
         process: mpiexec or `tfscale run`, leader of a session of its own.
-        job: Mark of all processes, see `tfscale.job`.
+        job: Mark of all processes, see `tfscale.launcher.job`.
         output: File with what all ranks print.
     """
 

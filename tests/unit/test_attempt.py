@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-from tfscale.attempt import StopRequest, run_attempt
-from tfscale.job import JOB_VARIABLE, find_processes
-from tfscale.rank_reports import Report, encode
+from tfscale.launcher.attempt import StopRequest, run_attempt
+from tfscale.launcher.job import JOB_VARIABLE, find_processes
+from tfscale.launcher.rank_reports import Report, encode
 
 
 def run(code):
@@ -84,7 +84,7 @@ time.sleep(60)
 """
 RUNS = """
 import os, sys
-from tfscale.attempt import StopRequest, run_attempt
+from tfscale.launcher.attempt import StopRequest, run_attempt
 with StopRequest(1.0) as stop:
     command = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
     sys.exit(run_attempt(command, os.environ, stop).exit_code)

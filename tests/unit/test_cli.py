@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tfscale import cli, doctor
-from tfscale.job import find_mpi, thread_variables
-from tfscale.mpi_command import LaunchSpec
+from tfscale.launcher.job import find_mpi, thread_variables
+from tfscale.launcher.mpi_command import LaunchSpec
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
 
@@ -41,7 +41,7 @@ def test_dry_run_prints_the_command(capsys):
     line = capsys.readouterr().out.strip()
     assert line.startswith("env K=V TFSCALE_RESTART=0 TFSCALE_BEAT=1 srun ")
     assert "--ntasks=3" in line
-    assert line.endswith(" -m tfscale.rank_process -- python t.py --np")
+    assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tfscale.errors import ConfigError
-from tfscale.launch import Launch, discover
+from tfscale.launcher.launch import Launch, discover
 from tfscale.placement import Machine, choose_backend, own_gpu
 
 MPI = Launch(0, 4, 0, 4, "mpich")

@@ -3,8 +3,8 @@
 import pytest
 
 from tfscale.errors import ConfigError
-from tfscale.launch import Launch, discover, expand_counts
-from tfscale.mpi_command import (
+from tfscale.launcher.launch import Launch, discover, expand_counts
+from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     build_command,

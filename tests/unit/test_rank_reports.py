@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tfscale.launch import Launch
-from tfscale.pulse import Beat, Pulse
-from tfscale.rank_process import judge
-from tfscale.rank_reports import Report, ReportReader, encode, encode_beat
-from tfscale.rank_status import ALONE, FINISHED, JOINED, RankStatus
+from tfscale.launcher.launch import Launch
+from tfscale.launcher.pulse import Beat, Pulse
+from tfscale.launcher.rank_process import judge
+from tfscale.launcher.rank_reports import Report, ReportReader, encode, encode_beat
+from tfscale.launcher.rank_status import ALONE, FINISHED, JOINED, RankStatus
 
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 

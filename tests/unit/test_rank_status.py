@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tfscale import rank_status
-from tfscale.launch import STATUS_VARIABLE
+from tfscale.launcher import rank_status
+from tfscale.launcher.launch import STATUS_VARIABLE
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_an_empty_file(status):
 
 def test_a_dead_process_is_read(status):
     code = (
-        "import os; from tfscale import rank_status as s\n"
+        "import os; from tfscale.launcher import rank_status as s\n"
         "s.write_state(s.JOINED); s.write_error('first\\n'); s.write_error('second\\n')\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -2,12 +2,18 @@
 
 import pytest
 
-from tfscale import restarting
-from tfscale.attempt import Outcome
-from tfscale.mpi_command import LaunchSpec, Mpi
-from tfscale.rank_reports import Report
-from tfscale.restart_rules import RestartRule, lost_place, may_restart, next_places, pause_s
-from tfscale.restarting import Job
+from tfscale.launcher import restarting
+from tfscale.launcher.attempt import Outcome
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi
+from tfscale.launcher.rank_reports import Report
+from tfscale.launcher.restart_rules import (
+    RestartRule,
+    lost_place,
+    may_restart,
+    next_places,
+    pause_s,
+)
+from tfscale.launcher.restarting import Job
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 HOSTS = (("a", 2), ("b", 2), ("c", 2))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale import rank_status
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
 from tfscale.backends.library import EngineOptions, Event, load
 from tfscale.backends.slots import Slots
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
+from tfscale.launcher import rank_status
 from tfscale.plan.segments import SegmentedBucket
 from tfscale.stacks import show_on_signal
 from tfscale.versions import versions

@@ -18,7 +18,7 @@ from tfscale.cluster.state import (
     write_state,
 )
 from tfscale.errors import ConfigError, ExchangeError
-from tfscale.job import end_processes
+from tfscale.launcher.job import end_processes
 
 _NAMESPACES = Path("/run/netns")
 

@@ -15,8 +15,8 @@ from tfscale.cluster.layout import Layout
 from tfscale.cluster.state import State, script_path, write_state
 from tfscale.config import environment
 from tfscale.errors import ConfigError, ExchangeError
-from tfscale.job import count_cores, end_processes, find_mpi, new_job, thread_variables
-from tfscale.mpi_command import LaunchSpec, build_command
+from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job, thread_variables
+from tfscale.launcher.mpi_command import LaunchSpec, build_command
 
 # What mpiexec and its helpers themselves say to each other stays below this, per node.
 _LEAST_PAYLOAD_BYTES = 16 * 1024

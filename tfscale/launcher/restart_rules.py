@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfscale.attempt import Outcome
 from tfscale.errors import ConfigError
 from tfscale.exit_codes import PREEMPTED
-from tfscale.mpi_command import LaunchSpec
+from tfscale.launcher.attempt import Outcome
+from tfscale.launcher.mpi_command import LaunchSpec
 
 _MAX_PAUSE_S = 60.0
 # An attempt that lasted so long was worth it: the next pause is short again.

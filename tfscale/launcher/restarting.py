@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tfscale.attempt import Outcome, StopRequest, run_attempt
-from tfscale.job import thread_variables
-from tfscale.mpi_command import LaunchSpec, Mpi, build_command, spread
-from tfscale.pulse import BEAT_VARIABLE
-from tfscale.restart_rules import (
+from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
+from tfscale.launcher.job import thread_variables
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, build_command, spread
+from tfscale.launcher.pulse import BEAT_VARIABLE
+from tfscale.launcher.restart_rules import (
     WORTHWHILE_S,
     Places,
     RestartRule,
@@ -59,7 +59,7 @@ class Job:
         """
         spec = self._next_spec()
         # So that nobody mistakes a rank that was started by hand for one that is looked after.
-        watched = (sys.executable, "-m", "tfscale.rank_process", "--", *spec.command)
+        watched = (sys.executable, "-m", "tfscale.launcher.rank_process", "--", *spec.command)
         command = watched if spec.command else ()
         return build_command(dataclasses.replace(spec, command=command), self._mpi)
 

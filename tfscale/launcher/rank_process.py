@@ -1,9 +1,9 @@
 """Looks after one rank: starts it, says how it ended, and ends the job where the others would wait.
 
 `tfscale run` puts this between the launcher of the MPI and the program, on every host:
-`python -m tfscale.rank_process -- python train.py`. The launcher sees this process, which outlives
-the rank, so that whatever ends a rank there is time to tell; and then, if it was a failure, a
-process that dies of SIGKILL, at which every launcher ends all others.
+`python -m tfscale.launcher.rank_process -- python train.py`. The launcher sees this process, which
+outlives the rank, so that whatever ends a rank there is time to tell; and then, if it was a
+failure, a process that dies of SIGKILL, at which every launcher ends all others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfscale import rank_status
 from tfscale.config import environment
 from tfscale.exit_codes import PREEMPTED
-from tfscale.launch import STATUS_VARIABLE, Launch, discover
-from tfscale.pulse import BEAT_S, BEAT_VARIABLE, Beat
-from tfscale.rank_reports import Report, encode, encode_beat
+from tfscale.launcher import rank_status
+from tfscale.launcher.launch import STATUS_VARIABLE, Launch, discover
+from tfscale.launcher.pulse import BEAT_S, BEAT_VARIABLE, Beat
+from tfscale.launcher.rank_reports import Report, encode, encode_beat
 
 # After a report, until this process ends the job itself; `tfscale run` is faster.
 PATIENCE_S = 3.0

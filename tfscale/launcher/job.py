@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfscale.mpi_command import LaunchSpec, Mpi, parse_version
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, parse_version
 from tfscale.native.toolchain import find_tool
 
 # Every process of a job carries this variable, so that none can be overlooked at its end.

@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tfscale.pulse import Beat, Pulse
+from tfscale.launcher.pulse import Beat, Pulse
 
 # Less than a pipe takes at once (PIPE_BUF), so that a report stays in one piece.
 _MAX_BYTES = 3900

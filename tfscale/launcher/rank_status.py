@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from tfscale import config
-from tfscale.launch import STATUS_VARIABLE
+from tfscale.launcher.launch import STATUS_VARIABLE
 
 # States of a rank. "": tfscale.init has not returned. ALONE: a job of its own, which may end as it
 # likes. JOINED: the others count on it. FINISHED: all have left the job together.

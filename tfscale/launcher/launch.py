@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Where a rank says of itself what `tfscale.rank_process` wants to know, see `tfscale.rank_status`.
+# Where a rank says of itself what `rank_process` wants to know, see `rank_status`.
 STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
 
 

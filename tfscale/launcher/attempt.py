@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfscale.exit_codes import PREEMPTED
-from tfscale.job import end_processes, new_job
-from tfscale.rank_reports import Report, ReportReader
+from tfscale.launcher.job import end_processes, new_job
+from tfscale.launcher.rank_reports import Report, ReportReader
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -142,7 +142,7 @@ def run_attempt(
     """Run a launcher until it ends.
 
     Args:
-        command: From `build_command`; ranks run under `tfscale.rank_process`.
+        command: From `build_command`; ranks run under `tfscale.launcher.rank_process`.
         environ: Environment variables of the launcher.
         stop: Signals to this process; the ranks get SIGTERM and their time to end, then they are
             killed.
