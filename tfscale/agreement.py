@@ -23,7 +23,7 @@ logger = logging.getLogger("tfscale")
 
 _PROBED_BYTES = 1 << 16
 # These set the learning rate of all ranks when training begins.
-_LOADING = ("BroadcastGlobalVariablesCallback", "BackupAndRestore", "Checkpoint")
+_LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")
 _SILENT = ("Callback", "RankZero")  # a rank may have more of these
 _HINTS = {
     "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
@@ -49,10 +49,12 @@ def describe(model: Any) -> dict[str, Any]:
     optimizer: Any = getattr(model, "optimizer", None)
     process_set = getattr(optimizer, "process_set", None)
     callbacks = [name for c in callbacks_of_fit() if (name := _own_class(c))]
+    is_local = getattr(optimizer, "is_local_var", lambda variable: False)
+    weights = [_variable(v) for v in model.weights if not is_local(v)]
     topics = {
         "versions": versions(),
         "tfscale callbacks": callbacks,
-        "model": [_variable(v) for v in model.weights] if model.built else None,
+        "model": weights if model.built else None,
         "optimizer": _optimizer(optimizer, not {*callbacks} & {*_LOADING}),
         "exchange": _exchange(optimizer),
         "batch size": _batch_size(),
@@ -113,7 +115,7 @@ def _variable(variable: Any) -> str:
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return {"class": type(optimizer).__name__}
-    inner = scaled_by(optimizer)
+    inner = scaled_by(getattr(optimizer, "__wrapped__", optimizer))
     config = {
         k: v for k, v in optimizer.get_config().items() if k not in ("name", "inner_optimizer")
     }

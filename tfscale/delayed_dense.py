@@ -51,17 +51,18 @@ class DelayedDense:
         self._layers: dict[int, DelayedLayer] = {}  # by the id of the kernel
         self._said = ""
 
-    def attach(self, model: keras.Model, optimizer: Any) -> bool:
+    def attach(self, model: keras.Model, optimizer: Any, why_not: str = "") -> bool:
         """Delay the updates of layers that exchange activations and errors from now on.
 
         Args:
             model: Compiled; its layers have been given their calls.
             optimizer: The Keras optimizer that trains it.
+            why_not: Why they cannot be, or an empty string.
 
         Returns:
             Whether something is new, so that functions must be traced anew.
         """
-        reason = why_not_later(optimizer)
+        reason = why_not or why_not_later(optimizer)
         if not reason and not trains_all(model):
             reason = "layers are not built yet, or the model has several optimizers"
         if reason:

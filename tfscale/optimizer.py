@@ -192,7 +192,9 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
                 self.build(model.trainable_variables)
             update.attach(model)
         delay = getattr(update, "delay", None)
-        return (delay is not None and delay(model, self.__wrapped__)) or has_changed
+        looks = self._self_nonfinite.policy != "ignore"
+        why_not = "all gradients are looked at before any update (nonfinite)" if looks else ""
+        return (delay is not None and delay(model, self.__wrapped__, why_not)) or has_changed
 
     def _rebuild(self, model: keras.Model) -> None:
         """Cut parameters and state anew. Collective."""

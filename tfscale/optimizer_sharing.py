@@ -56,8 +56,6 @@ class Sharing:
         if update.is_sharded and update.shards is not None:
             self.__wrapped__ = update.undo(self.__wrapped__, self._built_for())
         model = self._self_reducer.change_strategy(strategy)
-        if model is not None and "export" in vars(model):
-            del model.export  # it knows which parameters were on their way; others may be next
         if update.is_sharded or isinstance(strategy, Sharded):
             self._self_update = None
         if model is not None:

@@ -10,16 +10,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.exchange.shards import Shards
-from tfscale.loss_scale import update_rule
+from tfscale.loss_scale import scaled_by
 
 
 def unbuilt(optimizer: Any) -> Any:
-    """Return an optimizer with the same settings and no state."""
-    other = type(optimizer).from_config(optimizer.get_config())
-    old, new = update_rule(optimizer), update_rule(other)
+    """Return an optimizer with the same settings, the same schedule if any, and no state."""
+    config, inner = optimizer.get_config(), scaled_by(optimizer)
+    if inner is not None:
+        del config["inner_optimizer"]
+        return type(optimizer)(unbuilt(inner), **config)
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        config["learning_rate"] = optimizer._learning_rate  # itself: it may have a state
+    other = type(optimizer).from_config(config)
     for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
+        if hasattr(optimizer, name):
+            setattr(other, name, getattr(optimizer, name))
     return other
 
 

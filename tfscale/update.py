@@ -43,19 +43,20 @@ class WholeUpdate:
     def attach(self, model: keras.Model) -> None:
         """Change nothing: steps end when all is updated."""
 
-    def delay(self, model: keras.Model, optimizer: Any) -> bool:
+    def delay(self, model: keras.Model, optimizer: Any, why_not: str) -> bool:
         """Let dense layers be updated when they are read next, if the strategy asks for it.
 
         Args:
             model: Its layers have been given their calls.
             optimizer: The Keras optimizer that trains it.
+            why_not: Why that cannot be, or an empty string.
 
         Returns:
             Whether functions must be traced anew.
         """
         if getattr(self._reducer.strategy, "delay_dense_update", False) is not True:
             return False
-        return self._delayed.attach(model, optimizer)
+        return self._delayed.attach(model, optimizer, why_not)
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], skips: bool

@@ -91,6 +91,11 @@ TABLE = {
         lambda: wrapped(SGD(0.1)),
         "the same optimizer. Received: momentum=0.0 on rank 0 and momentum=0.5 on rank {last}. ",
     ),
+    "scaled momentum": (
+        lambda: wrapped(keras.optimizers.LossScaleOptimizer(SGD(0.1, momentum=0.5))),
+        lambda: wrapped(keras.optimizers.LossScaleOptimizer(SGD(0.1))),
+        "inner momentum=0.0 on rank 0 and inner momentum=0.5 on rank {last}. ",
+    ),
     "learning rate": (
         lambda: wrapped(SGD(0.5)),
         lambda: wrapped(SGD(0.25)),

@@ -18,6 +18,7 @@ BATCH, STEPS = 24, 12
 RULES = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "scheduled": lambda: keras.optimizers.SGD(falling_rate(), momentum=0.9),
     "clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.05),
 }
 # How each layer of `build` travels, first layer first.
@@ -34,6 +35,14 @@ def build() -> keras.Model:
     for n, name in ((17, "partly"), (11, "wholly"), (9, "one"), (7, "other")):
         x = layers.Dense(n, activation="tanh", name=name)(x)
     return keras.Model(inputs, layers.Dense(3, name="top")(x), name="mixed_model")
+
+
+def falling_rate() -> tfscale.ScalableSchedule:
+    """Return a schedule that has a state: it was made twice as high."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.8)
+    scaled = tfscale.ScalableSchedule(schedule)
+    scaled.rescale(2.0, 1.0, 0)
+    return scaled
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:
@@ -105,8 +114,8 @@ def require_same(model: keras.Model, single: keras.Model) -> None:
 @sizes(2, 3, 4, timeout_s=240)
 def case_there_and_back_amid_a_fit():
     """Allreduce, a mixture, all sharded, allreduce: each of them trains for some steps."""
-    names = ("adam", "momentum", "clipped") if tfscale.size() == 3 else ("adam", "momentum")
-    for name in names:
+    extra = {2: ["scheduled"], 3: ["clipped"]}
+    for name in ("adam", "momentum", *extra.get(tfscale.size(), [])):
         make_rule = RULES[name]
         with float64():
             model, single = build(), alone(make_rule)

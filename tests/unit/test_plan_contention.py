@@ -165,5 +165,6 @@ def test_measured_gradients_of_dense_layers_count():
     assert scenario.backward_s(1) == pytest.approx((0.3, 0.1))
     assert scenario.gradient_s(1, 32) == pytest.approx(0.3)
     assert scenario.gradient_s(1, 32, 1 / 4) == pytest.approx(0.05)
+    assert scenario.gradient_s(1, 32, 1 / 16) == pytest.approx(0.0125)
     assert scenario.gradient_s(1, 64) == pytest.approx(0.6)
     assert sum(scenario.backward_s(0)) == pytest.approx(0.4)

@@ -20,8 +20,8 @@ class AdaptiveRate:
     """
 
     def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
-        self._optimizer = unwrap(model.optimizer)
-        rate = self._optimizer._learning_rate
+        self._optimizer = model.optimizer
+        rate = unwrap(self._optimizer)._learning_rate
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
@@ -40,7 +40,7 @@ class AdaptiveRate:
             return
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
-            step = int(keras.ops.convert_to_numpy(self._optimizer.iterations))
+            step = int(keras.ops.convert_to_numpy(unwrap(self._optimizer).iterations))
             self._schedule.rescale(scale, stretch, step)
             if scale != before[0]:
                 self._rate.correct(scale / before[0])

@@ -23,6 +23,7 @@ class Rate:
         self._optimizer = model.optimizer
         self._corrects = momentum_correction
         self._scale_slots: Any = None
+        self._slots: list[keras.Variable] = []  # that it scales
 
     def value(self) -> float:
         """Return the present rate."""
@@ -45,7 +46,8 @@ class Rate:
         slots = _velocities(unwrap(self._optimizer)) if self._corrects else []
         if not slots:
             return
-        if self._scale_slots is None:
+        if [id(s) for s in slots] != [id(s) for s in self._slots]:  # a change of plan makes others
+            self._slots = slots
 
             @tf.function
             def scale_slots(by: tf.Tensor) -> None:

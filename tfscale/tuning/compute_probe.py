@@ -17,6 +17,7 @@ from tfscale.plan.specs import BYTES_PER_VALUE
 _REPEATS = 5
 _LARGE = 2**22  # values that are read and written
 _MOST_LAYERS = 8  # largest dense layers that are measured; the planner tries no others one by one
+_MOST_VALUES = 1 << 24  # of activations and errors; what more would take is extrapolated
 _LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they travel
 
 
@@ -63,9 +64,11 @@ def measure_gradients(
     found = {}
     for layer in layers:
         rows = global_batch * layer.rows
+        timed = min(rows, max(n_ranks, _MOST_VALUES // sum(layer.dense or (1, 0))))
         objects.allgather_object(None, name="all ranks begin")
-        own = _gradient_times(layer, rows, n_ranks)
-        slowest = np.max(objects.allgather_object(own, name="times of gradients"), axis=0)
+        own = _gradient_times(layer, timed, n_ranks)
+        every = objects.allgather_object(own, name="times of gradients")
+        slowest = np.max(every, axis=0) * rows / timed
         found[layer.name] = (float(rows), *map(float, slowest))
     return found
 
