@@ -132,6 +132,18 @@ def environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+def take(variable: str) -> str:
+    """Remove a variable from the environment, so that no child process inherits it.
+
+    Args:
+        variable: Its name.
+
+    Returns:
+        Its value; empty if it is not set.
+    """
+    return os.environ.pop(variable, "")
+
+
 def set_default_environment(**variables: str) -> None:
     """Set environment variables that are not set, for libraries that read them when they start.
 

@@ -35,6 +35,7 @@ def watch_from_import() -> None:
     The others would wait for it in `init`, and MPI's launchers do not mind a process that ends
     before it has started MPI, but they end the job when one is killed.
     """
+    rank_status.file_path()  # before this process starts others
     launch = discover(config.environment())
     if launch is not None and launch.size > 1:
         end_job_on_error(_kill_this_process)

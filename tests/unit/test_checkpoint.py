@@ -143,6 +143,15 @@ def test_nothing_left_to_train(tmp_path):
         fit(Checkpoint(tmp_path), model=build(is_built=False))
 
 
+def test_more_epochs_begin_with_their_own_learning_rate(tmp_path):
+    def schedule():
+        return [keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))]
+
+    fit(Checkpoint(tmp_path), more=schedule())
+    longer, _ = fit(Checkpoint(tmp_path), epochs=4, more=schedule())
+    require_equal(longer, fit(None, epochs=4, more=schedule())[0])
+
+
 def test_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
     """The file of step 2 is not written before another step has begun, and holds step 2."""
     write, later = module.write_part, threading.Event()

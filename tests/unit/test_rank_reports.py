@@ -74,6 +74,7 @@ def test_a_report_stays_in_one_piece():
         (-9, "", False, True),
         (-9, JOINED, False, True),
         (-15, JOINED, True, False),
+        (-9, JOINED, True, True),
         (-9, ALONE, False, False),
     ],
 )

@@ -14,8 +14,17 @@ from tfscale.launcher.launch import STATUS_VARIABLE
 def status(monkeypatch):
     descriptor = rank_status.create()
     monkeypatch.setenv(STATUS_VARIABLE, rank_status.path_of(descriptor))
+    rank_status.file_path.cache_clear()
     yield descriptor
+    rank_status.file_path.cache_clear()
     os.close(descriptor)
+
+
+def test_what_a_rank_starts_is_no_rank(status):
+    assert rank_status.is_watched()
+    code = "from tfscale.launcher import rank_status as s; s.write_state(s.FINISHED)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert rank_status.read(status).state == ""
 
 
 def test_an_empty_file(status):
@@ -46,8 +55,10 @@ def test_long_errors_keep_their_end(status):
 
 def test_nobody_watches(monkeypatch):
     monkeypatch.delenv(STATUS_VARIABLE, raising=False)
+    rank_status.file_path.cache_clear()
     rank_status.write_state(rank_status.JOINED)
     rank_status.write_error("text")
     assert not rank_status.is_watched()
     monkeypatch.setenv(STATUS_VARIABLE, "/proc/1/fd/no")
+    rank_status.file_path.cache_clear()
     rank_status.write_error("text")  # who watched has died: no error

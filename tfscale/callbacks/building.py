@@ -50,13 +50,20 @@ def when_built(model: keras.Model, action: Callable[[], None]) -> None:
         action()
         return
     train_function = model.train_function
+    actions = getattr(train_function, "actions", None)
+    if actions is not None:
+        actions.append(action)  # they run in the order in which they came
+        return
+    actions = [action]
 
     def first_step(iterator: Any) -> Any:
         model.train_function = train_function
         build_from(model, iterator)
-        action()
+        for each in actions:
+            each()
         return train_function(iterator)
 
+    first_step.actions = actions  # type: ignore[attr-defined]
     model.train_function = first_step
 
 

@@ -201,27 +201,20 @@ class Checkpoint(Callback):
             building.require_built(self.model)
             building.when_built(self.model, lambda: self._restore(reader))
         self.model._initial_epoch = None
-        self._finish()
-        is_new = self._position.n_steps > self._saved and not self._is_cut
-        is_new, stops = agree_on_end(is_new, preemption.is_requested())
-        self._is_stopping |= stops
-        if is_new:  # under another name: some rank may have begun a checkpoint of this step
-            self._save(name_run())
-            self._finish()
-        self._end()
+        self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
 
     def _make_due(self) -> None:
         self._finish()
         self._is_due = True
 
-    def _save(self, run: str) -> None:
+    def _save(self, run: str, is_end: bool = False) -> None:
         """Copy this rank's part and begin to write it. Nothing is sent."""
         self._is_due = False
         data = data_of_fit()
-        is_global = isinstance(data, GlobalBatches)
-        self._position.data = data.state() if is_global else None
+        self._position.data = data.state() if isinstance(data, GlobalBatches) else None
         part = Snapshot(self.model, self._position, run).take()
         part.info["keras_callbacks"] = read_keras_callbacks()
+        part.info["is_end"] = is_end  # no callback has begun the epoch that comes next
         folder = self.directory / folder_name(self._position.n_steps, run)
         rank = runtime.rank()
         self._writer.start(lambda: write_part(folder, rank, part))
@@ -235,10 +228,17 @@ class Checkpoint(Callback):
             prune(self.directory, self.keep)
 
     def _leave(self) -> None:
-        if self._position.n_steps > self._saved:
-            self._finish()
-            self._save(self._run)
+        self._save_last(self._position.n_steps > self._saved, is_end=False)
+
+    def _save_last(self, is_new: bool, is_end: bool) -> None:
+        """Save what is new on some rank; alike wherever in `fit` ranks are. Collective."""
         self._finish()
+        is_new, stops = agree_on_end(is_new, preemption.is_requested())
+        self._is_stopping |= stops
+        if is_new:  # under another name: some rank may have begun a checkpoint of this step
+            self._save(name_run(), is_end)
+            self._finish()
+            self._is_stopping |= agree_on_end(False, preemption.is_requested())[1]
         self._end()
 
     def _end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
@@ -123,7 +124,8 @@ def newest_readable(directory: Path) -> Reader | None:
     """
     own = list_checkpoints(directory) if runtime.rank() == 0 else None
     damaged: list[tuple[Found, str]] = []
-    for found in objects.broadcast_object(own, 0, name="checkpoints"):
+    for listed in objects.broadcast_object(own, 0, name="checkpoints"):
+        found = dataclasses.replace(listed, path=directory / listed.path.name)  # as seen from here
         if not found.is_finished:
             _warn("Checkpoint %s is passed over: %s.", found.path, found.why_unfinished())
             continue

@@ -89,6 +89,8 @@ class Restore:
         The checkpoint was taken when all callbacks had begun the epoch. They have begun it again,
         and some of them change a rate relative to the present one.
         """
+        if self._reader.infos[0].get("is_end"):  # they had not, and set what they begin with
+            return
         for variable, value in self._numbers:
             variable.assign(value)
 

@@ -43,6 +43,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         """Take the signals."""
         for number in _FORWARDED:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -170,6 +172,8 @@ def run_attempt(
 
 def _judge(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
     failure = reader.failure()
+    if failure is None and stop.first is None:  # only some were asked to end, and died of it
+        failure = next((r for r in reader.reports if r.signal is not None and r.has_joined), None)
     if failure is not None:
         code = failure.exit_code
     elif reader.reports:

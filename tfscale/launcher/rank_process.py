@@ -8,6 +8,7 @@ failure, a process that dies of SIGKILL, at which every launcher ends all others
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -79,12 +80,17 @@ class _Rank:
         """Send a sign of life, where `tfscale run` wants them."""
         if self._is_beating and time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_S
-            os.write(2, encode_beat(Beat(self.number, socket.gethostname())))
+            self._write(Beat(self.number, socket.gethostname()))
 
     def end_beats(self) -> None:
         """Tell that there are no more to come."""
         if self._is_beating:
-            os.write(2, encode_beat(Beat(self.number, socket.gethostname(), is_last=True)))
+            self._write(Beat(self.number, socket.gethostname(), is_last=True))
+
+    def _write(self, beat: Beat) -> None:
+        # The rank shares this file, and may have made it non-blocking or closed its other end.
+        with contextlib.suppress(OSError):
+            os.write(2, encode_beat(beat))
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True
@@ -107,7 +113,7 @@ def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped
         end, or is a job of its own, or ended with `PREEMPTED`.
     """
     if code < 0:
-        is_failure = not was_stopped
+        is_failure = not (was_stopped and -code in _STOPS)
     elif code == 0:
         is_failure = status.state == rank_status.JOINED
     else:
@@ -141,14 +147,15 @@ def main(command: Sequence[str]) -> int:
     launch = discover(environment()) or Launch(0, 1, None, None, "none")
     try:
         rank = _Rank(command, launch)
-        code = rank.wait()
-        report = judge(launch, code, rank_status.read(rank.status), rank.was_stopped)
-        if not report.is_failure:
-            rank.end_beats()
     except OSError as error:
         text = f"Cannot start {' '.join(command)}: {error}\n"
         status = rank_status.RankStatus("", "", text)
         report = judge(launch, _NOT_STARTED, status, False)
+    else:
+        code = rank.wait()
+        report = judge(launch, code, rank_status.read(rank.status), rank.was_stopped)
+        if not report.is_failure:
+            rank.end_beats()
     if report.exit_code:
         _tell(report)
     if report.is_failure:

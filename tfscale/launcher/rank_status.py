@@ -7,6 +7,7 @@ write into it, and it is read when the rank has ended, however it did. Nothing s
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 
@@ -65,9 +66,13 @@ def read(descriptor: int) -> RankStatus:
     )
 
 
+@functools.cache
 def file_path() -> str:
-    """Return the path of this rank's file, or "" where nobody looks after it."""
-    return config.environment().get(STATUS_VARIABLE, "")
+    """Return the path of this rank's file, or "" where nobody looks after it.
+
+    It is taken out of the environment: what this process starts is no rank.
+    """
+    return config.take(STATUS_VARIABLE)
 
 
 def is_watched() -> bool:
