@@ -38,11 +38,19 @@ def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
         ExchangeError: Communication failed.
     """
     own = Snapshot(model, Position(epoch=epoch), run="backup").take()
+    path = _path(folder, epoch)
+    # Aside: backups of one epoch have one name, and parts of two of them must not mix.
+    new = path.with_name(f"{path.name}.unfinished")
+    if runtime.rank() == 0:
+        shutil.rmtree(new, ignore_errors=True)
     for rank in range(runtime.size()):  # one after another: rank 0 never holds two
         is_own = rank == runtime.rank()
         part = objects.broadcast_object(own if is_own else None, rank, name="part of a backup")
         if runtime.rank() == 0:
-            write_part(_path(folder, epoch), rank, part)
+            write_part(new, rank, part)
+    if runtime.rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        new.replace(path)
 
 
 @contextlib.contextmanager
@@ -78,9 +86,11 @@ def read_groups(folder: str, epoch: int) -> Reader | None:
     size: Any = 0
     path = _path(folder, epoch)
     if runtime.rank() == 0 and path.exists():
-        with contextlib.suppress(DamagedError):
-            size = read_manifest(path, 0)["info"]["size"]
+        first = _read(path, 0)
+        size = first.info["size"] if isinstance(first, Part) else first
     size = objects.broadcast_object(size, 0, name="parts of a backup")
+    if isinstance(size, ConfigError):
+        raise size
     parts = []
     for rank in range(size):
         part: Any = _read(path, rank) if runtime.rank() == 0 else None
