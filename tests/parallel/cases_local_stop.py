@@ -7,6 +7,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, float64
 from tests.parallel.cases_local_sgd import compare, train
 from tests.parallel.local_by_hand import STEPS, by_hand_for_steps
+from tfscale import runtime
 
 
 def within():
@@ -44,12 +45,20 @@ class StopBetween(CountSteps):
             self.model.stop_training = True
 
 
+def forget_the_stop():
+    """Let a `fit` without callbacks of tfscale come next: with one, `fit` does this itself."""
+    runtime.backend().drain()
+    tfscale.barrier()
+    runtime.start_incarnation()
+
+
 def ends_at(interval, n_steps, callback):
     """All ranks have made so many steps and hold the average of groups that did."""
     strategy = tfscale.LocalSGD(2, interval, within())
     model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[callback])
     assert set(tfscale.allgather_object(callback.steps)) == {n_steps}
     compare(model, by_hand_for_steps(n_steps, interval, 2))
+    forget_the_stop()
 
 
 @sizes(2, 4, timeout_s=200)
@@ -75,3 +84,4 @@ def case_one_rank_stops_between_epochs():
         model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[counted])
         assert counted.steps == STEPS + (tfscale.rank() != 0)  # Keras counts what is given up
         compare(model, by_hand_for_steps(STEPS, 7, 2))
+        forget_the_stop()
