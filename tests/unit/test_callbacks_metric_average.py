@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.callbacks import MetricAverageCallback
@@ -70,15 +71,16 @@ def shares(arrays, sizes):
     return [[a[end - n : end] for a in arrays] for n, end in zip(sizes, ends, strict=True)]
 
 
+def in_two(train):
+    """Return two batches; those of arrays would have to be of one size on all ranks."""
+    train = tuple(part for part in train if part is not None)
+    return tf.data.Dataset.from_tensor_slices(train).batch(len(train[0]) // 2)
+
+
 def fit(model, train, validation, callbacks, epochs=1):
-    x, y, weight = train
     history = model.fit(
-        x,
-        y,
-        sample_weight=weight,
-        batch_size=len(x) // 2,
+        in_two(train),
         epochs=epochs,
-        shuffle=False,
         validation_data=validation,
         callbacks=callbacks,
         verbose=0,
@@ -177,10 +179,8 @@ def test_multi_output_losses_and_metrics():
         return model
 
     def run(model, x, y, callbacks):
-        return model.fit(
-            x, {"a": y, "b": y}, batch_size=len(x) // 2, shuffle=False, verbose=0,
-            callbacks=callbacks,
-        ).history  # fmt: skip
+        batches = in_two((x, {"a": y, "b": y}))
+        return model.fit(batches, verbose=0, callbacks=callbacks).history
 
     x, y, _ = data(30, 2)
     expected = run(multi(), x, y, [])
