@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.emulated import require_cluster
 from tests.helpers.environment import QUIET
 from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
 from tfscale.cluster.layout import expected_bytes
 from tfscale.cluster.state import read_state
 from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launcher.job import find_mpi, find_processes
+from tfscale.launcher.job import find_processes
 
 NAME = f"test{os.getpid()}"
 N_BYTES, N_REPEATS = 4 << 20, 5
@@ -35,12 +36,7 @@ tfscale.shutdown()
 
 @pytest.fixture(scope="module")
 def cluster():
-    obstacle = control.find_obstacle()
-    if obstacle:
-        pytest.skip(obstacle)
-    mpi = find_mpi()
-    if mpi is None or mpi.kind != "mpich":
-        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
+    require_cluster()
     control.up(NAME, 2)
     yield NAME
     control.down(NAME)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from tests.cluster.training_bytes import BATCH, WIDTHS
+from tests.helpers.emulated import require_cluster
 from tests.helpers.environment import QUIET
 from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
-from tfscale.launcher.job import find_mpi
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
 NAME, SIZE = f"bytes{os.getpid()}", 4
@@ -55,12 +55,7 @@ AVERAGING = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    obstacle = control.find_obstacle()
-    if obstacle:
-        pytest.skip(obstacle)
-    mpi = find_mpi()
-    if mpi is None or mpi.kind != "mpich":
-        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
+    require_cluster()
     folder = tmp_path_factory.mktemp("bytes")
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.cluster.training_bytes", str(folder / "result")]

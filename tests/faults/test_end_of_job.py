@@ -144,6 +144,7 @@ def test_a_rank_that_has_finished_does_not_wait_for_ever():
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_a_rank_that_has_finished_waits_for_one_that_is_busy():
     """Longer than the limit: its communication thread answers."""
+    # Twice the limit and more: the sleep is what is tested.
     code = START + "if rank == 1:\n    time.sleep(8)\nprint(f'done {rank}')\n"
     env = {"TFSCALE_STALL_WARNING_S": "1", "TFSCALE_STALL_SHUTDOWN_S": "3"}
     result = launch_script(2, code, timeout_s=LIMIT_S, env=env)

@@ -6,13 +6,14 @@ import time
 
 import pytest
 
+from tests.helpers.emulated import require_cluster
 from tests.helpers.mortal_job import START_S, Job
 from tfscale.cluster import commands, control
 from tfscale.cluster.state import script_path
-from tfscale.launcher.job import find_mpi
 
 NAME = f"lost{os.getpid()}"
 LIMIT_S = 30
+# Ranks wait for their end: the job must be over long before this sleep.
 WAITS = """
 import os, sys, time
 if os.environ["TFSCALE_RESTART"] == "1":
@@ -25,11 +26,7 @@ time.sleep(300)
 
 @pytest.fixture
 def layout():
-    obstacle = control.find_obstacle()
-    if obstacle:
-        pytest.skip(obstacle)
-    if (mpi := find_mpi()) is None or mpi.kind != "mpich":
-        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
+    require_cluster()
     yield control.up(NAME, 2)
     control.down(NAME)
 

@@ -24,6 +24,7 @@ def test_exit_code_is_passed_on():
     assert "no rank said why" in outcome.describe()
 
 
+# The child must be ended long before it would end by itself.
 LEAVES_A_CHILD = """
 import subprocess, sys
 command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -52,6 +53,7 @@ def test_the_first_failure_counts_and_ends_the_launcher(capfd):
     ended = Report(0, "a", 4, None, False, True)
     killed = Report(2, "b", None, 9, True, True, "sum of w (slot 3 of step), run 7")
     late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n")
+    # A launcher that would go on for a minute is killed.
     outcome = run(says(ended, killed, late) + "time.sleep(60)")
     assert outcome.exit_code == 137
     assert outcome.failure == killed
@@ -69,6 +71,7 @@ def test_exit_status_of_ranks_that_left_together():
     assert outcome.is_orderly
 
 
+# Both wait for a signal; without one they would end by themselves, too late for the test.
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)

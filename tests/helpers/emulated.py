@@ -1,0 +1,18 @@
+"""What tests on emulated clusters need of the machine."""
+
+import pytest
+
+from tfscale.cluster import control
+from tfscale.launcher.job import find_mpi
+
+
+def require_cluster() -> None:
+    """Skip a test where no emulated cluster can be made: without root, or with another MPI.
+
+    Namespaces need root (CI has it), and only MPICH's mpiexec starts ranks inside of them.
+    """
+    obstacle = control.find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    if (mpi := find_mpi()) is None or mpi.kind != "mpich":
+        pytest.skip("runs in an emulated cluster need MPICH's mpiexec")
