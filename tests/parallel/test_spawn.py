@@ -19,7 +19,8 @@ def test_a_failure_shows_who_hangs_and_the_rest_still_runs():
 def test_scripts_end_as_they_end():
     done = launch_script(2, "import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n", 60, {"A": "b"})
     assert done.exit_code == 3
-    assert done.output.count("b\n") >= 2
+    # Both ranks wrote; their lines may run into each other ("bb", then two line ends).
+    assert done.output.count("b") == 2
     late = launch_script(2, "import time\ntime.sleep(60)\n", timeout_s=1.0)
     assert late.exit_code is None
     assert late.seconds < 20
