@@ -122,6 +122,9 @@ class Tfscale:
             "sharded-partial": lambda: self.tfscale.Sharded(
                 dense="partial", global_batch=case.workload.global_batch
             ),
+            "sharded-replicated": lambda: self.tfscale.Sharded(
+                dense="replicated", global_batch=case.workload.global_batch
+            ),
             "auto": lambda: self.tfscale.Auto(global_batch=case.workload.global_batch),
             "local8": lambda: self.tfscale.LocalSGD(self.size, 8, "allreduce"),
             "local16": lambda: self.tfscale.LocalSGD(self.size, 16, "allreduce"),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
 from tfscale.plan.chunks import owner_of
+from tfscale.plan.costs import allreduce_s
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import bucketed
 from tfscale.plan.simulate import simulate
@@ -16,6 +17,7 @@ from tfscale.plan.times import Scenario
 from tfscale.tuning.auto_plan import candidates
 from tfscale.tuning.contention import separate
 from tfscale.tuning.layer_probe import LayerMeasurement, calibrated, measured_machine
+from tfscale.tuning.message_probe import fitted
 
 EVERY = ("allreduce", "sharded", "partial", "replicated")
 STEP = 4  # of six: the steps have a rhythm by then
@@ -35,13 +37,19 @@ def probed(scenario: Scenario, overlap: bool) -> LayerMeasurement:
     sent = [(i, end - begin) for i, (task, begin, end) in enumerate(timed) if is_sent(task)]
     alone = [sum(s for _, s in run) for _, run in groupby(sent, lambda x: first_of(tasks, x[0]))]
     layers = [layer for layer in table.layers if layer.weights]
+    # One message at a time between idle ranks, as the probe measures them.
+    short_s, long_s = (allreduce_s(n, scenario.n_ranks, machine, "direct") for n in (0, 1e6))
+    messages = (short_s, (long_s - short_s) / 1e6)
+    n_bytes = sum(4 * layer.n_values for layer in layers)
+    message_s, byte_s = fitted(messages, len(layers), n_bytes, sum(alone))
     last_name = f"backward {table.layers[0].name}"
     ready = [done[f"backward {x.name}" if overlap else last_name] for x in layers]
     return LayerMeasurement(
         layers=tuple(owner_of(layer.weights[0][0]) for layer in layers),
         n_bytes=tuple(4 * layer.n_values for layer in layers),
         ready_s=tuple(time - min(ready) for time in ready),
-        service_s=tuple(reversed(alone)),  # parts are in the order of back-propagation
+        message_s=message_s,
+        byte_s=byte_s,
         before_s=min(ready) - before,
         after_s=0.0,
         step_s=max(ends[own]) - before,

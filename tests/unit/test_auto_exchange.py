@@ -23,6 +23,7 @@ from tfscale.tuning.layer_probe import (
     fit_line,
     measured_machine,
 )
+from tfscale.tuning.message_probe import fitted
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,16 @@ def test_lines_through_durations():
     assert fit_line([10, 10], [2.0, 1.0]) == pytest.approx((0.0, 0.1))
 
 
+def test_what_messages_cost_where_many_are_under_way():
+    # Alone 0.1 s and 0.01 s per byte: 4 of 100 bytes in all take 1.4 s.
+    assert fitted((0.1, 0.01), 4, 100, 1.4) == pytest.approx((0.1, 0.01))
+    # They took less: messages overlapped; much less, and bytes travelled faster, too.
+    assert fitted((0.1, 0.01), 4, 100, 1.2) == pytest.approx((0.05, 0.01))
+    assert fitted((0.1, 0.01), 4, 100, 0.54) == pytest.approx((0.01, 0.005))
+    # They took longer: bytes had to wait.
+    assert fitted((0.1, 0.01), 4, 100, 2.4) == pytest.approx((0.1, 0.02))
+
+
 def test_a_measured_machine_takes_as_long_as_the_steps_did():
     layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
     table = LayerTable("t", layers)
@@ -76,7 +87,8 @@ def test_a_measured_machine_takes_as_long_as_the_steps_did():
         layers=("a", "b"),
         n_bytes=(2000, 8000),  # float64: twice what the plan counts
         ready_s=(0.25, 0.0),
-        service_s=(0.3, 0.6),
+        message_s=0.2,
+        byte_s=0.5e-4,
         before_s=0.5,
         after_s=0.1,
         step_s=2.0,

@@ -139,21 +139,21 @@ def test_a_step_is_never_shorter_for_sharing_cores():
         assert times == sorted(times)
 
 
-def measured(before_s: float, ready_s: tuple, service_s: tuple) -> LayerMeasurement:
-    return LayerMeasurement(("a", "b"), (8, 8), ready_s, service_s, before_s, 0.0, 3.0)
+def measured(before_s: float, ready_s: tuple, message_s: float) -> LayerMeasurement:
+    return LayerMeasurement(("a", "b"), (8, 8), ready_s, message_s, 0.0, before_s, 0.0, 3.0)
 
 
 def test_steps_are_taken_apart():
-    alone = measured(1.0, (0.0, 0.0), (1.0, 1.0))
+    alone = measured(1.0, (0.0, 0.0), 1.0)
     # 0.6 s of back-propagation took 1.2 s, all of it with messages under way; these took 2.4 s
     # instead of 2.0 s, half of it beside back-propagation.
-    found, compute, messages = separate(alone, measured(0.4, (1.2, 0.0), (1.2, 1.2)))
+    found, compute, messages = separate(alone, measured(0.4, (1.2, 0.0), 1.2))
     assert compute == pytest.approx(0.5)
     assert messages == pytest.approx(2 / 3)
-    assert found.ready_s == pytest.approx((0.6, 0.0)) and found.service_s == (1.0, 1.0)
+    assert found.ready_s == pytest.approx((0.6, 0.0)) and found.wire_s == 2.0
     # Nothing disturbed anything; nothing was computed beside the messages.
-    assert separate(alone, measured(0.4, (0.6, 0.0), (1.0, 1.0)))[1:] == (1.0, 1.0)
-    assert separate(alone, measured(0.4, (0.0, 0.0), (1.0, 1.0)))[1:] == (1.0, 1.0)
+    assert separate(alone, measured(0.4, (0.6, 0.0), 1.0))[1:] == (1.0, 1.0)
+    assert separate(alone, measured(0.4, (0.0, 0.0), 1.0))[1:] == (1.0, 1.0)
 
 
 def test_measured_gradients_of_dense_layers_count():

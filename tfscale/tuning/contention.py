@@ -25,7 +25,7 @@ def separate(
         shares (`Machine.compute_share`, `Machine.message_share`) that make them what they were.
     """
     computed = max(together.ready_s)
-    wire, wire_alone = sum(together.service_s), sum(alone.service_s)
+    wire, wire_alone = together.wire_s, alone.wire_s
     if computed <= 0 or wire <= 0:
         return together, 1.0, 1.0
     before_s = min(together.before_s, alone.before_s)
@@ -42,6 +42,7 @@ def separate(
         together,
         before_s=before_s,
         ready_s=tuple(undisturbed * ready for ready in together.ready_s),
-        service_s=alone.service_s,
+        message_s=alone.message_s,
+        byte_s=alone.byte_s,
     )
     return found, compute_share, message_share

@@ -20,6 +20,7 @@ from tfscale.plan.simulate import simulate
 from tfscale.plan.specs import BYTES_PER_VALUE
 from tfscale.plan.times import Scenario
 from tfscale.trace.recorder import Listener
+from tfscale.tuning.message_probe import fitted, measure_messages
 
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
 _MEASURED_STEPS = 7
@@ -34,7 +35,8 @@ class LayerMeasurement:
         layers: Paths of the layers that were exchanged, in the order of the model.
         n_bytes: Of each layer's gradients.
         ready_s: When they existed, from the first one's; of the slowest rank.
-        service_s: How long each kept the wire busy; of the rank that waited least.
+        message_s: What each message kept the wire busy for, however short.
+        byte_s: What each byte of gradients added to it; of the rank that waited least.
         before_s: From the begin of a step to the first gradient.
         after_s: From the end of the last exchange to the end of the step.
         step_s: Whole steps.
@@ -43,10 +45,16 @@ class LayerMeasurement:
     layers: tuple[str, ...]
     n_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
-    service_s: tuple[float, ...]
+    message_s: float
+    byte_s: float
     before_s: float
     after_s: float
     step_s: float
+
+    @property
+    def wire_s(self) -> float:
+        """How long the wire was busy in a step."""
+        return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
 
 
 class LayerProbe:
@@ -81,14 +89,11 @@ class LayerProbe:
         ]
         seen = sorted(rows[0]["n_bytes"]) if rows else []
         whole = [row for row in rows if sorted(row["n_bytes"]) == seen]
-        own = [
-            [np.median([row[name][place] for row in whole]) for place in seen]
-            for name in ("ready", "service")
-        ]
+        ready = [np.median([row["ready"][place] for row in whole]) for place in seen]
         times = [float(np.median([row[name] for row in whole])) for name in _WHOLE] if whole else []
         n_bytes = [whole[0]["n_bytes"][place] for place in seen]
-        every = objects.allgather_object((seen, *own, times, n_bytes), name="times of layers")
-        return self._agree(every)
+        every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
+        return self._agree(every, measure_messages())
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +103,7 @@ class LayerProbe:
     def _row(self, events: np.ndarray, begin: int, end: int) -> dict[str, Any]:
         """Return one step's times in seconds; nothing where it exchanged nothing."""
         ready: dict[int, int] = {}
-        service: dict[int, float] = {}
+        service = 0.0  # of several messages that are under way at once, only the sum is known
         n_bytes: dict[int, int] = {}
         busy_until = 0
         posted = events["posted_ns"]
@@ -111,38 +116,43 @@ class LayerProbe:
             began = max(int(event["started_ns"]), busy_until)
             busy_until = int(event["ended_ns"])
             ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
-            service[place] = service.get(place, 0.0) + (busy_until - began) / 1e9
+            service += (busy_until - began) / 1e9
             n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
         if not ready:
             return {}
         first = min(ready.values())
         return {
             "ready": {place: (time - first) / 1e9 for place, time in ready.items()},
-            "service": service,
             "n_bytes": n_bytes,
             "before": (first - begin) / 1e9,
             "after": (end - busy_until) / 1e9,
             "step": (end - begin) / 1e9,
+            "service": service,
         }
 
-    def _agree(self, every: Sequence[Any]) -> LayerMeasurement | None:
-        seen = every[0][0]
+    def _agree(
+        self, every: Sequence[Any], messages: tuple[float, float]
+    ) -> LayerMeasurement | None:
+        seen, *_, n_bytes = every[0]
         if len(seen) < 2 or any(rank[0] != seen for rank in every):
             return None
         paths = list(self._places)
-        before, after, step = np.max([rank[3] for rank in every], axis=0)
+        before, after, step = np.max([rank[2][:3] for rank in every], axis=0)
+        wire_s = min(rank[2][3] for rank in every)
+        message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
         return LayerMeasurement(
-            tuple(paths[place] for place in seen),
-            tuple(every[0][4]),
-            tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
-            tuple(map(float, np.min([rank[2] for rank in every], axis=0))),
-            float(before),
-            float(after),
-            float(step),
+            layers=tuple(paths[place] for place in seen),
+            n_bytes=tuple(n_bytes),
+            ready_s=tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+            message_s=message_s,
+            byte_s=byte_s,
+            before_s=float(before),
+            after_s=float(after),
+            step_s=float(step),
         )
 
 
-_WHOLE = ("before", "after", "step")
+_WHOLE = ("before", "after", "step", "service")
 
 
 def fit_line(
@@ -190,12 +200,12 @@ def measured_machine(
     for parameter in table.parameters:
         owner = owner_of(parameter.name)
         size_of[owner] = size_of.get(owner, 0) + parameter.n_bytes
-    sizes = [size_of.get(path, n) for path, n in zip(found.layers, found.n_bytes, strict=True)]
-    base_s, slope = fit_line(sizes, found.service_s)
+    n_bytes = sum(size_of.get(path, n) for path, n in zip(found.layers, found.n_bytes, strict=True))
+    byte_s = found.byte_s * sum(found.n_bytes) / n_bytes
     machine = known or Machine(
         name="measured",
-        latency_s=base_s / (2 * (n_ranks - 1)),
-        bytes_per_s=2 * share(n_ranks) / slope,
+        latency_s=found.message_s / (2 * (n_ranks - 1)),
+        bytes_per_s=2 * share(n_ranks) / byte_s,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,
         memory_bytes_per_s=_FREE,
