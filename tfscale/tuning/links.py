@@ -18,7 +18,7 @@ from tfscale.plan.machines import Machine
 from tfscale.plan.specs import BYTES_PER_VALUE
 from tfscale.process_sets import ProcessSet
 from tfscale.trace.recorder import Listener
-from tfscale.tuning.compute_probe import memory_run, shortest_s
+from tfscale.tuning.compute_probe import memory_run, middle_s
 from tfscale.tuning.layer_probe import (
     fit_line,
 )
@@ -126,8 +126,8 @@ def measure_compute() -> list[Round]:
     update, n_bytes = memory_run()
     rounds = []
     for number in range(-1, _ROUNDS):
-        times = [shortest_s(partial(product, x)) for x in batches]
-        memory_s = shortest_s(update)
+        times = [middle_s(partial(product, x)) for x in batches]
+        memory_s = middle_s(update)
         every = np.max(objects.allgather_object([*times, memory_s]), axis=0)
         base_s, slope = fit_line(_BATCHES, every[:-1])
         if number >= 0:
