@@ -20,9 +20,9 @@ from tfscale.plan.times import Scenario
 from tfscale.tuning.layer_probe import (
     LayerMeasurement,
     calibrated,
-    fit_line,
     measured_machine,
 )
+from tfscale.tuning.links import fit_line
 from tfscale.tuning.message_probe import fitted
 
 

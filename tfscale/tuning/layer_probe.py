@@ -155,29 +155,6 @@ class LayerProbe:
 _WHOLE = ("before", "after", "step", "service")
 
 
-def fit_line(
-    n_bytes: Sequence[float], seconds: Sequence[float], is_relative: bool = False
-) -> tuple[float, float]:
-    """Return (seconds of nothing, seconds per byte) of durations, by least squares.
-
-    Args:
-        n_bytes: Two sizes or more.
-        seconds: Their durations, above 0.
-        is_relative: Short durations count as much as long ones.
-
-    Returns:
-        The first 0 or more, the second above 0: where a line would fall, the fastest counts.
-    """
-    sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
-    if len(set(sizes)) > 1:
-        weights = 1 / durations if is_relative else None
-        slope, base = np.polyfit(sizes, durations, 1, w=weights)
-        if slope > 0:
-            return max(float(base), 0.0), float(slope)
-    fastest = float(np.max(sizes / np.maximum(durations, 1e-9)))
-    return 0.0, 1.0 / max(fastest, 1.0)
-
-
 def measured_machine(
     table: LayerTable, found: LayerMeasurement, n_ranks: int, batch: int, known: Machine | None
 ) -> Machine:

@@ -19,9 +19,6 @@ from tfscale.plan.specs import BYTES_PER_VALUE
 from tfscale.process_sets import ProcessSet
 from tfscale.trace.recorder import Listener
 from tfscale.tuning.compute_probe import memory_run, middle_s
-from tfscale.tuning.layer_probe import (
-    fit_line,
-)
 
 _SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
 _REPEATS = 5
@@ -113,6 +110,29 @@ def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Roun
         "reduce_bytes_per_s": 1 / max(statistics.median(rest), _FREE_S),
         "allreduce_s": sums[-1],
     }
+
+
+def fit_line(
+    n_bytes: Sequence[float], seconds: Sequence[float], is_relative: bool = False
+) -> tuple[float, float]:
+    """Return (seconds of nothing, seconds per byte) of durations, by least squares.
+
+    Args:
+        n_bytes: Two sizes or more.
+        seconds: Their durations, above 0.
+        is_relative: Short durations count as much as long ones.
+
+    Returns:
+        The first 0 or more, the second above 0: where a line would fall, the fastest counts.
+    """
+    sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
+    if len(set(sizes)) > 1:
+        weights = 1 / durations if is_relative else None
+        slope, base = np.polyfit(sizes, durations, 1, w=weights)
+        if slope > 0:
+            return max(float(base), 0.0), float(slope)
+    fastest = float(np.max(sizes / np.maximum(durations, 1e-9)))
+    return 0.0, 1.0 / max(fastest, 1.0)
 
 
 def measure_compute() -> list[Round]:
