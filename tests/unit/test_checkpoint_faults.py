@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import signal
+from pathlib import Path
 
 import keras
 import pytest
@@ -53,6 +54,28 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     assert "rank-00000.npz does not match its checksum" in caplog.text
     assert "no rank has finished its part" in caplog.text
     assert (tmp_path / f"damaged-{newest.path.name}").exists()
+
+
+def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch):
+    fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
+    newest, *older = list_checkpoints(tmp_path)
+    read = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.parent == newest.path and path.suffix == ".npz":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"read a checkpoint.*rank 0: rank-00000.npz: Permission"):
+        fit(Checkpoint(tmp_path, 2))
+    assert [found.path for found in list_checkpoints(tmp_path)] == [
+        newest.path,
+        *(o.path for o in older),
+    ]
+    monkeypatch.undo()
+    _, batches = fit(Checkpoint(tmp_path, 2))
+    assert len(batches) == 12 - 6
 
 
 def test_all_damaged_is_an_error(tmp_path):

@@ -13,7 +13,14 @@ import numpy as np
 
 from tfscale import objects, runtime
 from tfscale.callbacks.checkpoint_state import Position, Snapshot
-from tfscale.checkpoints.parts import Arrays, DamagedError, Part, read_manifest, write_part
+from tfscale.checkpoints.parts import (
+    Arrays,
+    DamagedError,
+    Part,
+    UnreadableError,
+    read_manifest,
+    write_part,
+)
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
@@ -126,6 +133,11 @@ def _read(path: Path, rank: int) -> Part | ConfigError:
         part = Part(manifest["info"], {name: arrays[name] for name in arrays.names})
         arrays.close()
         return part
+    except UnreadableError as error:
+        return ConfigError(
+            f"All ranks must be able to read a backup. Received: {path}: {error}. It may be sound: "
+            "mend this, then start again."
+        )
     except DamagedError as error:
         return ConfigError(
             f"A backup must hold the models of all groups. Received: {path}: {error}. Remove the "

@@ -16,7 +16,7 @@ from tfscale import collectives, objects, reduce_ops, runtime
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
 from tfscale.checkpoints.folders import Found, list_checkpoints, set_aside
-from tfscale.checkpoints.parts import DamagedError
+from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError, ExchangeError
@@ -120,7 +120,8 @@ def newest_readable(directory: Path) -> Reader | None:
     Collective: all ranks must call this. Each file is checked by one rank.
 
     Raises:
-        ConfigError: There are some, and all are damaged; on all ranks.
+        ConfigError: There are some, and all are damaged, or the system does not let the newest be
+            read; on all ranks.
     """
     own = list_checkpoints(directory) if runtime.rank() == 0 else None
     damaged: list[tuple[Found, str]] = []
@@ -129,12 +130,16 @@ def newest_readable(directory: Path) -> Reader | None:
         if not found.is_finished:
             _warn("Checkpoint %s is passed over: %s.", found.path, found.why_unfinished())
             continue
-        reader, error = None, ""
+        reader, error, unreadable = None, "", ""
         try:
             reader = Reader(found.path, found.check((runtime.rank(), runtime.size())))
         except DamagedError as failure:
             error = str(failure)
-        errors = [text for text in objects.allgather_object(error, name="check") if text]
+        except UnreadableError as failure:
+            unreadable = f"rank {runtime.rank()}: {failure}"
+        every = objects.allgather_object((error, unreadable), name="check")
+        _require_readable(found, [text for _, text in every if text])
+        errors = [text for text, _ in every if text]
         if not errors:
             _pass_over(damaged)
             return reader
@@ -192,6 +197,15 @@ def check_order(checkpoint: Callback) -> None:
         raise ConfigError(
             "Checkpoint comes before all other callbacks of tfscale, and takes the place of "
             f"BackupAndRestore. Received: {', '.join(early or backups)} with it. Put it first."
+        )
+
+
+def _require_readable(found: Found, errors: list[str]) -> None:
+    """Go on from no older checkpoint because the newest cannot be read now: steps would be lost."""
+    if errors:
+        raise ConfigError(
+            f"All ranks must be able to read a checkpoint. Received: {str(found.path)!r}, "
+            f"{errors[0]}. It may be sound, and nothing was changed: mend this, then start again."
         )
 
 

@@ -13,7 +13,7 @@ from tfscale import runtime
 from tfscale.callbacks import building, metric_states
 from tfscale.callbacks.checkpoint_state import group_of, groups_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
-from tfscale.checkpoints.parts import DamagedError
+from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.model_optimizers import optimizers_of
@@ -77,7 +77,7 @@ class Restore:
                 for v in optimizer.variables
                 if tuple(v.shape) == ()
             ]
-        except DamagedError as error:
+        except (DamagedError, UnreadableError) as error:
             raise ExchangeError(
                 "A checkpoint must stay where it is until all ranks have read it. Received: "
                 f"{error}. Start the job again."

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfscale.checkpoints.parts import MANIFEST, DamagedError, check_file, check_size, read_manifest
+from tfscale.checkpoints.parts import (
+    MANIFEST,
+    DamagedError,
+    UnreadableError,
+    check_file,
+    check_size,
+    read_manifest,
+)
 
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{8})")
 _DAMAGED = "damaged-"
@@ -46,6 +53,7 @@ class Found:
 
         Raises:
             DamagedError: Something is missing, cut or changed, or parts do not belong together.
+            UnreadableError: The system does not let a file be read.
         """
         if not self.is_finished:
             raise DamagedError(self.why_unfinished())
@@ -122,7 +130,7 @@ def _look(path: Path, step: int) -> Found:
     for rank in ranks:
         try:
             size = int(read_manifest(path, rank)["info"]["size"])
-        except DamagedError:
+        except (DamagedError, UnreadableError):
             continue
         missing = tuple(r for r in range(size) if r not in set(ranks))
         return Found(path, step, size, missing)

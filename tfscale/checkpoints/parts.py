@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,10 +19,16 @@ FORMAT = 1
 ASIDE = ".unfinished"
 MANIFEST = ".manifest"
 _BLOCK = 2**20
+# What the system says of files that are gone, cut or on a broken disk; numpy's errors have none.
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class DamagedError(Exception):
     """A file is not what was written; the text says which and why."""
+
+
+class UnreadableError(Exception):
+    """A file may be sound, but is not to be read now; the text says which and why."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,11 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
 
     Raises:
         DamagedError: It is missing, cut or changed, or of another format.
+        UnreadableError: The system does not let it be read.
     """
     path = folder / f"rank-{rank:05d}{MANIFEST}"
-    try:
+    with _reading(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise DamagedError(f"{path.name}: {error.strerror or error}") from error
     text, _, seal = content.partition(b"\n")
     if seal != hashlib.sha256(text + b"\n").hexdigest().encode() + b"\n":
         raise DamagedError(f"{path.name} does not match its own checksum")
@@ -102,10 +108,8 @@ def check_size(folder: Path, manifest: dict[str, Any]) -> None:
         DamagedError: They are not.
     """
     path = folder / manifest["file"]
-    try:
+    with _reading(path):
         n_bytes = path.stat().st_size
-    except OSError as error:
-        raise DamagedError(f"{path.name}: {error.strerror or error}") from error
     if n_bytes != manifest["bytes"]:
         raise DamagedError(f"{path.name} has {n_bytes} bytes instead of {manifest['bytes']}")
 
@@ -118,10 +122,8 @@ def check_file(folder: Path, manifest: dict[str, Any]) -> None:
     """
     check_size(folder, manifest)
     path = folder / manifest["file"]
-    try:
+    with _reading(path):
         digest = _sha256(path)
-    except OSError as error:
-        raise DamagedError(f"{path.name}: {error.strerror or error}") from error
     if digest != manifest["sha256"]:
         raise DamagedError(f"{path.name} does not match its checksum")
 
@@ -137,7 +139,7 @@ class Arrays:
         """
         self._path = folder / manifest["file"]
         self._dtypes = manifest["dtypes"]
-        with self._named():
+        with _reading(self._path):
             self._file = np.load(self._path, allow_pickle=False)
         self.names = frozenset(self._file.files)
 
@@ -147,7 +149,7 @@ class Arrays:
         Raises:
             DamagedError: It is not there, or damaged.
         """
-        with self._named():
+        with _reading(self._path):
             array = self._file[name]
         return array.view(_dtype(self._dtypes[name])) if name in self._dtypes else array
 
@@ -155,12 +157,16 @@ class Arrays:
         """Close the file."""
         self._file.close()
 
-    @contextlib.contextmanager
-    def _named(self) -> Any:
-        try:
-            yield
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise DamagedError(f"{self._path.name}: {error}") from error
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = DamagedError if error.errno in _DAMAGE else UnreadableError
+        raise kind(f"{path.name}: {error.strerror or error}") from error
+    except (EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise DamagedError(f"{path.name}: {error}") from error
 
 
 def _dtype(name: str) -> np.dtype:
