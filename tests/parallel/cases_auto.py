@@ -18,7 +18,7 @@ from tests.parallel.cases_equality import float64
 from tfscale import Auto
 from tfscale.exchange.plans import Planned, PlannedShards
 from tfscale.plan.machines import Machine
-from tfscale.tuning import auto_plan, layer_probe
+from tfscale.tuning import auto_plan, layer_probe, step_probe
 
 BATCH, STEPS = 12, 40  # with `few_steps`: ten by layer, five of allreduce and of each plan
 SLOW = Machine("slow links", 1e-6, 1e6, 1e9, 1e12, 1e12)
@@ -31,7 +31,9 @@ def few_steps():
         mock.patch.object(auto_plan, "_TIMED_STEPS", 3),
         mock.patch.object(auto_plan, "UNMEASURED_STEPS", 2),
         mock.patch.object(layer_probe, "UNMEASURED_STEPS", 2),
-        mock.patch.object(layer_probe, "_MEASURED_STEPS", 3),
+        mock.patch.object(layer_probe, "MEASURED_STEPS", 3),
+        mock.patch.object(step_probe, "UNMEASURED_STEPS", 2),
+        mock.patch.object(step_probe, "MEASURED_STEPS", 3),
     ):
         yield
 

@@ -28,6 +28,7 @@ from tfscale.tuning.layer_probe import (
     measured_machine,
 )
 from tfscale.tuning.model_layers import read_layers
+from tfscale.tuning.step_probe import StepProbe
 
 logger = logging.getLogger("tfscale")
 
@@ -101,15 +102,11 @@ def measure(
     samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
     if known is not None and table.name in known.layer_times:
         return Scenario(table, known, size, samples, n_slots)
-    if not has_events():
-        logger.info("Nothing is planned: this backend measures no exchange.")
-        return None
-    alone = yield from _probe(layers, table, overlap=False)
-    together = yield from _probe(layers, table, overlap=True)
-    if alone is None or together is None or alone.layers != together.layers:
+    parts = yield from _measure_layers(layers, table)
+    if parts is None:
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
-    found, compute_share, message_share = separate(alone, together)
+    together, found, compute_share, message_share = parts
     # Updates are measured by themselves; what is left of the step is calibrated below.
     found = dataclasses.replace(found, after_s=0.0)
     local = max(1, samples // size)
@@ -133,13 +130,30 @@ def measure(
         100 * machine.compute_share,
         100 * machine.message_share,
     )
-    return calibrated(Scenario(table, machine, size, samples, n_slots), together)
+    scenario = Scenario(table, machine, size, samples, n_slots)
+    # Without a record of collectives, what is not explained was laid to computing already.
+    return calibrated(scenario, together) if has_events() else scenario
+
+
+def _measure_layers(
+    layers: Sequence[str], table: LayerTable
+) -> Generator[
+    Exchange | None, None, tuple[LayerMeasurement, LayerMeasurement, float, float] | None
+]:
+    """Return a measurement as made, the same taken apart, and the shares of `separate`."""
+    if not has_events():
+        found = yield from _probe(StepProbe(layers, table), table, overlap=False)
+        return None if found is None else (found, found, 1.0, 1.0)
+    alone = yield from _probe(LayerProbe(layers), table, overlap=False)
+    together = yield from _probe(LayerProbe(layers), table, overlap=True)
+    if alone is None or together is None or alone.layers != together.layers:
+        return None
+    return (together, *separate(alone, together))
 
 
 def _probe(
-    layers: Sequence[str], table: LayerTable, overlap: bool
+    probe: LayerProbe | StepProbe, table: LayerTable, overlap: bool
 ) -> Generator[Exchange | None, None, LayerMeasurement | None]:
-    probe = LayerProbe(layers)
     yield per_layer(table, overlap)
     while True:
         found = probe.step()

@@ -23,7 +23,7 @@ from tfscale.trace.recorder import Listener
 from tfscale.tuning.message_probe import fitted, measure_messages
 
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
-_MEASURED_STEPS = 7
+MEASURED_STEPS = 7
 _FREE = 1e15  # a rate that costs nothing
 
 
@@ -98,7 +98,7 @@ class LayerProbe:
     @property
     def is_over(self) -> bool:
         """Whether the last step was counted."""
-        return len(self._ends) >= UNMEASURED_STEPS + _MEASURED_STEPS
+        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
 
     def _row(self, events: np.ndarray, begin: int, end: int) -> dict[str, Any]:
         """Return one step's times in seconds; nothing where it exchanged nothing."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import tensorflow as tf
 
 from tfscale import collectives, objects
 from tfscale.plan.specs import BYTES_PER_VALUE
-from tfscale.trace.recorder import Listener
+from tfscale.trace.recorder import Listener, has_events
 
 _SHORT, _LONG = 2**10, 2**20  # values
 _REPEATS = 5
@@ -20,23 +24,36 @@ def measure_messages() -> tuple[float, float]:
 
     One message at a time, on the main thread; of the rank that waited least.
     """
-    listener = Listener()
-    short_s, long_s = (_duration_s(n_values, listener) for n_values in (_SHORT, _LONG))
-    listener.close()
+    short_s, long_s = (_duration_s(n_values) for n_values in (_SHORT, _LONG))
     per_byte = (long_s - short_s) / ((_LONG - _SHORT) * BYTES_PER_VALUE)
     return short_s, max(per_byte, long_s / (_LONG * BYTES_PER_VALUE) / _MOST_OVERLAP)
 
 
-def _duration_s(n_values: int, listener: Listener) -> float:
+def _duration_s(n_values: int) -> float:
     values, name = tf.ones([n_values]), f"speed of messages of {n_values} values"
     collectives.allreduce(values, name=name)
-    listener.take()
-    for _ in range(_REPEATS):
-        collectives.allreduce(values, name=name)
-    events = listener.take()
-    durations = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
-    every = objects.allgather_object(durations, name="times of messages")
+    own = (_recorded if has_events() else _clocked)(
+        lambda: collectives.allreduce(values, name=name)
+    )
+    every = objects.allgather_object(own, name="times of messages")
     return statistics.median(map(min, zip(*every, strict=True)))
+
+
+def _recorded(run: Callable[[], Any]) -> list[float]:
+    listener = Listener()
+    for _ in range(_REPEATS):
+        run()
+    events = listener.take()
+    listener.close()
+    return [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
+
+
+def _clocked(run: Callable[[], Any]) -> list[float]:
+    times = [time.perf_counter()]
+    for _ in range(_REPEATS):
+        run()
+        times.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(times)]
 
 
 def fitted(
