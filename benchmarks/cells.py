@@ -126,9 +126,19 @@ def single_cells(choice: Choice) -> list[Cell]:
     ]
 
 
+def report_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of steps with and without a CommunicationReport, in turn inside."""
+    blocks = "4" if choice.extent == QUICK else "12"
+    return [
+        Cell("report", model, "both", MEMORY, 2, ("--model", model, "--repeats", blocks))
+        for model in choice.models or ("resnet20",)
+    ]
+
+
 SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "collectives": collective_cells,
     "step": step_cells,
     "fc1": fc1_cells,
     "single": single_cells,
+    "report": report_cells,
 }

@@ -11,10 +11,11 @@ from typing import Any
 
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
-from benchmarks.step_tables import group_table, single_table, summary
+from benchmarks.step_tables import group_table, overhead_table, summary
 from benchmarks.text import milliseconds, ratio_text, table
 from tfscale.cluster.layout import parse_rate
 
+_IN_TURN = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
 _MARK = "<!-- Below: made by `python -m benchmarks.report`. -->\n"
 
 
@@ -75,14 +76,15 @@ def report(content: dict[str, Any], title: str) -> str:
     )
     parts = [f"# {title}\n"] if title else []
     parts += [about]
-    steps, single = collect(runs, "step"), collect(runs, "single")
+    steps = collect(runs, "step")
     collectives = collect(runs, "collectives")
     if steps:
         parts += ["## Training steps\n", "![ms per step](benchmarks-steps.png)\n", summary(steps)]
         parts += map(group_table, steps)
         parts += ["## Memory and start\n", other_tables(runs)]
-    if single:
-        parts += ["## One process\n", single_table(single)]
+    for suite, heading in _IN_TURN.items():
+        if rows := collect(runs, suite):
+            parts += [f"## {heading}\n", overhead_table(rows, suite)]
     if collectives:
         parts += ["## Allreduce\n", "![bus bandwidth](benchmarks-allreduce.png)\n"]
         parts += [collectives_table(collectives)]

@@ -10,6 +10,8 @@ from benchmarks.numbers import physical_limit, spread
 from tfscale.cluster.layout import parse_rate
 
 MEMORY = "memory"
+# Suites whose workers measure two systems in turn: the one that is added to, and what is added.
+IN_TURN = {"single": ("keras", "tfscale"), "report": ("without", "with")}
 _FACTS = ("n_parameters", "allreduce_bytes", "least_bytes", "predicted_s")
 Runs = Sequence[dict[str, Any]]
 
@@ -47,7 +49,7 @@ def collect(runs: Runs, suite: str) -> list[Row]:
             continue
         for case, samples in run["samples"].items():
             system = run["system"]
-            if suite == "single":  # both systems in one run, as its cases
+            if suite in IN_TURN:  # both systems in one run, as its cases
                 case, system = run["group"], case
             place = run["group"].split()[0 if suite == "collectives" else -1]
             empty = Row(run["group"], case, place, run["n_ranks"], {}, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.numbers import paired_ratio
-from benchmarks.rows import MEMORY, Row, step_limit
+from benchmarks.rows import IN_TURN, MEMORY, Row, step_limit
 from benchmarks.text import milliseconds, ratio_text, table
 
 NAMES = {"compute": "compute only", "horovod": "Horovod", "mwms": "MWMS", "mpi": "MPI's allreduce"}
@@ -78,16 +78,16 @@ def group_table(row: Row) -> str:
     return title + table(head, lines)
 
 
-def single_table(rows: Sequence[Row]) -> str:
-    """Return what tfscale costs in one process; negative means that it was faster."""
-    lines = []
+def overhead_table(rows: Sequence[Row], suite: str) -> str:
+    """Return what the second system of a suite in turn costs; negative means that it was faster."""
+    names, lines = IN_TURN[suite], []
     for row in rows:
-        both = {name: _by_block(row.rounds[name]) for name in ("keras", "tfscale")}
-        middle, low, high = paired_ratio(both["tfscale"], both["keras"])
-        times = [milliseconds([s for one in both[n] for s in one]) for n in both]
+        first, second = (_by_block(row.rounds[name]) for name in names)
+        middle, low, high = paired_ratio(second, first)
+        times = [milliseconds([s for one in rounds for s in one]) for rounds in (first, second)]
         text = f"{100 * (middle - 1):+.1f} % ({100 * (low - 1):+.1f}..{100 * (high - 1):+.1f})"
         lines.append([row.group, *times, text])
-    return table(["model", "keras ms", "tfscale ms", "overhead"], lines)
+    return table(["model", *(f"{name} ms" for name in names), "overhead"], lines)
 
 
 def _by_block(rounds: Sequence[Sequence[float]]) -> list[list[float]]:

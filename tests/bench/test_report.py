@@ -12,7 +12,7 @@ from benchmarks.harness import Cell, merge
 from benchmarks.places import RunFailedError
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
-from benchmarks.step_tables import single_table
+from benchmarks.step_tables import overhead_table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -116,7 +116,7 @@ def test_overhead_of_one_process_pairs_the_blocks():
     samples = {"keras": [1.0, 2.0, 4.0], "tfscale": [1.1, 2.2, 4.4]}
     run = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
     (row,) = collect([{**run, "samples": samples}], "single")
-    assert "+10.0 % (+10.0..+10.0)" in single_table([row])
+    assert "+10.0 % (+10.0..+10.0)" in overhead_table([row], "single")
 
 
 def _content(seconds, system="tfscale-allreduce"):
