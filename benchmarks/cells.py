@@ -16,6 +16,8 @@ EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 # Steps from one average over the groups to the next; only whole intervals are measured.
 _INTERVALS = {"local8": 8, "local16": 16}
 
+# A number without an interval is enough for these, so that the tables take less than an hour.
+_ONCE = ("mwms", *(f"tfscale-{name}" for name in _INTERVALS))
 _SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
 _QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
@@ -54,7 +56,7 @@ def collective_cells(choice: Choice) -> list[Cell]:
     sizes = _QUICK_SIZES if quick else _SIZES
     arguments = ("--bytes", *map(str, sizes), "--repeats", "5" if quick else "10")
     return [
-        Cell("collectives", f"{place} {n_ranks} ranks", system, place, n_ranks, arguments)
+        Cell("collectives", f"{place} {n_ranks} ranks", system, place, n_ranks, arguments, 1)
         for place in choice.places or (MEMORY, "1gbit")
         for n_ranks in (([2] if place == MEMORY else [4]) if quick else [2, 4])
         for system in ("mpi4py", "tfscale", *_baselines())
@@ -84,7 +86,8 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
         arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
         where = MEMORY if system == "compute" else place
         blocks = ("--block", str(block)) if block > 1 else ()
-        cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks)))
+        most = int(choice.extent == TABLE and not choice.systems and system in _ONCE)
+        cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks), most))
     return cells
 
 
@@ -92,14 +95,15 @@ def _systems(model: str, place: str, choice: Choice) -> list[str]:
     """Return the systems that train a model, in the order of their turns."""
     exchanges = choice.exchanges
     others = ["mwms"]
-    if choice.extent == TABLE and (place == MEMORY or model == "edsr16"):
+    is_in_memory = choice.extent == TABLE and place == MEMORY
+    if is_in_memory or (choice.extent == TABLE and model == "edsr16"):
         exchanges, others = exchanges or ("allreduce", "auto"), []
     elif choice.extent == TABLE and model == "resnet20":
         others = []
     elif not exchanges and model == "resnet50" and choice.extent != QUICK:
         exchanges = (*EXCHANGES, *_INTERVALS)
     ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
-    found = ["compute", *ours, *_baselines(*others)]
+    found = [*([] if is_in_memory else ["compute"]), *ours, *_baselines(*others)]
     return [s for s in found if not choice.systems or s in choice.systems]
 
 
@@ -110,7 +114,7 @@ def fc1_cells(choice: Choice) -> list[Cell]:
     systems = ("compute", "mpi", *(f"tfscale-{e}" for e in ours), *_baselines())
     arguments = ("--model", "fc1", "--repeats", "3", "--warmup", "1")
     return [
-        Cell("step", f"fc1 {place}", s, MEMORY if s == "compute" else place, 4, arguments)
+        Cell("step", f"fc1 {place}", s, MEMORY if s == "compute" else place, 4, arguments, 1)
         for place in places
         for s in systems
     ]
@@ -121,7 +125,7 @@ def single_cells(choice: Choice) -> list[Cell]:
     blocks = "4" if choice.extent == QUICK else "12"
     models = choice.models or (("resnet20",) if choice.extent == QUICK else MODELS)
     return [
-        Cell("single", model, "both", MEMORY, 1, ("--model", model, "--repeats", blocks))
+        Cell("single", model, "both", MEMORY, 1, ("--model", model, "--repeats", blocks), 1)
         for model in models
     ]
 
@@ -130,7 +134,7 @@ def report_cells(choice: Choice) -> list[Cell]:
     """Return the cells of steps with and without a CommunicationReport, in turn inside."""
     blocks = "4" if choice.extent == QUICK else "12"
     return [
-        Cell("report", model, "both", MEMORY, 2, ("--model", model, "--repeats", blocks))
+        Cell("report", model, "both", MEMORY, 2, ("--model", model, "--repeats", blocks), 1)
         for model in choice.models or ("resnet20",)
     ]
 

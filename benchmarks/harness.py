@@ -27,6 +27,7 @@ class Cell:
         place: See `benchmarks.places`.
         n_ranks: Number of ranks.
         arguments: Of the worker.
+        most_rounds: Fewer rounds than the run has are enough; 0 for all of them.
     """
 
     suite: str
@@ -35,6 +36,7 @@ class Cell:
     place: str
     n_ranks: int
     arguments: tuple[str, ...]
+    most_rounds: int = 0
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
@@ -72,7 +74,7 @@ def measure(
         for group in groups:
             for number in range(n_rounds):
                 for cell in (c for c in cells if c.group == group):
-                    if (*cell.key, number) in done:
+                    if (*cell.key, number) in done or 0 < cell.most_rounds <= number:
                         continue
                     run = {**asdict(cell), "round": number, **run_cell(cell, timeout_s)}
                     content["runs"].append(run)

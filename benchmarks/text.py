@@ -31,5 +31,6 @@ def ratio_text(row: Row, baseline: str, ours: str) -> str:
     if baseline not in row.rounds or ours not in row.rounds:
         return "—"
     middle, low, high = paired_ratio(row.rounds[baseline], row.rounds[ours])
-    interval = f" ({low:.2f}..{high:.2f})" if len(row.rounds[ours]) > 1 else ""
+    n_pairs = min(len(row.rounds[baseline]), len(row.rounds[ours]))
+    interval = f" ({low:.2f}..{high:.2f})" if n_pairs > 1 else ""
     return f"{middle:.2f}{interval}"
