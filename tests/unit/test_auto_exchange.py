@@ -24,6 +24,7 @@ from tfscale.tuning.layer_probe import (
 )
 from tfscale.tuning.links import fit_line
 from tfscale.tuning.message_probe import fitted
+from tfscale.tuning.step_probe import StepProbe
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,21 @@ def test_what_messages_cost_where_many_are_under_way():
     assert fitted((0.1, 0.01), 4, 100, 0.54) == pytest.approx((0.01, 0.005))
     # They took longer: bytes had to wait.
     assert fitted((0.1, 0.01), 4, 100, 2.4) == pytest.approx((0.1, 0.02))
+
+
+def test_whole_steps_are_cut_by_work():
+    layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
+    table = LayerTable("t", layers)
+    probe = StepProbe(["a", "b"], table)
+    # 5000 bytes of a millisecond each take 5.1 s of 8.1 s; two thirds of the rest go backwards.
+    found = probe._cut(8.1, (0.1, 1e-3))
+    assert found.wire_s == pytest.approx(5.1)
+    assert found.ready_s == pytest.approx((2.0 * 253 / 1254, 0.0))
+    assert found.before_s + found.ready_s[0] == pytest.approx(3.0)
+    machine = measured_machine(table, found, n_ranks=2, batch=4, known=None)
+    assert Scenario(table, machine, 2, 8).compute_s() == pytest.approx(3.0)
+    # However slow messages are that travel alone, a quarter of a step is computed.
+    assert probe._cut(2.0, (0.1, 1e-3)).wire_s == pytest.approx(1.5)
 
 
 def test_a_measured_machine_takes_as_long_as_the_steps_did():
