@@ -120,6 +120,17 @@ def fc1_cells(choice: Choice) -> list[Cell]:
     ]
 
 
+def gather_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of sharded steps that do and do not hide the gather of parameters."""
+    arguments = ("--model", "resnet50_128", "--repeats", "4", "--warmup", "1")
+    systems = ("compute", "tfscale-sharded", "tfscale-sharded-waiting")
+    return [
+        Cell("step", f"resnet50_128 {place}", s, MEMORY if s == "compute" else place, 4, arguments)
+        for place in choice.places or ("1gbit",)
+        for s in systems
+    ]
+
+
 def single_cells(choice: Choice) -> list[Cell]:
     """Return the cells of one process with and without tfscale, which take turns inside."""
     blocks = "4" if choice.extent == QUICK else "12"
@@ -143,6 +154,7 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "collectives": collective_cells,
     "step": step_cells,
     "fc1": fc1_cells,
+    "gathers": gather_cells,
     "single": single_cells,
     "report": report_cells,
 }

@@ -122,6 +122,9 @@ class Tfscale:
             "sharded-partial": lambda: self.tfscale.Sharded(
                 dense="partial", global_batch=case.workload.global_batch
             ),
+            "sharded-waiting": lambda: self.tfscale.Sharded(
+                global_batch=case.workload.global_batch, overlap_forward=False
+            ),
             "sharded-replicated": lambda: self.tfscale.Sharded(
                 dense="replicated", global_batch=case.workload.global_batch
             ),
