@@ -7,24 +7,24 @@ from typing import Any
 
 import keras
 
-from tfscale.accumulation import Accumulator, refuse_replicated
 from tfscale.backends.variables import raw_variable
 from tfscale.errors import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
-from tfscale.loss_scale import refuse_outer
 from tfscale.model_optimizers import trains_all
-from tfscale.nonfinite import NonFinite, Policy
 from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
+from tfscale.parameters.retracing import drop_traces
 from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
-from tfscale.rebuilding import unbuilt
 from tfscale.reduce_ops import Average
-from tfscale.retracing import drop_traces
 from tfscale.trace.stamps import stamp_updates
+from tfscale.update.accumulation import Accumulator, refuse_replicated
+from tfscale.update.loss_scale import refuse_outer
+from tfscale.update.nonfinite import NonFinite, Policy
+from tfscale.update.rebuilding import unbuilt
 
 
 class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):

@@ -10,11 +10,11 @@ import keras
 from tfscale import runtime
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.sharded import Sharded
-from tfscale.loss_scale import update_rule
 from tfscale.model_optimizers import trains_all
 from tfscale.process_sets import ProcessSet
-from tfscale.update import WholeUpdate, choose_update
-from tfscale.update_rules import why_whole
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rules import why_whole
+from tfscale.update.whole import WholeUpdate, choose_update
 
 
 class Sharing:

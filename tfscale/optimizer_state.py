@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.process_sets import ProcessSet
-from tfscale.rebuilding import unbuilt
+from tfscale.update.rebuilding import unbuilt
 
 
 class CompleteVariable:

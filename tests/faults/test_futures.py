@@ -8,7 +8,8 @@ START = """
 import time
 import keras, numpy as np, tensorflow as tf
 import tfscale
-from tfscale import futures, runtime
+from tfscale import runtime
+from tfscale.parameters import futures
 from tests.parallel.futures_model import Posts
 tfscale.init()
 rank = tfscale.rank()

@@ -12,7 +12,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
-from tfscale import DistributedOptimizer, agreement
+from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     Callback,
@@ -21,6 +21,7 @@ from tfscale.callbacks import (
     RankZero,
 )
 from tfscale.data import GlobalBatches
+from tfscale.fit import agreement
 
 BATCH, N = 4, 16
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

@@ -154,7 +154,7 @@ def case_ranks_that_plan_otherwise_are_an_error():
     text = "All ranks must train with the same exchange. Received: exchange=Auto(machine=Machine("
     require_error(lambda: fit(build(), Auto(machine=machine), steps=14), text)
     # Without that comparison, as in a loop of one's own, the plans are compared.
-    with mock.patch("tfscale.agreement._exchange", return_value={}):
+    with mock.patch("tfscale.fit.agreement._exchange", return_value={}):
         require_error(
             lambda: fit(build(), Auto(machine=machine), steps=14), "All ranks must plan alike"
         )

@@ -12,10 +12,11 @@ import tfscale
 from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject, X, Y
-from tfscale import futures, runtime
+from tfscale import runtime
 from tfscale.backends.base import MarkKind
 from tfscale.backends.variables import raw_variable
 from tfscale.native_errors import has_stopped
+from tfscale.parameters import futures
 
 
 def num_failed() -> int:

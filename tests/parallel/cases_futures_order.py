@@ -18,8 +18,9 @@ import tfscale
 from tests.helpers.ranks import require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X
-from tfscale import futures, runtime
+from tfscale import runtime
 from tfscale.backends.variables import raw_variable
+from tfscale.parameters import futures
 
 
 class Gate:

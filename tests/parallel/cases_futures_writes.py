@@ -14,7 +14,8 @@ import tfscale
 from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X, build
-from tfscale import futures, runtime
+from tfscale import runtime
+from tfscale.parameters import futures
 
 
 def ways_of_writing(

@@ -25,8 +25,8 @@ from tests.parallel.sharded_model import (
     sharded,
     state_of,
 )
-from tfscale import shared_saves
 from tfscale.config import settings
+from tfscale.parameters import shared_saves
 
 LSO = keras.optimizers.LossScaleOptimizer
 

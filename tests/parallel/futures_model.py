@@ -11,8 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tfscale import futures, runtime
+from tfscale import runtime
 from tfscale.backends.base import Call
+from tfscale.parameters import futures
 from tfscale.plan.segments import SegmentedBucket, build_segments
 from tfscale.plan.specs import GradientSpec
 

@@ -191,7 +191,7 @@ def test_multi_output_losses_and_metrics():
     parts = shares((x, y), (8, 22))
     models = [multi() for _ in parts]
     # Keras weights losses by sizes known beforehand, which `fit` wants equal on all ranks.
-    with mock.patch("tfscale.agreement._batch_size", return_value=""):
+    with mock.patch("tfscale.fit.agreement._batch_size", return_value=""):
         results = FakeRanks(2).run(
             lambda rank: run(models[rank], *parts[rank], [MetricAverageCallback()])
         )

@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale import futures
-from tfscale.delayed_dense import DelayedDense
-from tfscale.delayed_layer import DelayedLayer
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.compression import Compression
 from tfscale.exchange.factors import Factors, factors_of, note_factors, product
-from tfscale.update_rules import why_not_later
+from tfscale.parameters import futures
+from tfscale.update.delayed_dense import DelayedDense
+from tfscale.update.delayed_layer import DelayedLayer
+from tfscale.update.rules import why_not_later
 
 rules = keras.optimizers
 A = np.arange(12, dtype="float32").reshape(4, 3) / 10

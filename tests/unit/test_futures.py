@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale import futures
-from tfscale.retracing import drop_traces
+from tfscale.parameters import futures
+from tfscale.parameters.retracing import drop_traces
 
 
 @pytest.fixture(autouse=True)

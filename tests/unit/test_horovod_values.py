@@ -15,7 +15,7 @@ from tfscale.backends.horovod_values import (
     widen,
 )
 from tfscale.errors import ExchangeError
-from tfscale.lookahead import Lookahead
+from tfscale.fit.lookahead import Lookahead
 from tfscale.native_errors import is_exchange_error
 
 PAIR = Group(0, (0, 1), 0)

@@ -154,8 +154,8 @@ class Backend(Protocol):
     ) -> None:
         """Begin to give variables the values that the members' pieces make up; do not wait.
 
-        Who reads a variable must wait first, by `await_variables`, as `tfscale.futures` does.
-        A failed gather leaves the values as they are, and readers get its error.
+        Who reads a variable must wait first, by `await_variables`, as `parameters.futures` does. A
+        failed gather leaves the values as they are, and readers get its error.
 
         Args:
             pieces: This member's, as `layout.pieces` of its rank in the group names them.

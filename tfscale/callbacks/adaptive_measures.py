@@ -13,10 +13,10 @@ import numpy as np
 from tfscale import objects, runtime
 from tfscale.callbacks import model_state
 from tfscale.errors import ConfigError
-from tfscale.gradient_norms import GradientNorms
 from tfscale.tuning.growth import Measures
 from tfscale.tuning.memory import MemoryGuard
 from tfscale.tuning.noise_scale import noise_scale
+from tfscale.update.gradient_norms import GradientNorms
 
 
 @dataclass(frozen=True)

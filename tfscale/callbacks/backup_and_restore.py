@@ -11,7 +11,7 @@ from tfscale.callbacks import backup_groups, backup_state, building, model_state
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
-from tfscale.progress import progress_of
+from tfscale.fit.progress import progress_of
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):

@@ -24,7 +24,7 @@ from tfscale.checkpoints.parts import (
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.group_view import average_models
+from tfscale.parameters.group_view import average_models
 
 
 def has_groups(model: keras.Model) -> bool:

@@ -11,9 +11,9 @@ from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.eager import has_exchanged_gradients
-from tfscale.preparation import prepare
-from tfscale.progress import progress_of
-from tfscale.unsynchronised import warn_if_unsynchronised
+from tfscale.fit.preparation import prepare
+from tfscale.fit.progress import progress_of
+from tfscale.fit.unsynchronised import warn_if_unsynchronised
 
 
 class Callback(keras.callbacks.Callback):

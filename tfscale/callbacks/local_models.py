@@ -12,8 +12,8 @@ from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import StopOfGroups
 from tfscale.data.keras_pass import put_last
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
-from tfscale.group_view import average_models
-from tfscale.progress import progress_of
+from tfscale.fit.progress import progress_of
+from tfscale.parameters.group_view import average_models
 
 logger = logging.getLogger("tfscale")
 

@@ -93,7 +93,7 @@ class ParameterAveraging(BeforeValidation):
     Source: [S] 1.3, 2.2.
     """
 
-    trains_apart = True  # see tfscale.unsynchronised
+    trains_apart = True  # see tfscale.fit.unsynchronised
 
     def __init__(
         self,

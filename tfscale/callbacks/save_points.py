@@ -11,8 +11,8 @@ import keras
 from tfscale import objects, runtime
 from tfscale.data.keras_pass import callbacks_of_fit, put_first
 from tfscale.errors import ConfigError
+from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import optimizers_of, sharded_states
-from tfscale.progress import progress_of
 
 _SILENT = "_tfscale_is_silent"
 _Checkpoint, _Backup = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore

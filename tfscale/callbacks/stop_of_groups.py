@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale.progress import progress_of
+from tfscale.fit.progress import progress_of
 
 logger = logging.getLogger("tfscale")
 

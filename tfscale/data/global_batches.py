@@ -227,7 +227,7 @@ class GlobalBatches(keras.utils.PyDataset):
             return
         caller.require_whole_epochs()
         if caller.is_inside_fit:
-            from tfscale.unsynchronised import warn_if_unsynchronised
+            from tfscale.fit.unsynchronised import warn_if_unsynchronised
 
             warn_if_unsynchronised(argument_of_fit("self"))
         self._epochs.number = max(self._epochs.number, caller.epoch or 0)

@@ -114,7 +114,7 @@ class Sharded:
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Return the reduced gradients, whole: what a tape or an unknown optimizer gets.
 
-        `DistributedOptimizer` goes another way where it can: see `tfscale.sharded_update`.
+        `DistributedOptimizer` goes another way where it can: see `tfscale.update.sharded`.
 
         Args:
             gradients: Tensors or IndexedSlices, one per variable; no None.

@@ -216,7 +216,7 @@ class Shards:
         """Send the own pieces to all ranks and receive theirs, in forward order.
 
         Args:
-            waits: Wait for all of them; otherwise readers do, who must know (`tfscale.futures`).
+            waits: Wait for all of them; otherwise readers do, who must know (`parameters.futures`).
             updated: Positions of variables; buckets without any of them are left out.
 
         Raises:

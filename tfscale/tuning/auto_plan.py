@@ -18,14 +18,14 @@ from tfscale.errors import PlanError
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.plans import Outcome, Planned, PlannedShards, strategy_of
-from tfscale.loss_scale import update_rule
 from tfscale.plan.choose import Choice, choose
 from tfscale.plan.explain import explain
 from tfscale.plan.parts import Kind
 from tfscale.plan.times import Scenario
 from tfscale.tuning.auto_scenario import Course, measure, why_not
 from tfscale.tuning.layer_probe import UNMEASURED_STEPS
-from tfscale.update_rules import LAYERWISE
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rules import LAYERWISE
 
 logger = logging.getLogger("tfscale")
 

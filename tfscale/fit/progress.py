@@ -7,13 +7,14 @@ from typing import Any
 
 import keras
 
-from tfscale import agreement, objects, runtime
+from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.lockstep import Answer, ask
+from tfscale.fit import agreement
+from tfscale.fit.lockstep import Answer, ask
 
 
 class Progress:

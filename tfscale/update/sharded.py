@@ -8,9 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import futures, runtime
+from tfscale import runtime
 from tfscale.backends.base import Call, ReduceOp, Scaling
-from tfscale.dense_routes import DenseRoutes
 from tfscale.errors import ConfigError
 from tfscale.exchange.clipping import clip
 from tfscale.exchange.kept_state import KeptState
@@ -19,9 +18,11 @@ from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.shards import Shards
 from tfscale.exchange.state_nodes import StateNodes
 from tfscale.gradients import GradientReducer
-from tfscale.loss_scale import update_rule
-from tfscale.rebuilding import exclude_pieces, forget_pieces, rebuilt, unbuilt
-from tfscale.update_rules import why_uncut
+from tfscale.parameters import futures
+from tfscale.update.dense_routes import DenseRoutes
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rebuilding import exclude_pieces, forget_pieces, rebuilt, unbuilt
+from tfscale.update.rules import why_uncut
 
 
 class ShardedUpdate:

@@ -10,13 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import futures
-from tfscale.delayed_layer import DelayedLayer
 from tfscale.exchange import dense
 from tfscale.exchange.factors import Factors, factors_of
-from tfscale.loss_scale import update_rule
 from tfscale.model_optimizers import trains_all
-from tfscale.update_rules import why_not_later
+from tfscale.parameters import futures
+from tfscale.update.delayed_layer import DelayedLayer
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rules import why_not_later
 
 logger = logging.getLogger("tfscale")
 

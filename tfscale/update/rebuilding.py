@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.exchange.shards import Shards
-from tfscale.loss_scale import scaled_by
+from tfscale.update.loss_scale import scaled_by
 
 
 def unbuilt(optimizer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Parameters as futures: their next values are on the way, and any read waits for them.
 
 A step of a sharded exchange ends with gathers that are posted and not waited for
-(`Backend.post_gather`), or with updates that are still to be made (`tfscale.delayed_layer`). The
+(`Backend.post_gather`), or with updates that are still to be made (`update.delayed_layer`). The
 class of each parameter is replaced by a subclass, `Awaited`, which waits before anything reads or
 writes: eagerly, or by an op that becomes part of the graph that is being traced. TensorFlow orders
 that op by the variable's handle, so layer 1 can begin while layer 2 waits for its parameters.
@@ -21,8 +21,8 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.backends.variables import raw_variable
 from tfscale.errors import ExchangeError
-from tfscale.retracing import drop_traces
-from tfscale.waits import Wait, wait_for_gathers, wait_now_or_traced
+from tfscale.parameters.retracing import drop_traces
+from tfscale.parameters.waits import Wait, wait_for_gathers, wait_now_or_traced
 
 OnAssign = Callable[[Any, Any], None]
 

@@ -15,7 +15,7 @@ from tfscale.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.dense_uses import use_of
-from tfscale.loss_scale import update_rule
+from tfscale.update.loss_scale import update_rule
 
 logger = logging.getLogger("tfscale")
 

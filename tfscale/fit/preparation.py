@@ -9,9 +9,9 @@ import keras
 
 from tfscale import runtime
 from tfscale.errors import ConfigError
-from tfscale.guarded_step import GuardedStep
+from tfscale.fit.guarded_step import GuardedStep
 from tfscale.optimizer import DistributedOptimizer
-from tfscale.shared_saves import make_saves_safe
+from tfscale.parameters.shared_saves import make_saves_safe
 
 logger = logging.getLogger("tfscale")
 

@@ -15,9 +15,9 @@ from tfscale.exchange.averaging import GroupAverage
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
-from tfscale.loss_scale import update_rule
 from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
-from tfscale.rebuilding import unbuilt
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rebuilding import unbuilt
 
 logger = logging.getLogger("tfscale")
 

@@ -10,15 +10,15 @@ import keras
 import tensorflow as tf
 
 from tfscale import runtime
-from tfscale.delayed_dense import DelayedDense
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
-from tfscale.local_update import LocalUpdate
-from tfscale.loss_scale import update_rule
-from tfscale.sharded_update import ShardedUpdate
-from tfscale.update_rules import why_whole
+from tfscale.update.delayed_dense import DelayedDense
+from tfscale.update.local import LocalUpdate
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rules import why_whole
+from tfscale.update.sharded import ShardedUpdate
 
 logger = logging.getLogger("tfscale")
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.errors import ExchangeError
-from tfscale.loss_scale import scaled_by
+from tfscale.update.loss_scale import scaled_by
 from tfscale.versions import versions
 
 logger = logging.getLogger("tfscale")

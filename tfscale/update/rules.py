@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from tfscale.loss_scale import update_rule
 from tfscale.optimizers.lars import LARS
+from tfscale.update.loss_scale import update_rule
 
 _rules = keras.optimizers
 # The update of a value depends on that value's gradient and state alone.

@@ -52,7 +52,8 @@ def wait_now_or_traced(parts: Sequence[tuple[Wait, Sequence[Any]]], is_write: bo
         raise ExchangeError(
             "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
             f"for {graph.name}, which reads {parts[0][1][0].path}. Compile with "
-            "jit_compile=False, or call and trace it within tfscale.futures.plain(model.variables)."
+            "jit_compile=False, or call and trace it within "
+            "tfscale.parameters.futures.plain(model.variables)."
         )
     # Not once per graph: a function that it calls may have posted in between.
     for wait, own in parts:

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tfscale import runtime
 from tfscale.errors import ExchangeError
-from tfscale.lookahead import Lookahead
+from tfscale.fit.lookahead import Lookahead
+from tfscale.fit.progress import progress_of
 from tfscale.native_errors import engine_text, has_stopped, is_exchange_error
-from tfscale.progress import progress_of
 
 logger = logging.getLogger("tfscale")
 

@@ -1,0 +1,1 @@
+"""Parameters whose next values are on their way, and who reads them whole."""
