@@ -34,7 +34,7 @@ void CheckGivenUp(const Job& job, const SumPlan& plan, int early, MarkKind kind,
   job.engine().Mark(MarkKind::kEpochEnd);
 }
 
-// As tfscale.progress does it: eager calls work throughout.
+// As tfscale.fit.progress does it: eager calls work throughout.
 void StartTogether(const Job& job, int incarnation) {
   Sum(job.Ranks([](int) { return true; }), job.rank(), 10, incarnation, {}).Check();
   job.engine().StartIncarnation(incarnation);

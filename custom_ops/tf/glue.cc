@@ -16,7 +16,7 @@ absl::Status ToTensorFlow(const Status& status) {
     case StatusCode::kOk:
       return absl::OkStatus();
     case StatusCode::kStopped:
-      // Recognised by tfscale.progress, which ends `fit` without an error.
+      // Recognised by tfscale.fit.progress, which ends `fit` without an error.
       return absl::AbortedError("TFSCALE_STOPPED: " + status.message);
     case StatusCode::kInvalid:
       return absl::InvalidArgumentError(status.message);
