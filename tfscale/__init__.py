@@ -13,8 +13,27 @@ from tfscale.end_of_job import watch_from_import
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("callbacks", "checkpoints", "data", "elastic", "keras", "optimizers", "preemption")
+_SUBMODULES = (
+    "callbacks",
+    "checkpoints",
+    "data",
+    "elastic",
+    "exit_codes",
+    "keras",
+    "optimizers",
+    "preemption",
+)
 _NAMES_BY_MODULE = {
+    "build_info": (
+        "cuda_built",
+        "gloo_built",
+        "gloo_enabled",
+        "mpi_built",
+        "mpi_enabled",
+        "mpi_threads_supported",
+        "nccl_built",
+        "rocm_built",
+    ),
     "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
     "collectives": ("allreduce", "barrier", "broadcast", "grouped_allreduce"),
     "eager": ("join",),
@@ -25,6 +44,7 @@ _NAMES_BY_MODULE = {
     "exchange.compression": ("Compression",),
     "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),
     "exchange.sharded": ("Sharded",),
+    "fit.preparation": ("prepare",),
     "gathers": (
         "allgather",
         "alltoall",
@@ -40,7 +60,6 @@ _NAMES_BY_MODULE = {
     ),
     "optimizer": ("DistributedOptimizer",),
     "partial": ("PartialDistributedOptimizer",),
-    "preparation": ("prepare",),
     "process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
     "reduce_ops": ("Average", "Max", "Min", "Product", "Sum"),
     "runtime": (
@@ -58,6 +77,7 @@ _NAMES_BY_MODULE = {
     "scalable_schedule": ("ScalableSchedule",),
     "sync_batch_norm": ("SyncBatchNormalization",),
     "tape": ("DistributedGradientTape",),
+    "trace.timeline": ("start_timeline", "stop_timeline"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

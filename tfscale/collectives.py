@@ -145,7 +145,7 @@ def _allreduce_all(
 ) -> list[tf.Tensor]:
     scaling = scaling_of(op, factors, call.group.size, tensors)
     reduce_op = engine_op(op)
-    options = [reduce_op.name, scaling.prescale, scaling.postscale]
+    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
 
     @tf.custom_gradient
     def reduce(*inputs: tf.Tensor) -> Any:

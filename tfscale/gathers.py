@@ -190,7 +190,7 @@ def reducescatter(
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")
     scaling = scaling_of(op, Scaling(prescale_factor, postscale_factor), group.size, [value])
     reduce_op = engine_op(op)
-    options = [reduce_op.name, scaling.prescale, scaling.postscale]
+    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
     call = Call(group, name or "reducescatter")
 
     @tf.custom_gradient

@@ -55,6 +55,7 @@ class GradientReducer:
         self.process_set = process_set
         self.options = options
         self.strategy = strategy
+        self._given = (strategy, process_set)
         self._scale_local_gradients = scale_local_gradients
         self._local: list[Any] = []
         self._exchange: Callable[..., list[Any]] | None = None
@@ -80,6 +81,9 @@ class GradientReducer:
         has_changed = any([dense.restore(layer) for layer in model._flatten_layers()])
         wire = getattr(self.strategy, "wire", None)
         chosen = wire(model, self.options, self.process_set) if wire else []
+        for layer in model._flatten_layers():
+            if any(self.is_local(v) for v in dense.own_weights(layer)):
+                dense.restore(layer)  # its gradients stay on this rank
         return has_changed or bool(chosen)
 
     def next_strategy(
@@ -140,9 +144,8 @@ class GradientReducer:
 
     def copy(self) -> GradientReducer:
         """Return a reducer with the same options and local variables."""
-        other = GradientReducer(
-            self.strategy, self.options, self.process_set, self._scale_local_gradients
-        )
+        strategy, process_set = self._given  # whatever a choice or a group has made of them
+        other = GradientReducer(strategy, self.options, process_set, self._scale_local_gradients)
         other._local = list(self._local)
         return other
 
@@ -198,7 +201,11 @@ class GradientReducer:
         note_gradients()
         own = [gradients[i] for i in shared]
         if skips_non_finite:
-            own[-1] = _spoil(own[-1], [g for g, v in pairs if g is not None and self.is_local(v)])
+            local = [g for g, v in pairs if g is not None and self.is_local(v)]
+            # The gradient of a replicated layer does not travel: nobody else would see it.
+            sent = [k for k, i in enumerate(shared) if not dense.is_whole(variables[i])]
+            last = sent[-1] if sent else -1
+            own[last] = _spoil(own[last], local)
         exchange = self._exchange or self.strategy.exchange
         reduced = exchange(own, [variables[i] for i in shared], group, self.options)
         for i, gradient in zip(shared, reduced, strict=True):

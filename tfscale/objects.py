@@ -42,11 +42,16 @@ def allgather_object(
         return [obj]
     label = name or "allgather_object"
     data = _to_bytes((label, obj))
-    lengths = allgather(tf.size(data), process_set=process_set, name=f"{label} length").numpy()
+    lengths = allgather(_length(data), process_set=process_set, name=f"{label} length").numpy()
     texts = allgather(data, process_set=process_set, name=label).numpy()
     every = [pickle.loads(text.tobytes()) for text in np.split(texts, np.cumsum(lengths)[:-1])]
     _require_equal_names([named for named, _ in every])
     return [gathered for _, gathered in every]
+
+
+def _length(data: tf.Tensor) -> tf.Tensor:
+    """Return the number of bytes; an int32 ends at 2 GiB."""
+    return tf.size(data, out_type=tf.int64)
 
 
 def _require_equal_names(names: list[str]) -> None:
@@ -86,7 +91,7 @@ def broadcast_object(
         return obj
     label = name or "broadcast_object"
     data = _to_bytes(obj)
-    length = broadcast(tf.size(data), root_rank, process_set=process_set, name=f"{label} length")
+    length = broadcast(_length(data), root_rank, process_set=process_set, name=f"{label} length")
     is_root = process_set.group().ranks[process_set.rank()] == root_rank
     if not is_root:
         data = tf.zeros([int(length)], tf.uint8)

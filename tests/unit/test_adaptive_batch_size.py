@@ -235,3 +235,16 @@ def test_a_run_goes_on_bit_by_bit(tmp_path, at, has_schedule):
         np.testing.assert_array_equal(got, wanted)
     assert own_lines == lines
     assert len({json.loads(line)["batch_size"] for line in lines.splitlines()}) == 3
+
+
+def test_a_second_fit_starts_afresh():
+    data, model = make_data(), make_model()
+    callback, watch = adaptive(data), Watch(data)
+    for _ in range(2):
+        model.fit(data, epochs=5, verbose=0, callbacks=[callback, watch])
+    n = len(watch.seen) // 2
+    assert n and watch.seen[0][-2:] != watch.seen[n - 1][-2:]
+    assert [row[-2:] for row in watch.seen[:n]] == [row[-2:] for row in watch.seen[n:]]
+    model.optimizer.learning_rate = 0.01  # who changes it in between means it
+    model.fit(data, epochs=1, verbose=0, callbacks=[callback])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)

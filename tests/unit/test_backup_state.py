@@ -129,3 +129,22 @@ def test_a_callback_of_ones_own_goes_on(tmp_path):
     count = Count()
     make_model().fit(make_data(), epochs=4, verbose=0, callbacks=[BackupAndRestore(backup), count])
     assert (count.n, count.restored_at) == (4, 2)
+
+
+def test_a_backup_that_is_kept_has_the_last_epoch(tmp_path):
+    def train(epochs, **options):
+        model, begun = make_model(), []
+        note = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: begun.append(epoch)
+        )
+        backup = BackupAndRestore(tmp_path / "backup", **options)
+        model.fit(make_data(), epochs=epochs, verbose=0, callbacks=[backup, note])
+        return model, begun
+
+    first, _ = train(2, delete_checkpoint=False)
+    second, begun = train(3)
+    assert begun == [2]
+    # What follows in the same program begins where it is told to.
+    history = second.fit(make_data(), epochs=2, verbose=0)
+    assert history.epoch == [0, 1]
+    assert int(second.optimizer.iterations) > int(first.optimizer.iterations)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale import runtime
 from tfscale.callbacks import (
@@ -158,3 +159,12 @@ def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".rank")]
     with pytest.raises(OSError):
         model.save(tmp_path / "missing" / "model.keras")
+
+
+@pytest.mark.parametrize(
+    "kind", [keras.callbacks.BackupAndRestore, tfscale.callbacks.BackupAndRestore]
+)
+def test_rank_zero_takes_no_backup(kind, tmp_path):
+    """It would decide for one rank in which epoch to begin."""
+    with pytest.raises(ConfigError, match=r"BackupAndRestore among them"):
+        RankZero(kind(tmp_path))

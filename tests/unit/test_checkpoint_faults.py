@@ -8,6 +8,7 @@ from pathlib import Path
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfscale
 from tests.unit.checkpoint_model import (
@@ -22,7 +23,12 @@ from tests.unit.checkpoint_model import (
     steps_in,
 )
 from tfscale import preemption
-from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    Checkpoint,
+    LearningRateScheduleCallback,
+)
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
@@ -171,3 +177,38 @@ def test_another_model_is_refused(tmp_path):
     data = GlobalBatches(*arrays(), batch_size=BATCH)
     with pytest.raises(ConfigError, match="goes on with the callbacks it began with"):
         build().fit(data, epochs=4, verbose=0, callbacks=[Checkpoint(tmp_path)])
+
+
+def test_what_stops_an_epoch_of_unknown_length_is_no_end(tmp_path):
+    def batches():
+        x, y = arrays()
+        for first in range(0, len(x), BATCH):
+            yield x[first : first + BATCH], y[first : first + BATCH]
+
+    model = build()
+
+    def stop():
+        model.stop_training = True
+
+    spec = tuple(tf.TensorSpec((None, n), "float64") for n in (3, 2))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    fit(Checkpoint(tmp_path, None), Act(6, stop), model=model, data=data)
+    assert 8 not in steps_in(tmp_path) and 7 not in steps_in(tmp_path)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_rates_of_an_epoch_that_goes_on(tmp_path, is_built):
+    """What callbacks set at the epoch's begin stays, also where the data build the model."""
+    rates = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(round(float(self.model.optimizer.learning_rate), 6))
+
+    def schedule():
+        return LearningRateScheduleCallback(0.1, lambda epoch: 0.1**epoch)
+
+    for stop in (6, -1):
+        more = [schedule(), Note()]
+        fit(Checkpoint(tmp_path, 2), Act(stop, interrupt), build(is_built=is_built), more=more)
+    assert rates == [0.1] * 4 + [0.01] * 2 + [0.01] * 2 + [0.001] * 4

@@ -158,7 +158,9 @@ class AdaptiveBatchSize(EpochCallback):
         check_sizes(self.data, settings.sizes)
         self._control = GrowthControl(settings)
         self._measures.start()
+        former = getattr(self, "_rate", None)
         self._rate = AdaptiveRate(self.model, self._momentum_correction)
+        self._rate.begin_as(former)
         self._n_warmup_left = settings.warmup_epochs
         self._record.start(self._backup[1] if self._backup else None)
         if self._backup:

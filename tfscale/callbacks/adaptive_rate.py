@@ -25,6 +25,12 @@ class AdaptiveRate:
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
+        self._last: float | None = None  # that was set here
+
+    def begin_as(self, former: AdaptiveRate | None) -> None:
+        """Begin with the initial rate of an earlier `fit`, unless the rate was changed since."""
+        if former is not None and former._last == self._rate.value():
+            self._initial = former._initial
 
     def set(self, scale: float, stretch: float) -> None:
         """Set the rate for the steps that come.
@@ -37,6 +43,7 @@ class AdaptiveRate:
             if self._initial is None:
                 self._initial = self._rate.value()
             self._rate.set(self._initial * scale)
+            self._last = self._rate.value()
             return
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:

@@ -90,7 +90,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._is_due = self.save_freq == "epoch"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Delete the backup on rank 0."""
+        """Delete the backup on rank 0, or write the last one that is to be kept."""
+        # Of groups there is none: their models are averaged by now.
+        is_last = self._is_due and not backup_groups.has_groups(self.model)
+        if is_last and not self.delete_checkpoint:
+            self._is_due = False
+            self._write()
+        self.model._initial_epoch = None  # for this fit only
         if runtime.rank() == 0:
             super().on_train_end(logs)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import is_distributed
@@ -34,37 +35,20 @@ def require_built(model: keras.Model) -> None:
 def when_built(model: keras.Model, action: Callable[[], None]) -> None:
     """Run `action` once model and optimizer are built, and before the first update.
 
-    Call it while `fit` is in its `on_train_begin`. A model that does not know its shapes yet is
-    built from the shapes of the data when `fit` asks for the first step: the training function
-    is replaced for that one call.
+    A model that does not know its shapes yet is built from those of the data that the running
+    `fit` was given.
 
     Args:
         model: A compiled model.
         action: Called without arguments on the main thread, outside of any traced function.
 
     Raises:
-        ConfigError: At the first step, where the shapes of the data do not suffice to build.
+        ConfigError: The shapes of the data do not suffice to build.
     """
-    if is_built(model):
-        build_optimizer(model)
-        action()
-        return
-    train_function = model.train_function
-    actions = getattr(train_function, "actions", None)
-    if actions is not None:
-        actions.append(action)  # they run in the order in which they came
-        return
-    actions = [action]
-
-    def first_step(iterator: Any) -> Any:
-        model.train_function = train_function
-        build_from(model, iterator)
-        for each in actions:
-            each()
-        return train_function(iterator)
-
-    first_step.actions = actions  # type: ignore[attr-defined]
-    model.train_function = first_step
+    if not is_built(model):
+        build_from_data(model)
+    build_optimizer(model)
+    action()
 
 
 def build_optimizer(model: keras.Model) -> None:
@@ -77,14 +61,15 @@ def build_optimizer(model: keras.Model) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def build_from(model: keras.Model, iterator: Any) -> None:
-    """Build model, losses, metrics and optimizer from the element spec of a data iterator.
+def build_from_data(model: keras.Model) -> None:
+    """Build model, losses and metrics from the element spec of the data of the running `fit`.
 
     Raises:
         ConfigError: The shapes of the data do not suffice.
     """
     try:
-        spec = keras.tree.map_structure(_symbol, iterator.element_spec)
+        dataset = epochs_of_fit()._get_iterator()  # a dataset, whatever Keras calls it
+        spec = keras.tree.map_structure(_symbol, dataset.element_spec)
         model._symbolic_build(data_batch=spec)
     except Exception as error:
         raise ConfigError(
@@ -93,7 +78,6 @@ def build_from(model: keras.Model, iterator: Any) -> None:
             f"{type(error).__name__}: {error}. Call the model on one batch before fit(), or use "
             "tfscale.prepare(model, sample_batch=...)."
         ) from error
-    build_optimizer(model)
 
 
 def _symbol(spec: Any) -> keras.KerasTensor | None:

@@ -141,12 +141,8 @@ class Checkpoint(Callback):
         return first_step
 
     def _restore(self, reader: Reader) -> None:
-        restore = Restore(self.model, reader)
-        restore.run()
-        if not self._has_begun:
-            self._restored = restore
-        elif self._position.step > 0:  # the first step has built model and metrics
-            restore.restore_metrics()
+        self._restored = Restore(self.model, reader)
+        self._restored.run()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Copy what is due, now that all callbacks have ended the step before."""
@@ -154,7 +150,7 @@ class Checkpoint(Callback):
         if self._restored is not None:
             self._restored.settle()
             if self._position.step > 0:
-                self._restored.restore_metrics_in_first_step()
+                self._restored.restore_metrics()
             self._restored = None
         self._has_begun = True
         if self._is_stopping:
@@ -188,7 +184,9 @@ class Checkpoint(Callback):
         if self._is_void:
             return
         steps = (self.params or {}).get("steps")
-        self._is_cut = steps is not None and self._position.step < int(steps)
+        # Where nobody knows the number of steps: whoever stops training in a batch cuts the epoch.
+        is_stopped = bool(self.model.stop_training)
+        self._is_cut = is_stopped if steps is None else self._position.step < int(steps)
         self._position.epoch, self._position.step = epoch + 1, 0
         if self._rhythm.is_due_after_epoch(epoch):
             self._make_due()

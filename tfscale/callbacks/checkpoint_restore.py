@@ -94,20 +94,9 @@ class Restore:
         for variable, value in self._numbers:
             variable.assign(value)
 
-    def restore_metrics_in_first_step(self) -> None:
-        """Restore the states of metrics in the coming step, which knows the shapes of the data."""
-        model, train_function = self._model, self._model.train_function
-
-        def first_step(iterator: Any) -> Any:
-            model.train_function = train_function
-            building.build_from(model, iterator)
-            self.restore_metrics()
-            return train_function(iterator)
-
-        model.train_function = first_step
-
     def restore_metrics(self) -> None:
-        """Let the metrics of the epoch go on; their variables must exist."""
+        """Let the metrics of the epoch go on."""
+        building.build_from_data(self._model)  # for their variables
         states = metric_states.states_of(self._model)
         known = self._reader.infos[0]["metrics"]
         if known != [[mode, list(v.shape)] for v, mode, _ in states]:

@@ -130,6 +130,7 @@ class ParameterAveraging(BeforeValidation):
                 "optimizer itself, or remove ParameterAveraging."
             )
         self._common = None
+        self._n_before = self.n_averages
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the parameters all ranks start from."""
@@ -141,13 +142,23 @@ class ParameterAveraging(BeforeValidation):
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Average at the end, where that came before the last epoch."""
+        super().on_train_end(logs)
+        if self.every_n_epochs == "end" and self.n_averages == self._n_before:
+            self._average_if_apart()
+
     def act(self) -> None:
         """Average if it is due."""
         if self.every_n_epochs == "end":
             is_due = self._epoch + 1 == int((self.params or {}).get("epochs") or 0)
         else:
             is_due = (self._epoch + 1) % self.every_n_epochs == 0
-        if is_due and not runtime.is_single() and (self.when is None or self._has_diverged()):
+        if is_due:
+            self._average_if_apart()
+
+    def _average_if_apart(self) -> None:
+        if not runtime.is_single() and (self.when is None or self._has_diverged()):
             self.average()
 
     def average(self) -> None:

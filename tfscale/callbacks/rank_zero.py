@@ -22,15 +22,18 @@ class RankZero(Callback):
         callback: A Keras callback that does not communicate.
 
     Raises:
-        ConfigError: `callback` is no callback, or one of tfscale's that needs all ranks.
+        ConfigError: `callback` is no callback, one of tfscale's that needs all ranks, or a
+            BackupAndRestore, which decides in which epoch the ranks begin.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
-        if not isinstance(callback, keras.callbacks.Callback) or isinstance(callback, Callback):
+        is_ours = isinstance(callback, Callback | keras.callbacks.BackupAndRestore)
+        if not isinstance(callback, keras.callbacks.Callback) or is_ours:
             raise ConfigError(
                 "RankZero takes a Keras callback that does not communicate. Received: "
-                f"callback={callback!r}. Give callbacks of tfscale to fit() as they are."
+                f"callback={callback!r}. Give callbacks of tfscale to fit() as they are, "
+                "tfscale.callbacks.BackupAndRestore among them."
             )
         self.callback = callback
 

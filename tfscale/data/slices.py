@@ -153,7 +153,7 @@ def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
         )
     if is_training and slices.remainder % size:
         raise ConfigError(
-            "With shuffle=True and drop_remainder=False the last, smaller batch must be a multiple "
+            "In training with drop_remainder=False the last, smaller batch must be a multiple "
             f"of the number of ranks. Received: samples={samples}, batch_size={batch_size}, "
             f"last batch={slices.remainder}, size={size}. Use drop_remainder=True, or "
             f"{samples - slices.remainder % size} samples; for validation use shuffle=False."

@@ -46,7 +46,7 @@ def reduce_in_buckets(
         with tf.control_dependencies([values_of(g) for g in gradients]):
             gradients = [_identity(g) for g in gradients]
     results: list[Any] = list(gradients)
-    dense = []
+    dense, sparse = [], []
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, tf.IndexedSlices):
             dense.append(i)
@@ -54,8 +54,7 @@ def reduce_in_buckets(
             results[i] = tf.convert_to_tensor(gradient)
             dense.append(i)
         else:
-            call = _call(group, [variables[i]])
-            results[i] = allreduce_sparse(gradient, options.op, options.factors(), call)
+            sparse.append(i)
     packed = [options.compression.compress(results[i]) for i in dense]
     own = [variables[i] for i in dense]
     specs = [_spec(v, tensor) for v, (tensor, _) in zip(own, packed, strict=True)]
@@ -64,6 +63,10 @@ def reduce_in_buckets(
         for position, tensor in zip(bucket.indices, reduced, strict=True):
             context = packed[position][1]
             results[dense[position]] = options.compression.decompress(tensor, context)
+    # Slots start in this order, and an embedding's gradient is the last of back-propagation.
+    for i in sparse:
+        call = _call(group, [variables[i]])
+        results[i] = allreduce_sparse(gradients[i], options.op, options.factors(), call)
     return results
 
 

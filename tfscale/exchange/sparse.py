@@ -74,8 +74,10 @@ def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:
         size: Number of ranks.
 
     Returns:
-        False where the number of rows is not known.
+        False where the number of rows is not known on all ranks.
     """
+    if tf.executing_eagerly():  # only this rank's number is known then
+        return False
     n_rows, variable = slices.values.shape[0], slices.dense_shape
     n_all = tf.get_static_value(variable[0]) if variable is not None else None
     return n_rows is not None and n_all is not None and n_rows * size >= 2 * n_all

@@ -87,7 +87,9 @@ class AutoWatch:
                 logger.info("Nothing is planned: %s.", reason)
             else:
                 scenario = yield from measure(self._auto, self._layers, model, batch)
-                if scenario is not None:
+                if scenario is None:
+                    yield self._auto  # allreduce in buckets, as before there was anything to know
+                else:
                     yield from self._try(scenario, self._allowed(model, batch))
             while not self._is_other(batch):
                 self._times.clear()

@@ -109,6 +109,7 @@ class LocalUpdate:
 
     def _begin_averaging(self, optimizer: Any) -> None:
         rule, shards = update_rule(optimizer), self._inner.shards
+        self._require_unscaled(optimizer, rule)
         targets = [v for v in rule._trainable_variables if not self._reducer.is_local(v)]
         if shards is not None:
             targets = [p for i, p in enumerate(shards.pieces) if shards.owned(i)]
@@ -118,6 +119,16 @@ class LocalUpdate:
         slots = optimizer.variables if self.strategy.average_state else []
         self.average.build(rule, targets, slots)
         self._inner.after_update = self.average.after_update
+
+    def _require_unscaled(self, optimizer: Any, rule: Any) -> None:
+        is_scaled = rule is not optimizer or rule.loss_scale_factor is not None
+        if is_scaled and self.strategy.average == "gradients":
+            raise ConfigError(
+                "Gradients are added up over an interval, and a loss scale may change within it. "
+                f"Received: average='gradients' with {type(optimizer).__name__} and "
+                f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
+                "without a loss scale (mixed_bfloat16)."
+            )
 
     def attach(self, model: keras.Model) -> None:
         """Let steps end before the parameters have arrived, if they are sharded."""

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfscale.backends.variables import raw_variable
 from tfscale.exchange.shards import Shards
 from tfscale.update.loss_scale import scaled_by
 
@@ -47,17 +48,19 @@ def rebuilt(
 
 
 def exclude_pieces(rule: Any, shards: Shards) -> None:
-    """Let no weight decay where it was excluded for a variable given as such.
+    """Let pieces decay where their variables would, by the rule's own word.
 
-    Exclusion by name needs nothing: a piece has its variable's name.
+    A piece lacks the name of its variable's layer, by which Keras may know the variable.
 
     Args:
         rule: Built on the pieces later.
         shards: They.
     """
-    excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
-    pairs = zip(shards.variables, shards.pieces, strict=True)
-    excluded |= {rule._var_key(p) for v, p in pairs if rule._var_key(v) in excluded}
+    known = {}
+    for variable, piece in zip(shards.variables, shards.pieces, strict=True):
+        known[rule._var_key(raw_variable(piece))] = rule._use_weight_decay(raw_variable(variable))
+    if not all(known.values()):
+        rule._exclude_from_weight_decay_cache = known
 
 
 def forget_pieces(rule: Any, shards: Shards) -> None:
@@ -67,5 +70,6 @@ def forget_pieces(rule: Any, shards: Shards) -> None:
         rule: Built on the pieces.
         shards: They.
     """
-    excluded: set[Any] = getattr(rule, "_exclude_from_weight_decay", set())
-    excluded -= {rule._var_key(piece) for piece in shards.pieces}
+    known: dict[Any, bool] = getattr(rule, "_exclude_from_weight_decay_cache", {})
+    for piece in shards.pieces:
+        known.pop(rule._var_key(raw_variable(piece)), None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from tfscale.errors import ConfigError
 from tfscale.optimizers.lars import LARS
 from tfscale.update.loss_scale import update_rule
 
@@ -62,3 +64,18 @@ def why_not_later(optimizer: Any) -> str:
     if type(rule) not in _LATER:
         return f"it is not known whether {type(rule).__name__} updates each variable by itself"
     return ""
+
+
+def require_keras(variables: Sequence[Any]) -> None:
+    """Require variables whose readers can be made to wait.
+
+    Raises:
+        ConfigError: There are others.
+    """
+    others = [v for v in variables if not isinstance(v, keras.Variable)]
+    if others:
+        raise ConfigError(
+            "Sharded parameters must be variables of Keras. Received: a "
+            f"{type(others[0]).__name__}, {others[0].name}. Use keras.Variable, or "
+            "exchange='allreduce'."
+        )

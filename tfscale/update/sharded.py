@@ -22,7 +22,7 @@ from tfscale.parameters import futures
 from tfscale.update.dense_routes import DenseRoutes
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rebuilding import exclude_pieces, forget_pieces, rebuilt, unbuilt
-from tfscale.update.rules import why_uncut
+from tfscale.update.rules import require_keras, why_uncut
 
 
 class ShardedUpdate:
@@ -88,6 +88,7 @@ class ShardedUpdate:
 
     def _build(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         rule = update_rule(optimizer)
+        require_keras(variables)
         shared = [v for v in variables if self._is_cut(v)]
         whole = frozenset(i for i, v in enumerate(shared) if why_uncut(rule, v))
         group = self._reducer.process_set.group()

@@ -77,7 +77,8 @@ class WholeUpdate:
         now, updated = [reduced[i] for i in split.now], [variables[i] for i in split.now]
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so all of the update waits for the first gradient that is through.
-        with tf.control_dependencies(first_exchanged(now) or split.arrived):
+        sent = [g for g, v in zip(now, updated, strict=True) if not self._reducer.is_local(v)]
+        with tf.control_dependencies(first_exchanged(sent) or split.arrived):
             split.keep()
             if now or not split.later:
                 optimizer.apply(now, updated)

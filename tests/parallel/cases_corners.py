@@ -1,0 +1,219 @@
+"""Corners in which gradients once went wrong without a word, each against what it should be."""
+
+from __future__ import annotations
+
+import copy
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import EmbeddingModel, float64
+from tests.parallel.cases_sharded import check as check_sharded
+from tfscale import runtime
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
+from tfscale.exchange.dense import why_not
+from tfscale.trace.recorder import Listener, has_events
+
+BATCH, STEPS = 12, 4
+
+
+def arrays(n: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    return random.normal(size=(n, 6)), random.normal(size=(n, 3))
+
+
+def mlp() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, "tanh", name="lower"), layers.Dense(3, name="head")]
+    )
+
+
+def trained(optimizer, epochs=1, callbacks=(), **options) -> keras.Model:
+    model = mlp()
+    model.compile(optimizer, "mse", **options)
+    data = tfscale.data.GlobalBatches(*arrays(), batch_size=BATCH, shuffle=False)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks, Callback()])
+    return model
+
+
+@sizes(2, 3, timeout_s=120)
+def case_layers_are_excluded_from_decay_by_name():
+    """A piece of a sharded variable decays as its variable would, whatever it is called itself."""
+    for names in (["head"], ["lower/kernel"], ["^kernel"]):
+
+        def excluding(names=names) -> keras.optimizers.Optimizer:
+            rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+            rule.exclude_from_weight_decay(var_names=names)
+            return rule
+
+        check_sharded(mlp, excluding)
+
+
+@sizes(2, timeout_s=60)
+def case_scaled_gradients_are_not_added_up():
+    for inner in (
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+        keras.optimizers.SGD(0.1, loss_scale_factor=1024.0),
+    ):
+        strategy = tfscale.LocalSGD(2, 2, "allreduce", average="gradients")
+        optimizer = hvd.DistributedOptimizer(inner, exchange=strategy)
+        require_error(
+            lambda optimizer=optimizer: trained(optimizer),
+            "average='gradients' with",
+            "Use average='parameters'",
+        )
+
+
+@sizes(2, timeout_s=60)
+def case_a_copy_forms_groups_of_its_own():
+    strategy = tfscale.LocalSGD(2, 2, "allreduce")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=strategy)
+    first = trained(optimizer)
+    for other in (copy.deepcopy(optimizer), optimizer.from_config(optimizer.get_config())):
+        model = trained(other)
+        assert other.groups == [[0], [1]], other.groups
+        require_equal_ranks(model.trainable_variables)  # the average, which fit leaves behind
+        for own, expected in zip(model.get_weights(), first.get_weights(), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_local_layers_are_not_replicated():
+    """Their gradients stay on the rank, as with plain allreduce."""
+    with float64():
+        found = []
+        for exchange in ("allreduce", tfscale.Chunked(replicated_dense=1)):
+            model = mlp()
+            optimizer = tfscale.PartialDistributedOptimizer(
+                keras.optimizers.SGD(0.1), local_layers=model.layers[0], exchange=exchange
+            )
+            model.compile(optimizer, "mse")
+            data = tfscale.data.GlobalBatches(*arrays(), batch_size=BATCH, shuffle=False)
+            start = BroadcastGlobalVariablesCallback(0, consistency_check=False)
+            model.fit(data, verbose=0, callbacks=[start])
+            found.append(model.get_weights())
+        for own, expected in zip(found[1], found[0], strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+        every = tfscale.allgather_object(found[1][0])
+        assert not np.array_equal(every[0], every[1])
+
+
+@sizes(2, timeout_s=120)
+def case_vectorised_layers_send_weight_gradients():
+    """TimeDistributed over an unknown number of steps drops gradients of our own."""
+    with float64():
+        x, y = np.random.default_rng(2).normal(size=(2, 8, 5, 6))
+        results = []
+        for exchange in ("allreduce", tfscale.Chunked(replicated_dense=1), "partial"):
+            keras.utils.set_random_seed(1)
+            inner = keras.layers.Dense(6, "tanh")
+            model = keras.Sequential(
+                [keras.Input((None, 6)), keras.layers.TimeDistributed(inner), keras.layers.Dense(6)]
+            )
+            if exchange == "partial":
+                exchange = tfscale.Sharded(dense="partial")
+            sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange)
+            model.compile(sgd, "mse")
+            data = tfscale.data.GlobalBatches(x, y, batch_size=4, shuffle=False)
+            model.fit(data, verbose=0, callbacks=[Callback()])
+            require_equal_ranks(model.trainable_variables)
+            results.append(model.get_weights())
+            assert "call" not in vars(inner) and not why_not(inner)
+        for weights in results[1:]:
+            for own, expected in zip(weights, results[0], strict=True):
+                np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+
+
+@sizes(2, 3, timeout_s=60)
+def case_sparse_gradients_of_any_length_in_eager_steps():
+    """Enough rows for a dense sum on one rank, too few on another: all do the same."""
+    rank, size = tfscale.rank(), tfscale.size()
+    table = keras.Variable(np.zeros((16, 2)), dtype="float32")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    rows = [r % 16 for r in range(24 if rank == 0 else 4)]
+    ones = tf.ones([len(rows), 2])
+    optimizer.apply([tf.IndexedSlices(ones, tf.constant(rows), tf.constant([16, 2]))], [table])
+    expected = np.zeros((16, 2), np.float32)
+    for other in range(size):
+        for r in range(24 if other == 0 else 4):
+            expected[r % 16] -= 1.0 / size
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+
+
+@sizes(2, timeout_s=60)
+def case_embeddings_do_not_keep_other_gradients_waiting():
+    if not has_events():
+        return  # Horovod starts what is ready
+    listener = Listener()
+    keras.utils.set_random_seed(1)
+    model = EmbeddingModel()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = np.random.default_rng(0).integers(0, 11, size=(BATCH, 6))
+    model.fit(x, np.ones((BATCH, 3)), batch_size=4, verbose=0, callbacks=[Callback()])
+    events = listener.take()
+    listener.close()
+    of_steps = events[events["plan"] >= 0]
+    names: dict[tuple[int, int], str] = {}
+    for event in of_steps:
+        key = int(event["plan"]), int(event["slot"])
+        names[key] = runtime.backend().slot_name(*key)
+    sparse = [key for key, name in names.items() if "embedding" in name]
+    assert sparse, names
+    plan = sparse[0][0]
+    others = [slot for (p, slot), name in names.items() if p == plan and "embedding" not in name]
+    assert others and min(slot for _, slot in sparse) > max(others), names
+
+
+@sizes(2, timeout_s=60)
+def case_factors_of_numpy():
+    value = tfscale.allreduce(tf.ones([2]), op=tfscale.Sum, prescale_factor=np.float32(0.5))
+    np.testing.assert_allclose(value.numpy(), [1.0, 1.0])
+    rows = tfscale.reducescatter(tf.ones([2]), op=tfscale.Sum, postscale_factor=np.float64(0.5))
+    np.testing.assert_allclose(rows.numpy(), [1.0])
+
+
+@sizes(2, timeout_s=60)
+def case_sharded_parameters_are_keras_variables():
+    weights = tf.Variable(tf.zeros([4]), name="own_weights")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=tfscale.Sharded())
+    text = "Sharded parameters must be variables of Keras. Received"
+    require_error(lambda: optimizer.apply_gradients([(tf.ones([4]), weights)]), text)
+
+
+@sizes(2, timeout_s=60)
+def case_uneven_last_batches_in_a_kept_order():
+    """Training refuses them, whose mean over ranks would be no mean over samples."""
+    model = mlp()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    data = tfscale.data.GlobalBatches(
+        *arrays(11), batch_size=8, shuffle=False, drop_remainder=False
+    )
+    require_error(
+        lambda: model.fit(data, verbose=0, callbacks=[Callback()]),
+        "In training with drop_remainder=False the last, smaller batch must be a multiple",
+        "last batch=3",
+    )
+    assert model.evaluate(data, verbose=0) > 0
+
+
+@sizes(2, timeout_s=120)
+def case_averaging_at_the_end_of_training_that_stops_early():
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    averaging = ParameterAveraging("end")
+    start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
+    callbacks = [start, averaging, Stop()]
+    model = trained(keras.optimizers.SGD(0.1), epochs=5, callbacks=callbacks)
+    assert averaging.n_averages == 1
+    require_equal_ranks(model.trainable_variables)
+    model.fit(*arrays(8), epochs=1, verbose=0, callbacks=callbacks[:2])
+    assert averaging.n_averages == 2
