@@ -61,5 +61,5 @@ def test_a_kernel_of_two_layers_is_left_alone():
     layer.build((None, 4))
     model = keras.Sequential([keras.Input((4,)), layer, Transposed(layer), other])
     shared = dense.shared_weights(model)
-    assert dense.why_not(layer, shared) == "another layer has its weights too"
+    assert dense.why_not(layer, shared).startswith("another layer has its weights too")
     assert dense.why_not(other, shared) == ""

@@ -53,13 +53,17 @@ class Epochs:
         """Return the epoch being served; the first use opens it."""
         return self._open or self.refresh()
 
-    def refresh(self) -> OpenEpoch:
+    def refresh(self, is_trained_on: bool = False) -> OpenEpoch:
         """Serve what the settings say from now on.
+
+        Args:
+            is_trained_on: Whether `fit` trains on it, also where the order is kept.
 
         Raises:
             ConfigError: The batch size does not suit the data or the number of ranks.
         """
-        key = (self.seed, self.number, self.slices(self.batch_size))
+        slices = self.slices(self.batch_size)
+        key = (self.seed, self.number, check_slices(slices, is_trained_on or self.is_shuffled))
         if self._open is None or self._open[:3] != key:
             read = self.source.open_epoch(*key)
             if self.has_surplus_ranks:

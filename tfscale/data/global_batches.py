@@ -12,7 +12,7 @@ from tfscale.data.arrays import ArraySource
 from tfscale.data.epochs import Epochs
 from tfscale.data.keras_pass import argument_of_fit, current_pass
 from tfscale.data.records import RecordSource
-from tfscale.data.slices import check_integer, check_slices
+from tfscale.data.slices import check_integer
 from tfscale.data.step_count import StepCount
 from tfscale.errors import ConfigError
 
@@ -226,15 +226,13 @@ class GlobalBatches(keras.utils.PyDataset):
                 self._epochs.refresh()
             return
         caller.require_whole_epochs()
+        self._epochs.number = max(self._epochs.number, caller.epoch or 0)
+        self._training = weakref.ref(caller.adapter or self)
+        self._epochs.refresh(is_trained_on=caller.is_inside_fit)
         if caller.is_inside_fit:
             from tfscale.fit.unsynchronised import warn_if_unsynchronised
 
             warn_if_unsynchronised(argument_of_fit("self"))
-        self._epochs.number = max(self._epochs.number, caller.epoch or 0)
-        self._training = weakref.ref(caller.adapter or self)
-        served = self._epochs.refresh()
-        if caller.is_inside_fit:  # in an order that is kept, this may be the first to know
-            check_slices(served.slices, is_training=True)
 
     def on_epoch_end(self) -> None:
         """End a pass; only the end of the running training pass moves the epoch on.

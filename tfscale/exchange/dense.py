@@ -32,13 +32,10 @@ _STREAM = "activations"  # never waits for gradients, nor they for it
 
 
 def shared_weights(model: keras.Model) -> frozenset[int]:
-    """Return the `id` of each weight whose layer is not the only one to call with it.
-
-    More than one layer may have it, or TimeDistributed vectorises the layer's call: that keeps the
-    results, and drops the gradient that goes with them.
-    """
+    """Return the `id` of each weight of several layers, or of one within TimeDistributed."""
     layers = model._flatten_layers()
     owners = Counter(id(v) for layer in layers for v in own_weights(layer))
+    # It vectorises the layer's call, and drops the gradient that goes with it.
     held = [x.layer for x in layers if isinstance(x, keras.layers.TimeDistributed)]
     owners.update(id(v) for layer in held for v in layer.trainable_variables)
     return frozenset(key for key, n in owners.items() if n > 1)
@@ -65,7 +62,7 @@ def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> 
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
         return "it is quantized or has LoRA weights"
     if any(id(v) in shared for v in own_weights(layer)):
-        return "another layer has its weights too, or calls it"
+        return "another layer has its weights too, or vectorises its call"
     return ""
 
 

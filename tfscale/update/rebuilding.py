@@ -59,8 +59,7 @@ def exclude_pieces(rule: Any, shards: Shards) -> None:
     known = {}
     for variable, piece in zip(shards.variables, shards.pieces, strict=True):
         known[rule._var_key(raw_variable(piece))] = rule._use_weight_decay(raw_variable(variable))
-    if not all(known.values()):
-        rule._exclude_from_weight_decay_cache = known
+    rule._exclude_from_weight_decay_cache = known
 
 
 def forget_pieces(rule: Any, shards: Shards) -> None:
