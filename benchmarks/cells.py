@@ -16,7 +16,8 @@ EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 # Steps from one average over the groups to the next; only whole intervals are measured.
 _INTERVALS = {"local8": 8, "local16": 16}
 
-# A number without an interval is enough for these, so that the tables take less than an hour.
+# A number without an interval is enough for these, and two rounds for large models, whose systems
+# are far apart, so that the tables take about an hour.
 _ONCE = ("mwms", *(f"tfscale-{name}" for name in _INTERVALS))
 _SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
 _QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -54,7 +55,7 @@ def collective_cells(choice: Choice) -> list[Cell]:
     """Return the cells of allreduce by size."""
     quick = choice.extent == QUICK
     sizes = _QUICK_SIZES if quick else _SIZES
-    arguments = ("--bytes", *map(str, sizes), "--repeats", "5" if quick else "10")
+    arguments = ("--bytes", *map(str, sizes), "--repeats", "5")
     return [
         Cell("collectives", f"{place} {n_ranks} ranks", system, place, n_ranks, arguments, 1)
         for place in choice.places or (MEMORY, "1gbit")
@@ -86,7 +87,9 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
         arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
         where = MEMORY if system == "compute" else place
         blocks = ("--block", str(block)) if block > 1 else ()
-        most = int(choice.extent == TABLE and not choice.systems and system in _ONCE)
+        most = 0
+        if choice.extent == TABLE and not choice.systems:
+            most = 1 if system in _ONCE else 2 if model in LARGE_MODELS else 0
         cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks), most))
     return cells
 

@@ -61,7 +61,7 @@ def group_table(row: Row) -> str:
         "the least bytes": step_limit(row, "least_bytes"),
     }
     told = [f"{1e3 * s:.0f} ms with {name}" for name, s in limits.items() if s is not None]
-    limit_line = f"Physical limits: {', '.join(told)}.\n\n" if told and row.place != MEMORY else ""
+    limit_line = f" Physical limits: {', '.join(told)}." if told and row.place != MEMORY else ""
     head = ["system", "ms per step", "of compute-only rate", "Horovod / it", "MWMS / it"]
     lines = []
     for system, rounds in row.rounds.items():
@@ -74,7 +74,7 @@ def group_table(row: Row) -> str:
             for other in ("horovod", "mwms")
         ]
         lines.append([*line, share, *ratios])
-    title = f"### {row.case}, {where}, {row.n_ranks} ranks\n\n{count}. {limit_line}"
+    title = f"### {row.case}, {where}, {row.n_ranks} ranks\n\n{count}.{limit_line}\n\n"
     return title + table(head, lines)
 
 
