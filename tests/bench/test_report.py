@@ -1,5 +1,6 @@
 """The harness, the page of results, and the comparison of two files."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_an_interrupted_measurement_goes_on(fake_runs, tmp_path):
     assert len(content["runs"]) == 3
 
 
+def test_some_cells_need_fewer_rounds(fake_runs, tmp_path):
+    cells = [CELLS[0], dataclasses.replace(CELLS[1], most_rounds=1)]
+    content = harness.measure(cells, 3, tmp_path / "results.json", 1.0, lambda line: None)
+    seen = [(run["system"], run["round"]) for run in content["runs"]]
+    first, second = CELLS[0].system, CELLS[1].system
+    assert seen == [(first, 0), (second, 0), (first, 1), (first, 2)]
+
+
 def test_a_failed_run_is_recorded_with_its_output(monkeypatch):
     def fail(*_):
         raise RunFailedError("exit code 1. Traceback")
@@ -91,7 +100,7 @@ def test_the_page_names_ratios_and_limits(fake_runs, tmp_path):
 
 def test_every_suite_compares_systems_within_its_groups():
     for extent in (QUICK, TABLE, FULL):
-        for suite in ("collectives", "step", "fc1"):
+        for suite in ("collectives", "step", "fc1", "gathers"):
             cells = SUITES[suite](Choice(extent))
             for group in {cell.group for cell in cells}:
                 assert len({cell.system for cell in cells if cell.group == group}) >= 2
