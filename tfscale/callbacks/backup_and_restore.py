@@ -91,9 +91,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Delete the backup on rank 0, or write the last one that is to be kept."""
-        # Of groups there is none: their models are averaged by now.
-        is_last = self._is_due and not backup_groups.has_groups(self.model)
-        if is_last and not self.delete_checkpoint:
+        # Of groups there is none: their models are averaged by now. Nor of an epoch that was cut by
+        # another rank, which keeps no state for it.
+        is_whole = self._is_due and runtime.num_given_up() == self._n_given_up
+        if is_whole and not (self.delete_checkpoint or backup_groups.has_groups(self.model)):
             self._is_due = False
             self._write()
         self.model._initial_epoch = None  # for this fit only
