@@ -13,7 +13,7 @@ from benchmarks import worker
 from benchmarks.worker_single import Model
 from benchmarks.workloads import WORKLOADS
 
-_BLOCK_S = 5.0  # seconds of one block, about
+_BLOCK_S = 4.0  # seconds of one block, about
 
 
 class Clock(keras.callbacks.Callback):
