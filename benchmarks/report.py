@@ -15,7 +15,7 @@ from benchmarks.step_tables import group_table, overhead_table, summary
 from benchmarks.text import milliseconds, ratio_text, table
 from tfscale.cluster.layout import parse_rate
 
-_IN_TURN = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
+_HEADINGS = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
 _MARK = "<!-- Below: made by `python -m benchmarks.report`. -->\n"
 
 
@@ -82,7 +82,7 @@ def report(content: dict[str, Any], title: str) -> str:
         parts += ["## Training steps\n", "![ms per step](benchmarks-steps.png)\n", summary(steps)]
         parts += map(group_table, steps)
         parts += ["## Memory and start\n", other_tables(runs)]
-    for suite, heading in _IN_TURN.items():
+    for suite, heading in _HEADINGS.items():
         if rows := collect(runs, suite):
             parts += [f"## {heading}\n", overhead_table(rows, suite)]
     if collectives:

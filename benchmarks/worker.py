@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,24 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
             run()
         durations.append((time.perf_counter() - start) / block)
     return durations[warmup:]
+
+
+def sample_in_turn(
+    names: Sequence[str], block: Callable[[str], float], warmup: int, repeats: int
+) -> dict[str, list[float]]:
+    """Return what blocks of several systems take, which take turns; who begins alternates.
+
+    Args:
+        names: Of the systems.
+        block: Runs a block of one of them; returns seconds per step.
+        warmup: Turns left out.
+        repeats: Turns kept.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + repeats):
+        for name in names[:: 1 if number % 2 else -1]:
+            samples[name].append(block(name))
+    return {name: seconds[warmup:] for name, seconds in samples.items()}
 
 
 def write(folder: Path, rank: int, samples: dict[str, list[float]], **facts: Any) -> None:

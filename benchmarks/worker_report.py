@@ -29,7 +29,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Measure one model; blocks of both take turns, and who begins alternates."""
+    """Measure one model."""
     parser = worker.parser()
     parser.add_argument("--model", choices=sorted(WORKLOADS), required=True)
     options = parser.parse_args()
@@ -52,11 +52,9 @@ def main() -> None:
         start_s = worker.since_start()
         own = block("without", 4)
         steps = max(10, round(_BLOCK_S / max(tfscale.allgather_object(own))))
-        samples: dict[str, list[float]] = {name: [] for name in both}
-        for number in range(options.warmup + options.repeats):
-            for name in list(both)[:: 1 if number % 2 else -1]:
-                samples[name].append(block(name, steps))
-    kept = {name: seconds[options.warmup :] for name, seconds in samples.items()}
+        kept = worker.sample_in_turn(
+            list(both), lambda name: block(name, steps), options.warmup, options.repeats
+        )
     worker.write(options.output, tfscale.rank(), kept, start_s=start_s, steps=steps)
     tfscale.shutdown()
 

@@ -43,7 +43,7 @@ class Model:
 
 
 def main() -> None:
-    """Measure one model; blocks of both take turns, and who begins alternates."""
+    """Measure one model."""
     parser = worker.parser()
     parser.add_argument("--model", choices=sorted(WORKLOADS), required=True)
     options = parser.parse_args()
@@ -62,11 +62,9 @@ def main() -> None:
         model.seconds_per_step(1)
     start_s = worker.since_start()
     steps = max(2, round(_BLOCK_S / both["keras"].seconds_per_step(2)))
-    samples: dict[str, list[float]] = {name: [] for name in both}
-    for number in range(options.warmup + options.repeats):
-        for name in list(both)[:: 1 if number % 2 else -1]:
-            samples[name].append(both[name].seconds_per_step(steps))
-    kept = {name: seconds[options.warmup :] for name, seconds in samples.items()}
+    kept = worker.sample_in_turn(
+        list(both), lambda n: both[n].seconds_per_step(steps), options.warmup, options.repeats
+    )
     worker.write(options.output, 0, kept, start_s=start_s, steps=steps)
     tfscale.shutdown()
 

@@ -204,8 +204,13 @@ class GradientReducer:
             local = [g for g, v in pairs if g is not None and self.is_local(v)]
             # The gradient of a replicated layer does not travel: nobody else would see it.
             sent = [k for k, i in enumerate(shared) if not dense.is_whole(variables[i])]
-            last = sent[-1] if sent else -1
-            own[last] = _spoil(own[last], local)
+            if local and not sent:
+                raise PlanError(
+                    "To skip steps some gradient must travel. Received: local layers, and all "
+                    "others replicated. Use exchange='allreduce'."
+                )
+            if local:
+                own[sent[-1]] = _spoil(own[sent[-1]], local)
         exchange = self._exchange or self.strategy.exchange
         reduced = exchange(own, [variables[i] for i in shared], group, self.options)
         for i, gradient in zip(shared, reduced, strict=True):

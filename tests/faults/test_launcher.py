@@ -33,7 +33,8 @@ print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
 deadline = time.time() + 100
 while not n_signals and time.time() < deadline:
     time.sleep(0.05)
-time.sleep(1)  # stands for saving: a second signal, were there one, comes within it
+# Saving takes a while. The test is that no second signal comes within it, so it must last.
+time.sleep(1)
 print(f"rank {rank} had {n_signals} signal", flush=True)
 sys.exit(75)
 """

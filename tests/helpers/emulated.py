@@ -13,6 +13,7 @@ def require_cluster() -> None:
     """
     obstacle = control.find_obstacle()
     if obstacle:
-        pytest.skip(obstacle)
+        pytest.skip(obstacle)  # no namespaces without root: nothing that could be tested instead
     if (mpi := find_mpi()) is None or mpi.kind != "mpich":
+        # Open MPI's daemons do not start through our launcher, which enters the namespaces.
         pytest.skip("runs in an emulated cluster need MPICH's mpiexec")

@@ -175,6 +175,17 @@ def case_steps_that_are_not_alike_are_not_planned():
         require_equal_ranks(model.trainable_variables)
 
 
+@sizes(2, timeout_s=120)
+def case_eager_steps_go_back_to_buckets():
+    """Nothing is traced that could be measured: allreduce in buckets again, not layer by layer."""
+    model = build()
+    sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange="auto")
+    model.compile(sgd, loss="mse", run_eagerly=True)
+    fit(model, None, steps=14)
+    assert isinstance(model.optimizer.strategy, Auto), model.optimizer.strategy
+    require_equal_ranks(model.trainable_variables)
+
+
 @sizes(2, timeout_s=240)
 def case_a_loop_of_ones_own_calls_after_step():
     with float64(), few_steps(), slower(1e9):

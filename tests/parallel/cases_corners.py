@@ -106,6 +106,38 @@ def case_local_layers_are_not_replicated():
 
 
 @sizes(2, timeout_s=120)
+def case_a_local_gradient_that_is_not_finite_is_told_to_all():
+    """Also where the last layer is replicated, whose gradient does not travel."""
+    layers = keras.layers
+    keras.utils.set_random_seed(3)
+    inner = [layers.Dense(8), layers.LayerNormalization(), layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *inner])
+    optimizer = tfscale.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1),
+        local_layers=model.layers[0],
+        exchange=tfscale.Chunked(replicated_dense=2),
+        nonfinite="skip",
+    )
+    model.compile(optimizer, "mse")
+    tfscale.prepare(model)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if tfscale.rank() == 1:
+            gradients[0] = gradients[0] * np.nan
+        optimizer.apply(gradients, model.trainable_variables)
+
+    before = model.get_weights()
+    step(*(tf.constant(a[:4], "float32") for a in arrays()))
+    assert optimizer.n_skipped_steps == 1
+    for own, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+@sizes(2, timeout_s=120)
 def case_vectorised_layers_send_weight_gradients():
     """TimeDistributed over an unknown number of steps drops gradients of our own."""
     with float64():
