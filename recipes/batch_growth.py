@@ -7,6 +7,7 @@ from typing import Any
 from absl import flags
 
 import tfscale
+import tfscale.keras as hvd
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer(
@@ -38,8 +39,7 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
         reference_batch: The batch for which --learning-rate is meant.
         folder: For the record of decisions.
     """
-    if sum((bool(FLAGS.adaptive_batch), bool(FLAGS.batch_schedule), _is_scaled())) > 1:
-        sys.exit("Only one of --adaptive-batch, --batch-schedule, --warmup-epochs can be followed.")
+    _check()
     decays = [int(epoch) for epoch in FLAGS.decay_epochs]
     if FLAGS.adaptive_batch:
         adaptive = tfscale.callbacks.AdaptiveBatchSize(
@@ -56,7 +56,7 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
         sizes = {int(epoch): int(size) for epoch, _, size in pairs}
         return [tfscale.callbacks.BatchSizeSchedule(sizes)]
     if _is_scaled():
-        batches = reference_batch, FLAGS.batch_size
+        batches = reference_batch, own_batch()
         rule, warmup = FLAGS.scaling, FLAGS.warmup_epochs
         return [
             tfscale.callbacks.LearningRateScaling(
@@ -64,6 +64,25 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
             )
         ]
     return []
+
+
+def own_batch() -> int:
+    """Return the samples of an update; ranks that train on their own have batches of their own."""
+    return FLAGS.batch_size // (hvd.size() if FLAGS.average_every else 1)
+
+
+def _check() -> None:
+    chosen = ("adaptive_batch", "batch_schedule", "warmup_epochs")
+    if sum(bool(FLAGS[name].value) for name in chosen) > 1:
+        sys.exit("Only one of --adaptive-batch, --batch-schedule, --warmup-epochs can be followed.")
+    if FLAGS.batch_schedule and FLAGS.decay_epochs:
+        sys.exit("With --batch-schedule the rate is fixed: leave --decay-epochs out.")
+    is_ignored = FLAGS.schedule != "constant" and not FLAGS.adaptive_batch
+    if is_ignored and (FLAGS.warmup_epochs or FLAGS.decay_epochs):
+        sys.exit(
+            "--warmup-epochs and --decay-epochs change a rate that is constant otherwise. "
+            f"Received: --schedule {FLAGS.schedule}. Add --schedule constant."
+        )
 
 
 def _is_scaled() -> bool:

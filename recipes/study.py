@@ -1,7 +1,7 @@
 """Run a table of configurations, and write what came out as a table and a picture.
 
     python recipes/study.py global_shuffling
-    python recipes/study.py global_shuffling --only "2 ranks" --seeds 1
+    python recipes/study.py global_shuffling --only gradients --seeds 1
     python recipes/study.py path/of/my_study.py --draw        # what is there, nothing is run
 
 Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;

@@ -102,9 +102,7 @@ def learning_rate(batch: int, steps_per_epoch: int) -> Any:
         is 32k and 48k of 64k steps in He et al. 2016, section 4.2.
     """
     exponent = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[FLAGS.scaling]
-    # Ranks that train on their own have batches of their own.
-    own = FLAGS.batch_size / (hvd.size() if FLAGS.average_every else 1)
-    peak = FLAGS.learning_rate * (own / batch) ** exponent
+    peak = FLAGS.learning_rate * (batch_growth.own_batch() / batch) ** exponent
     steps = steps_per_epoch * FLAGS.epochs
     if FLAGS.schedule == "constant" or batch_growth.is_used():
         return peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -69,6 +70,8 @@ def end_job_on_error(abort: Callable[[int], None]) -> None:
         if _abort is None:
             return
         rank_status.write_error("".join(traceback.format_exception(kind, error, trace)))
+        if issubclass(kind, ExchangeError):
+            rank_status.write_state(rank_status.TOLD)
         sys.stdout.flush()
         sys.stderr.flush()
         if rank_status.is_watched():
@@ -85,7 +88,9 @@ def _kill_this_process(code: int) -> None:
 
 
 @contextlib.contextmanager
-def deadline_of_start(warning_s: float, shutdown_s: float) -> Iterator[None]:
+def deadline_of_start(
+    warning_s: float, shutdown_s: float, what: str = "tfscale.init()"
+) -> Iterator[None]:
     """Bound the time for which ranks wait for each other to start.
 
     MPI waits in its own start-up for all ranks, without a limit, and some launchers let them wait
@@ -93,19 +98,19 @@ def deadline_of_start(warning_s: float, shutdown_s: float) -> Iterator[None]:
 
     Args:
         warning_s: Seconds until a warning.
-        shutdown_s: Seconds until this process ends, with exit code 1.
+        shutdown_s: Seconds until this process ends, with exit code 1; infinite for never.
+        what: The call that waits.
     """
-    text = "tfscale.init() has waited %.0f s for ranks that did not call it yet, or ended before.%s"
+    text = f"{what} has waited %.0f s for ranks that did not call it yet, or ended before.%s"
 
     def end() -> None:
         logger.error(text, shutdown_s, " This rank ends. Look for the first error above.")
         rank_status.write_error(f"tfscale: {text % (shutdown_s, '')}\n")
+        rank_status.write_state(rank_status.WAITING)
         os._exit(_FAILURE)
 
-    timers = [
-        threading.Timer(warning_s, logger.warning, (text, warning_s, "")),
-        threading.Timer(shutdown_s, end),
-    ]
+    actions = ((warning_s, lambda: logger.warning(text, warning_s, "")), (shutdown_s, end))
+    timers = [threading.Timer(s, action) for s, action in actions if math.isfinite(s)]
     for timer in timers:
         timer.daemon = True
         timer.start()

@@ -202,15 +202,7 @@ class GradientReducer:
         own = [gradients[i] for i in shared]
         if skips_non_finite:
             local = [g for g, v in pairs if g is not None and self.is_local(v)]
-            # The gradient of a replicated layer does not travel: nobody else would see it.
-            sent = [k for k, i in enumerate(shared) if not dense.is_whole(variables[i])]
-            if local and not sent:
-                raise PlanError(
-                    "To skip steps some gradient must travel. Received: local layers, and all "
-                    "others replicated. Use exchange='allreduce'."
-                )
-            if local:
-                own[sent[-1]] = _spoil(own[sent[-1]], local)
+            _spoil(own, [variables[i] for i in shared], local)
         exchange = self._exchange or self.strategy.exchange
         reduced = exchange(own, [variables[i] for i in shared], group, self.options)
         for i, gradient in zip(shared, reduced, strict=True):
@@ -234,14 +226,22 @@ def first_exchanged(gradients: Sequence[Any]) -> list[tf.Tensor]:
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in ready]
 
 
-def _spoil(gradient: Any, local: list[Any]) -> Any:
-    """Add zero, or NaN where a local gradient is not finite."""
+def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
+    """Add zero to a gradient that travels, or NaN where a local gradient is not finite."""
     if not local:
-        return gradient
-    dense = tf.convert_to_tensor(gradient)
+        return
+    # The gradient of a replicated layer does not travel: nobody else would see it.
+    sent = [k for k, variable in enumerate(variables) if not dense.is_whole(variable)]
+    if not sent:
+        raise PlanError(
+            "To skip steps some gradient must travel. Received: local layers, and all others "
+            "replicated. Use exchange='allreduce'."
+        )
+    last = tf.convert_to_tensor(own[sent[-1]])
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local]
     # Each product is cast after it: a large float32 must not become infinite as float16.
-    return dense + tf.add_n([tf.cast(tf.reduce_sum(0 * v), dense.dtype) for v in values])
+    zeros = [tf.cast(tf.reduce_sum(0 * v), last.dtype) for v in values]
+    own[sent[-1]] = last + tf.add_n(zeros)
 
 
 def _divide(gradient: Any, size: int) -> Any:

@@ -90,9 +90,9 @@ def broadcast_object(
     if process_set.size() == 1:
         return obj
     label = name or "broadcast_object"
-    data = _to_bytes(obj)
-    length = broadcast(_length(data), root_rank, process_set=process_set, name=f"{label} length")
     is_root = process_set.group().ranks[process_set.rank()] == root_rank
+    data = _to_bytes(obj) if is_root else tf.zeros([0], tf.uint8)
+    length = broadcast(_length(data), root_rank, process_set=process_set, name=f"{label} length")
     if not is_root:
         data = tf.zeros([int(length)], tf.uint8)
     received = broadcast(data, root_rank, process_set=process_set, name=label)

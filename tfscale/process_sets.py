@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfscale import runtime
+from tfscale import config, runtime
 from tfscale.backends.base import Group
+from tfscale.end_of_job import deadline_of_start
 from tfscale.errors import ConfigError, ExchangeError
 
 
@@ -94,7 +95,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ConfigError(
             f"Ranks of a process set must lie in [0, {runtime.size()}). Received: ranks={ranks}."
         )
-    process_set.process_set_id = runtime.backend().add_group(ranks)
+    settings = config.settings()
+    with deadline_of_start(
+        settings.stall_warning_s, settings.stall_shutdown_s, "tfscale.add_process_set()"
+    ):
+        process_set.process_set_id = runtime.backend().add_group(ranks)
     runtime.remember_process_set(process_set)
     return process_set
 

@@ -33,7 +33,7 @@ _state: _State | None = None
 
 
 def init(
-    comm: Any = None, process_sets: Sequence[Any] | None = None, backend: str = "auto"
+    comm: Any = None, process_sets: Sequence[Any] | str | None = None, backend: str = "auto"
 ) -> None:
     """Join the job. Collective: all ranks must call this, before any other call.
 
@@ -43,7 +43,8 @@ def init(
     Args:
         comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
             world's ranks (only these may call).
-        process_sets: `ProcessSet` objects or lists of ranks to add.
+        process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
+            later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
             TFSCALE_BACKEND, then chooses: see `tfscale.placement.choose_backend`.
 
@@ -54,7 +55,7 @@ def init(
     global _state
     if _state is not None:
         return
-    settings = config.settings()
+    settings, process_sets = config.settings(), _check_process_sets(process_sets)
     name = settings.backend if backend == "auto" else backend
     launch = discover(config.environment())
     if name not in config.BACKENDS:
@@ -70,6 +71,8 @@ def init(
     else:
         _state = _State(start(chosen, settings, comm))
         end_job_on_error(_abort)
+    if chosen == "horovod":  # the engine has compared them
+        _compare_versions()
     is_alone = chosen == "single" and launch is not None and launch.size > 1
     rank_status.write_state(rank_status.ALONE if is_alone else rank_status.JOINED)
     atexit.register(_leave_at_exit)
@@ -85,11 +88,31 @@ def _abort(code: int) -> None:
         _state.backend.abort(code)
 
 
-def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
-    from tfscale.process_sets import add_process_set
+def _compare_versions() -> None:
+    from tfscale.objects import allgather_object
+    from tfscale.versions import require_equal, versions
 
+    require_equal(allgather_object(versions(), name="versions"))
+
+
+def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
+    from tfscale.process_sets import add_process_set, global_process_set
+
+    global_process_set.ranks, global_process_set.process_set_id = list(range(size())), 0
     for process_set in process_sets or ():
         add_process_set(process_set)
+
+
+def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
+    """Return the sets to add; Horovod's "dynamic", which says that sets come later, is none."""
+    if not isinstance(process_sets, str):
+        return process_sets
+    if process_sets.lower() == "dynamic":
+        return None
+    raise ConfigError(
+        "process_sets must be a list of ProcessSet objects or of lists of ranks, or 'dynamic' for "
+        f"sets that come later. Received: {process_sets!r}."
+    )
 
 
 def _leave_at_exit() -> None:
@@ -104,7 +127,9 @@ def _leave_at_exit() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; waits until all ranks do. A second call does nothing.
+    """Leave the job; waits until all ranks do (engine). A second call does nothing.
+
+    Horovod does not wait: what other ranks exchange afterwards fails there.
 
     Raises:
         ExchangeError: A rank does not come, and gives no sign of life for the time of
@@ -113,16 +138,20 @@ def shutdown() -> None:
     global _state
     if _state is None:
         return
+    from tfscale.process_sets import global_process_set
     from tfscale.trace import timeline
 
     folder = timeline.write_part()
     state, _state = _state, None
     for process_set in state.process_sets:
         process_set.process_set_id = None
-    state.backend.close()
-    rank_status.write_state(rank_status.FINISHED)
+    global_process_set.ranks = global_process_set.process_set_id = None
+    if state.backend.close():
+        error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
+        is_raising = error is not None and not isinstance(error, SystemExit)
+        rank_status.write_state(rank_status.RAISED if is_raising else rank_status.FINISHED)
     if folder is not None and state.backend.rank == 0:
-        timeline.merge_parts(folder)  # Closing waited for all ranks.
+        timeline.merge_parts(folder, state.backend.size)  # Closing waited for all ranks.
 
 
 def remember_process_set(process_set: Any) -> None:

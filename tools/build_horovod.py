@@ -160,11 +160,13 @@ def stamp() -> str:
     from tfscale.native.toolchain import find_toolchain
 
     mpi = find_toolchain().mpi
-    return f"{VERSION} {tf.__version__} {sys.implementation.cache_tag} {mpi}\n"
+    chosen = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_"))
+    words = (VERSION, tf.__version__, sys.implementation.cache_tag, str(mpi), *chosen)
+    return " ".join(words) + "\n"
 
 
 def build_wheel(wheels: Path, jobs: int) -> Path:
-    """Build the wheel unless there is one for this Python, TensorFlow and MPI.
+    """Build the wheel unless there is one for this Python, TensorFlow, MPI and HOROVOD_* options.
 
     Args:
         wheels: Folder for it.
@@ -183,6 +185,8 @@ def build_wheel(wheels: Path, jobs: int) -> Path:
     include = FOLDER / "include"
     write_forwarding_header(include)
     wheels.mkdir(parents=True, exist_ok=True)
+    for former in found:  # of another Python perhaps, which would be installed instead
+        former.unlink()
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     command += ["--no-binary", "horovod", "-w", str(wheels), f"horovod=={VERSION}"]
     subprocess.run(command, check=True, env=build_environment(include, jobs))

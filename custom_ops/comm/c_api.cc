@@ -73,9 +73,9 @@ int tfscale_stop() {
   return Guarded(-1, [] {
     // What was posted is to arrive, also where nobody reads it before the end.
     tfscale_drain();
-    const std::string why = Engine::Stop();
-    if (!why.empty()) throw CommError(why);
-    return 0;
+    const Engine::End end = Engine::Stop();
+    if (!end.failure.empty()) throw CommError(end.failure);
+    return end.is_together ? 0 : 1;
   });
 }
 

@@ -20,7 +20,8 @@ const char* tfscale_mpi_version();
 // processes for -1. Collective; blocking. Returns 0 or -1.
 int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options);
 // Collective; blocking until all ranks call it, unless the engine has failed.
-// Gathers of parameters end first. Returns 0, or -1 where others never come.
+// Gathers of parameters end first. Returns 0, 1 where the engine has failed and
+// this rank left alone, or -1 where others never come.
 int tfscale_stop();
 // Ends all processes of the job with `code`. Does not return.
 void tfscale_abort(int code);

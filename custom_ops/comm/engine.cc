@@ -68,7 +68,7 @@ void Engine::Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<
   Instance() = std::move(engine);
 }
 
-std::string Engine::Stop() {
+Engine::End Engine::Stop() {
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(engine_mutex);
@@ -77,9 +77,9 @@ std::string Engine::Stop() {
   // Threads that submit hold it for a moment. It must end here, on the main
   // thread: least of all on the communication thread, which it joins.
   while (engine.use_count() > 1) std::this_thread::yield();
-  if (!engine) return "";
+  if (!engine) return {};
   engine->thread_.reset();
-  return engine->scheduler_->leave_failure();
+  return {engine->scheduler_->has_left(), engine->scheduler_->leave_failure()};
 }
 
 void Engine::Submit(Task task) {

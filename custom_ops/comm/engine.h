@@ -35,8 +35,12 @@ class Engine {
   // The engine of the process; null before Start and after Stop.
   static std::shared_ptr<Engine> Get();
   static void Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env);
-  // Blocking as the destructor. Returns why leaving failed, "" if it did not.
-  static std::string Stop();
+  struct End {
+    bool is_together = true;  // all ranks have left, and communication had not failed here
+    std::string failure;      // why leaving failed, "" if it did not
+  };
+  // Blocking as the destructor.
+  static End Stop();
 
   int rank() const { return rank_; }
   int size() const { return size_; }

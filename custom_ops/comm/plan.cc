@@ -21,6 +21,12 @@ std::string LineOr(const std::vector<std::string>& lines, size_t i, const char* 
 
 }  // namespace
 
+bool PlanSpec::is_patient() const {
+  const std::string suffix = " (meeting)";
+  return name.size() > suffix.size() &&
+         name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
+}
+
 std::string PlanSpec::Describe() const {
   std::ostringstream text;
   text << "function " << name << "\n";

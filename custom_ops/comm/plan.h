@@ -23,6 +23,9 @@ struct PlanSpec {
   // They are given out while tracing, hence equal on ranks that trace alike.
   std::vector<int> tag_slots;
 
+  // Whoever waits here watches the clock himself, and others may never come
+  // without any harm; see tfscale/exchange/meeting.py.
+  bool is_patient() const;
   // One line per slot, compared over ranks before the plan's first use.
   std::string Describe() const;
 };

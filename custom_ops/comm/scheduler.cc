@@ -138,7 +138,11 @@ bool Scheduler::Step() {
     if (marks_.Poll()) has_moved = true;
     if (marks_.has_received() && is_busy()) GiveUpHopeless();
     abandoned_.Step();
-    if (is_busy()) CheckStalls();
+    if (is_busy()) {
+      CheckStalls();
+    } else {
+      stalls_.Rest();
+    }
     return has_moved;
   } catch (const std::exception& error) {
     Fail(error.what());
@@ -227,6 +231,7 @@ void Scheduler::CheckStalls() {
   bool is_active = false;
   const auto look = [&](const Task& task, bool is_task_active) {
     if (oldest != nullptr && task.posted >= oldest->posted) return;
+    if (task.plan != kEager && queues_.at(task.plan)->spec().is_patient()) return;
     oldest = &task;
     is_active = is_task_active;
   };

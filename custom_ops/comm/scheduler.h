@@ -79,6 +79,7 @@ class Scheduler {
   void GiveUp(Task& task, const Status& why);
   std::optional<Status> WhyGivenUp(const Task& task);
   void CheckStalls();
+  std::vector<int> Others() const;
   Wait Describe(const Task& task, bool is_active);
 
   const EngineOptions& options_;

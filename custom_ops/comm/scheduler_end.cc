@@ -81,6 +81,15 @@ void Scheduler::Leave() {
   }
 }
 
+std::vector<int> Scheduler::Others() const {
+  std::vector<int> others;
+  const Group& world = groups_.at(0);
+  for (int rank : world.ranks) {
+    if (rank != world.comm->rank()) others.push_back(rank);
+  }
+  return others;
+}
+
 bool Scheduler::StepLeave() {
   bool has_moved = Step();
   if (has_failed()) return true;
@@ -94,7 +103,11 @@ bool Scheduler::StepLeave() {
     for (const auto& [id, group] : groups_) {
       if (group.comm) DiscardMessages(*group.comm, id == 0 ? group.MarkTag() : -1);
     }
-    if (!abandoned_.is_empty()) return has_moved;
+    if (!abandoned_.is_empty()) {
+      // What is left of a step with a rank whose communication failed never ends.
+      stalls_.LookAtEnd(Clock::now(), Others());
+      return has_moved;
+    }
     if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
     is_quiet_ = true;
     const std::vector<int> unquiet = marks_.Without(MarkKind::kQuiet);

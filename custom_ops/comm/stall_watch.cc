@@ -13,6 +13,8 @@ namespace {
 // An answer takes a peer's communication thread as long as its longest sleep; on
 // a loaded machine a little more.
 constexpr double kAnswerS = 0.1;
+// A communication thread that waits looks many times a second.
+constexpr double kStoppedS = 5;
 
 std::string Seconds(Clock::duration time) {
   const int64_t tenths = std::chrono::duration_cast<std::chrono::milliseconds>(time).count() / 100;
@@ -35,7 +37,23 @@ double StallWatch::WarningTime() const {
   return std::min(options_.stall_warning_s, options_.stall_shutdown_s);
 }
 
+void StallWatch::Rest() { last_step_ = Clock::time_point::max(); }
+
+void StallWatch::NoteGap(Clock::time_point now) {
+  // Never so long in between but where the process was stopped: then the others
+  // may have been, too, and all have their time anew.
+  const bool was_stopped = last_step_ < now && now - last_step_ > FromSeconds(kStoppedS);
+  last_step_ = now;
+  if (!was_stopped) return;
+  began_ = next_question_ = now;
+  if (next_end_report_ != Clock::time_point::max()) {
+    next_end_report_ = now + FromSeconds(options_.stall_warning_s);
+  }
+  peers_.clear();
+}
+
 bool StallWatch::IsDue(Clock::time_point now) {
+  NoteGap(now);
   if (now - last_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return false;
   last_look_ = now;
   return true;
@@ -43,7 +61,7 @@ bool StallWatch::IsDue(Clock::time_point now) {
 
 void StallWatch::Look(Clock::time_point now, Clock::time_point posted,
                       const std::function<Wait()>& describe) {
-  const Clock::duration waited = now - posted;
+  const Clock::duration waited = now - std::max(posted, began_);
   if (waited < FromSeconds(WarningTime() / 2)) return;
   const bool is_over = waited >= FromSeconds(options_.stall_shutdown_s);
   const bool is_late = waited >= FromSeconds(options_.stall_warning_s) && now >= next_report_;

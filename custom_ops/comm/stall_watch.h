@@ -40,6 +40,8 @@ class StallWatch {
 
   // True a few times per second at most: looking is not free.
   bool IsDue(Clock::time_point now);
+  // Nothing is waited for: IsDue may not be called for a long time.
+  void Rest();
   // Warns when `posted` is too long ago; throws CommError when much too long.
   // `describe` says what is waited for.
   void Look(Clock::time_point now, Clock::time_point posted, const std::function<Wait()>& describe);
@@ -57,6 +59,7 @@ class StallWatch {
   void Ask(Clock::time_point now, const std::vector<int>& ranks);
   void Complain(const Wait& wait, const std::string& text);
   void ShowStacks();
+  void NoteGap(Clock::time_point now);
   // Of `ranks`, those that were asked at least `age` ago and have not answered.
   std::vector<int> Silent(Clock::time_point now, const std::vector<int>& ranks,
                           Clock::duration age) const;
@@ -68,6 +71,9 @@ class StallWatch {
   const Roster& roster_;
   Marks& marks_;
   Clock::time_point last_look_ = Clock::now();
+  Clock::time_point last_step_ = Clock::time_point::max();
+  // No wait counts from before; see NoteGap.
+  Clock::time_point began_ = Clock::time_point::min();
   Clock::time_point next_report_ = Clock::time_point::min();
   Clock::time_point next_question_ = Clock::time_point::min();
   Clock::time_point next_stacks_ = Clock::time_point::min();

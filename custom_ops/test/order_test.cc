@@ -151,6 +151,17 @@ TEST(UnknownPlacesAreRefused) {
   plan.Run(1);
 }
 
+// Nobody is harmed by ranks that never come there; see tfscale/exchange/meeting.py.
+TEST(AMeetingMayWaitForEver) {
+  EngineOptions options = SmallOptions();
+  options.stall_warning_s = 0.1;
+  options.stall_shutdown_s = 0.3;
+  Job job(options);
+  const SumPlan plan(job, "save (meeting)", 1);
+  if (job.rank() == 0) SleepMs(900);
+  plan.Run(0);
+}
+
 }  // namespace testing
 }  // namespace tfscale
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tfscale import collectives, objects, reduce_ops, runtime
+from tfscale.process_sets import global_process_set
 
 TIMEOUT_S = 60.0
 
@@ -96,6 +97,7 @@ class FakeRanks:
                 (runtime, "is_single", lambda: False),
                 (runtime, "is_initialized", lambda: True),
                 (threading, "main_thread", threading.current_thread),
+                (global_process_set, "ranks", list(range(self.size))),
                 (objects, "allgather_object", self._exchange),
                 (objects, "broadcast_variables", self._broadcast_variables),
                 (collectives, "allreduce", self._allreduce),

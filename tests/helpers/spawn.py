@@ -64,6 +64,20 @@ def sizes(*allowed: int, timeout_s: float | None = None) -> Callable[[_Function]
     return mark
 
 
+def engine_only(why: str) -> Callable[[_Function], _Function]:
+    """Leave a case out on the Horovod backend; `ENGINE_ONLY = why` in a module leaves out all.
+
+    Args:
+        why: What Horovod does not have.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.engine_only = why  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def spawn(
     size: int,
     cases: Sequence[str],

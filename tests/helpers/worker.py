@@ -27,13 +27,25 @@ def run_case(case: str) -> dict:
     start = time.monotonic()
     outcome = {"status": "ok", "text": ""}
     try:
-        getattr(importlib.import_module(module), function)()
+        imported = importlib.import_module(module)
+        body = getattr(imported, function)
+        why = getattr(body, "engine_only", "") or getattr(imported, "ENGINE_ONLY", "")
+        if why and is_on_horovod():
+            return {"status": "skipped", "text": f"not on Horovod: {why}", "seconds": 0.0}
+        body()
     except BaseException as error:
         # pytest's outcomes are no subclasses of Exception, and SystemExit is a failure here.
         skipped = type(error).__name__ == "Skipped"
         text = str(error) if skipped else traceback.format_exc()
         outcome = {"status": "skipped" if skipped else "failed", "text": text}
     return {**outcome, "seconds": time.monotonic() - start}
+
+
+def is_on_horovod() -> bool:
+    """Return whether Horovod moves the bytes."""
+    from tfscale import runtime
+
+    return runtime.backend().name == "horovod"
 
 
 def wait_for_all(folder: Path, index: int, size: int) -> list[dict]:

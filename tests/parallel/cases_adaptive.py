@@ -63,6 +63,7 @@ def by_hand(make_optimizer, batch_sizes, scales):
 
 def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
     """Train with growing batches; return the model and its history."""
+    averages = [MetricAverageCallback()] if options.pop("metrics_are_averaged", True) else []
     keras.utils.set_random_seed(seed + runtime.rank())
     model = build()
     model.compile(tfscale.DistributedOptimizer(make_optimizer(), exchange=exchange), "mse")
@@ -72,7 +73,7 @@ def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options)
     callbacks = [
         *extra,
         BroadcastGlobalVariablesCallback(0),
-        MetricAverageCallback(),
+        *averages,
         AdaptiveBatchSize(data, MAXIMUM, log_path=path, **options),
     ]
     with contextlib.suppress(Interruption):
@@ -128,12 +129,19 @@ def case_growing_batches_equal_one_process_with_chunks():
 
 @sizes(2, 3, 4, timeout_s=120)
 def case_ranks_agree_although_their_losses_differ():
-    """theta is near a threshold nowhere, but every rank sees another loss."""
+    """theta is near a threshold nowhere, but every rank sees another loss: none is averaged."""
+    options = {"interval": None, "decay_epochs": (), "saturation": 0.5}
     with float64(), shared_folder() as folder:
-        options = {"interval": None, "decay_epochs": (), "saturation": 0.5}
-        _, history = fit(momentum, folder / "adaptive.jsonl", **options)
-        every = tfscale.allgather_object([history["batch_size"], history["theta"]])
+        path = folder / "adaptive.jsonl"
+        _, history = fit(momentum, path, metrics_are_averaged=False, **options)
+        keys = ("batch_size", "learning_rate", "theta")
+        every = tfscale.allgather_object([history[key] for key in keys])
+        losses = tfscale.allgather_object(history["loss"])
+        _, averaged = fit(momentum, path, **options)
     assert all(other == every[0] for other in every)
+    assert all(len({*of_epoch}) == len(losses) for of_epoch in zip(*losses, strict=True))
+    assert history["batch_size"] == averaged["batch_size"]
+    np.testing.assert_allclose(history["theta"], averaged["theta"], rtol=1e-9)
     assert history["batch_size"][-1] > START
 
 

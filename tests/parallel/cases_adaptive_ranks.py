@@ -42,8 +42,9 @@ def arrays():
 def fit(build, start, maximum, epochs, exchange="allreduce", rate=0.0625, **options):
     keras.utils.set_random_seed(4)
     model = build()
-    optimizer = options.pop("optimizer", None) or keras.optimizers.SGD(rate, momentum=0.5)
-    model.compile(tfscale.DistributedOptimizer(optimizer, exchange=exchange), "mse")
+    wrapped = {"exchange": exchange, **options.pop("wrapped", {})}
+    rule = keras.optimizers.SGD(rate, momentum=0.5)
+    model.compile(tfscale.DistributedOptimizer(rule, **wrapped), "mse")
     data = tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
     options = {"interval": 1, "momentum_correction": False, "log_path": None, **options}
     callbacks = [
@@ -124,11 +125,35 @@ def case_noise_scale_drives_growth():
 
 
 @sizes(2)
-def case_noise_scale_needs_whole_gradients():
-    def train():
-        fit(linear_model, 12, 48, 1, signal="noise_scale", exchange="sharded")
+def case_noise_scale_needs_whole_gradients_of_all_ranks():
+    every = [tfscale.add_process_set([rank]) for rank in range(2)]
+    own = every[tfscale.rank()]
+    for wrapped, received in (
+        ({"exchange": "sharded"}, "exchange="),
+        ({"exchange": tfscale.LocalSGD(2, 3)}, "exchange=LocalSGD"),
+        ({"backward_passes_per_step": 2}, "backward_passes_per_step above 1"),
+        ({"process_set": own}, "1 of 2 ranks"),
+    ):
 
-    require_error(train, "The gradient noise scale needs the sum of whole gradients")
+        def train(wrapped=wrapped):
+            fit(linear_model, 12, 48, 1, signal="noise_scale", wrapped=wrapped)
+
+        require_error(train, "the sum of all ranks' whole gradients in every step", received)
+    for process_set in every:
+        tfscale.remove_process_set(process_set)
+
+
+@sizes(2, 3)
+def case_noise_scale_needs_two_ranks_that_share_each_batch():
+    """But for the last size, with which nothing more is decided."""
+
+    def train(start, maximum):
+        options = {"signal": "noise_scale", "active_ranks": "grow"}
+        return fit(linear_model, start, maximum, 1, **options)
+
+    require_error(lambda: train(2, 8), "Received: batch size 2, which feeds one of")
+    _, history = train(2, 2)
+    assert history["batch_size"] == [2]
 
 
 @sizes(2, 3, 4, timeout_s=180)

@@ -15,7 +15,7 @@ import tfscale.keras as hvd
 from tests.helpers.ranks import require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
-from tfscale import Auto
+from tfscale import Auto, runtime
 from tfscale.exchange.plans import Planned, PlannedShards
 from tfscale.plan.machines import Machine
 from tfscale.tuning import auto_plan, layer_probe, step_probe
@@ -182,7 +182,8 @@ def case_eager_steps_go_back_to_buckets():
     sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange="auto")
     model.compile(sgd, loss="mse", run_eagerly=True)
     fit(model, None, steps=14)
-    assert isinstance(model.optimizer.strategy, Auto), model.optimizer.strategy
+    is_planned = runtime.backend().name == "horovod"  # whole steps are timed there
+    assert isinstance(model.optimizer.strategy, Auto) != is_planned, model.optimizer.strategy
     require_equal_ranks(model.trainable_variables)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, check, conv_model, float64
 from tfscale import runtime
 from tfscale.errors import PlanError
@@ -54,6 +54,7 @@ def case_replicated_dense_equals_one_process():
     check(mlp(), clipped, exchange=tfscale.Chunked(replicated_dense=2))
 
 
+@engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=120)
 def case_the_first_chunk_is_measured():
     """Ten steps by layer, then two chunks with the same boundary on all ranks."""
@@ -83,6 +84,7 @@ def case_layers_after_convolutions():
     check(conv_model, OPTIMIZERS["momentum"], exchange=tfscale.Chunked(replicated_dense=1))
 
 
+@engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=120)
 def case_bytes_and_number_of_collectives():
     """2 f gathers of activations and errors, one allreduce per chunk, nothing in evaluation."""

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, TOLERANCE, float64, require_equal
 from tfscale import runtime
@@ -78,6 +78,7 @@ def saved_and_restored(model, make):
     return [whole, weights, checkpoint]
 
 
+@engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=240)
 def case_evaluation_and_checkpoints_between_steps():
     """In float64 all that is read, and all that goes on, is what one process has."""

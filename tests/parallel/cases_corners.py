@@ -108,9 +108,8 @@ def case_local_layers_are_not_replicated():
 @sizes(2, timeout_s=120)
 def case_a_local_gradient_that_is_not_finite_is_told_to_all():
     """Also where the last layer is replicated, whose gradient does not travel."""
-    layers = keras.layers
     keras.utils.set_random_seed(3)
-    inner = [layers.Dense(8), layers.LayerNormalization(), layers.Dense(3)]
+    inner = [keras.layers.Dense(8), keras.layers.LayerNormalization(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *inner])
     optimizer = tfscale.PartialDistributedOptimizer(
         keras.optimizers.SGD(0.1),

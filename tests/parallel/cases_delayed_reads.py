@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel import futures_model
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import OPTIMIZERS, float64
@@ -65,6 +65,7 @@ ACTIONS: dict[str, Callable[[keras.Model], Any]] = {
 }
 
 
+@engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=240)
 def case_reads_between_steps():
     """One after another in one run, which goes on as if all were updated in their steps."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
 from tests.parallel.cases_equality import check as check_whole
@@ -136,6 +136,7 @@ def case_auto_follows_the_batch_size():
     assert routes(model) == ["partial", "weights", "weights"]
 
 
+@engine_only("its events are looked at")
 @sizes(2, 3, 4, timeout_s=120)
 def case_bytes_and_number_of_collectives():
     """Per layer n_in of its samples to each rank and n_out of all; biases send no gradients."""

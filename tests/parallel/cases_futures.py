@@ -12,6 +12,8 @@ from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X, Y
 from tests.parallel.reading_ways import WAYS
 
+ENGINE_ONLY = "nothing is posted past the end of a step"
+
 
 @sizes(2, 3, timeout_s=240)
 def case_every_way_of_reading():

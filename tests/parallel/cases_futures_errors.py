@@ -18,6 +18,8 @@ from tfscale.backends.variables import raw_variable
 from tfscale.native_errors import has_stopped
 from tfscale.parameters import futures
 
+ENGINE_ONLY = "nothing is posted past the end of a step"
+
 
 def num_failed() -> int:
     """Return of how many variables this process remembers a failure."""

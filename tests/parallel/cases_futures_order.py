@@ -22,6 +22,8 @@ from tfscale import runtime
 from tfscale.backends.variables import raw_variable
 from tfscale.parameters import futures
 
+ENGINE_ONLY = "nothing is posted past the end of a step"
+
 
 class Gate:
     """Ops at which a rank says that it has come so far, or waits for others that do.

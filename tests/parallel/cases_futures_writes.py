@@ -17,6 +17,8 @@ from tests.parallel.futures_model import Subject, X, build
 from tfscale import runtime
 from tfscale.parameters import futures
 
+ENGINE_ONLY = "nothing is posted past the end of a step"
+
 
 def ways_of_writing(
     model: keras.Model, new: list[np.ndarray], folder: str

@@ -16,6 +16,8 @@ from tfscale.plan.times import Scenario
 from tfscale.tuning import links, model_probe
 from tfscale.tuning.model_layers import find_model, read_layers
 
+ENGINE_ONLY = "its events are looked at"
+
 
 @contextlib.contextmanager
 def few_rounds() -> Iterator[None]:

@@ -3,7 +3,7 @@
 import keras
 
 import tfscale
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import OPTIMIZERS, float64
 from tests.parallel.cases_local_sgd import compare, train
 from tests.parallel.local_by_hand import STEPS, by_hand_for_steps
@@ -61,6 +61,7 @@ def ends_at(interval, n_steps, callback):
     forget_the_stop()
 
 
+@engine_only("ranks ask each other before each step, and stop at once")
 @sizes(2, 4, timeout_s=200)
 def case_a_stop_amid_an_interval_waits_for_the_average():
     with float64():
@@ -69,6 +70,7 @@ def case_a_stop_amid_an_interval_waits_for_the_average():
         ends_at(7, 14, StopAt(12))  # an interval over two epochs
 
 
+@engine_only("ranks ask each other before each step, and stop at once")
 @sizes(2, 4, timeout_s=120)
 def case_a_stop_waits_no_longer_than_the_epoch():
     with float64():

@@ -24,6 +24,8 @@ from tfscale.trace.analysis import Key
 from tfscale.trace.dependencies import collectives_before
 from tfscale.trace.recorder import Listener
 
+ENGINE_ONLY = "its events are looked at"
+
 N_STEPS = 3
 TIMEOUT_S = 40.0
 

@@ -12,6 +12,8 @@ from tfscale.callbacks import CommunicationReport
 from tfscale.trace import clocks, timeline
 from tfscale.trace.summary import of_kind, read_rows
 
+ENGINE_ONLY = "its events are looked at"
+
 
 @sizes(2, 3)
 def case_clocks_agree_within_the_stated_error():

@@ -18,6 +18,8 @@ from tfscale.trace.analysis import Key
 from tfscale.trace.dependencies import collectives_before
 from tfscale.trace.summary import of_kind, read_rows
 
+ENGINE_ONLY = "its events are looked at"
+
 N_STEPS = 8
 
 

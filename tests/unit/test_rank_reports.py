@@ -8,7 +8,15 @@ from tfscale.launcher.launch import Launch
 from tfscale.launcher.pulse import Beat, Pulse
 from tfscale.launcher.rank_process import judge
 from tfscale.launcher.rank_reports import Report, ReportReader, encode, encode_beat
-from tfscale.launcher.rank_status import ALONE, FINISHED, JOINED, RankStatus
+from tfscale.launcher.rank_status import (
+    ALONE,
+    FINISHED,
+    JOINED,
+    RAISED,
+    TOLD,
+    WAITING,
+    RankStatus,
+)
 
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 
@@ -70,6 +78,11 @@ def test_a_report_stays_in_one_piece():
         (3, JOINED, False, True),
         (3, FINISHED, False, False),
         (3, ALONE, False, False),
+        (0, RAISED, False, False),
+        (1, RAISED, False, True),
+        (0, TOLD, False, True),
+        (1, TOLD, False, True),
+        (1, WAITING, False, True),
         (75, JOINED, False, False),
         (-9, "", False, True),
         (-9, JOINED, False, True),
@@ -84,6 +97,34 @@ def test_which_ends_are_failures(code, state, was_stopped, is_failure):
     assert report.is_failure == is_failure
     assert report.rank == 2
     assert bool(report.exit_code) == (code != 0 or is_failure)
+
+
+@pytest.mark.parametrize(
+    ("state", "has_joined", "is_told"),
+    [
+        ("", False, False),
+        (WAITING, False, True),
+        (JOINED, True, False),
+        (TOLD, True, True),
+        (RAISED, True, False),
+    ],
+)
+def test_who_is_to_blame(state, has_joined, is_told):
+    report = judge(Launch(2, 4, None, None, "mpich"), 1, RankStatus(state, "", ""), False)
+    assert (report.has_joined, report.is_told) == (has_joined, is_told)
+
+
+def test_the_first_rank_that_failed_by_itself_counts():
+    told = Report(0, "a", 1, None, True, True, is_told=True)
+    source, out = os.pipe()
+    reader = ReportReader(source, os.dup(2))
+    os.write(out, encode(told) + encode(KILLED))
+    os.close(out)
+    reader.join(10)
+    os.close(source)
+    assert reader.failure() == KILLED
+    reader.reports.remove(KILLED)
+    assert reader.failure() == told
 
 
 def test_lines_for_people():

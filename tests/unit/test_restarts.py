@@ -19,8 +19,8 @@ MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 HOSTS = (("a", 2), ("b", 2), ("c", 2))
 
 
-def failed(rank=1, status=None, number=9, has_joined=True):
-    report = Report(rank, "x", status, number, True, has_joined)
+def failed(rank=1, status=None, number=9, has_joined=True, is_told=False):
+    report = Report(rank, "x", status, number, True, has_joined, is_told=is_told)
     return Outcome(report.exit_code, report)
 
 
@@ -31,6 +31,7 @@ def failed(rank=1, status=None, number=9, has_joined=True):
         (failed(has_joined=False), True),
         (failed(status=1, number=None), True),
         (failed(status=1, number=None, has_joined=False), False),
+        (failed(status=1, number=None, has_joined=False, is_told=True), True),
         (Outcome(255), True),
         (Outcome(0, is_orderly=True), False),
         (Outcome(5, is_orderly=True), False),
@@ -66,6 +67,7 @@ def test_lost_place():
     assert lost_place(failed(3), HOSTS) == ("b", 2)
     assert lost_place(failed(3), ()) == ("", 1)
     assert lost_place(Outcome(255), HOSTS) is None
+    assert lost_place(failed(3, 1, None, is_told=True), HOSTS) is None
 
 
 class Launcher:

@@ -205,6 +205,6 @@ class Backend(Protocol):
         """End all processes of the job. Does not return."""
         ...
 
-    def close(self) -> None:
-        """Leave the job; waits for all ranks unless communication has failed."""
+    def close(self) -> bool:
+        """Leave the job; waits for all ranks unless communication has failed: then False."""
         ...

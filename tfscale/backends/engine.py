@@ -240,10 +240,10 @@ class EngineBackend:
         """End all processes of the job. Does not return."""
         self._library.call("abort", code)
 
-    def close(self) -> None:
-        """Leave the job; waits for all ranks unless communication has failed.
+    def close(self) -> bool:
+        """Leave the job; waits for all ranks unless communication has failed: then False.
 
         Raises:
             ExchangeError: A rank does not come, and gives no sign of life.
         """
-        self._library.call("stop")
+        return self._library.call("stop") == 0

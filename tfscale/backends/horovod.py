@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from tfscale import config
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
 from tfscale.backends.horovod_ops import NamedOps
 from tfscale.backends.horovod_values import (
+    checked_splits,
     from_wire,
     nan_flag,
     restore_nan,
@@ -24,7 +27,7 @@ from tfscale.backends.horovod_values import (
 )
 from tfscale.backends.variables import WaitingBackend
 from tfscale.config import Settings
-from tfscale.errors import ExchangeError
+from tfscale.errors import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")
 
@@ -72,10 +75,12 @@ class HorovodBackend(WaitingBackend):
             comm: None, an mpi4py communicator or a list of ranks, as Horovod takes it.
 
         Raises:
+            ConfigError: There is no MPI, which `comm` needs.
             ExchangeError: Horovod is missing or cannot start.
         """
         # In whole seconds; Horovod never gives up if it is to give up before it warns.
-        give_up_s = max(2, round(settings.stall_shutdown_s))
+        is_limited = math.isfinite(settings.stall_shutdown_s)
+        give_up_s = max(2, round(settings.stall_shutdown_s)) if is_limited else sys.maxsize >> 32
         warn_s = max(1, min(round(settings.stall_warning_s), give_up_s - 1))
         config.set_default_environment(
             HOROVOD_STALL_CHECK_TIME_SECONDS=str(warn_s),
@@ -91,6 +96,12 @@ class HorovodBackend(WaitingBackend):
                 f"Horovod must start on all ranks. Received: {error}. Start them with horovodrun "
                 "or an MPI launcher, and see what Horovod printed."
             ) from error
+        if comm is not None and not self._hvd.mpi_enabled():
+            self._hvd.shutdown()
+            raise ConfigError(
+                "comm chooses among the processes of MPI. Received: comm, under Gloo. Start with "
+                "`tfscale run` or mpirun, or use process sets."
+            )
         self.rank: int = self._hvd.rank()
         self.size: int = self._hvd.size()
         self.local_rank: int = self._hvd.local_rank()
@@ -148,7 +159,7 @@ class HorovodBackend(WaitingBackend):
                 tensor=inputs[0], splits=inputs[1], name=name, **options
             )
 
-        inputs = [to_wire(tensor), tf.cast(splits, tf.int32)]
+        inputs = [to_wire(tensor), checked_splits(splits, tensor)]
         received, rows = self._named.run(call, inputs, start)
         return from_wire(received, tensor, [None]), tf.cast(rows, tf.int64)
 
@@ -223,9 +234,10 @@ class HorovodBackend(WaitingBackend):
                 pass  # The launcher notices the exit code.
         os._exit(code)
 
-    def close(self) -> None:
-        """Leave the job."""
+    def close(self) -> bool:
+        """Leave the job; nobody is waited for."""
         self._hvd.shutdown()
+        return True
 
     def _options(self, call: Call, is_scaled: bool = False) -> dict[str, Any]:
         # Its factors are float32 attributes, too coarse for float64: we scale ourselves.

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale.backends.base import Call
-from tfscale.backends.slots import EAGER, Slots
+from tfscale.backends.slots import COUNT, EAGER, Slots
 
 # Starts an op on guarded inputs under a name; returns its outputs.
 Start = Callable[[list[tf.Tensor], str | None], Sequence[tf.Tensor]]
@@ -71,7 +71,7 @@ class NamedOps:
         position = self._slots.place(call, "", [])
         if position.plan == EAGER:
             return list(start(list(inputs), None))
-        label = re.sub(r"_\d+(?=\W|$)", "", call.label)
+        label = COUNT.sub("", call.label)
         words = (self._numbers.titles[position.plan], f"s{position.slot}", label)
         name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
         with tf.control_dependencies([] if call.after else [_marker()]):

@@ -59,3 +59,13 @@ def from_wire(moved: tf.Tensor, like: tf.Tensor, rows: Any) -> tf.Tensor:
     """Return what moved in the type of `like`, and its shape but for the number of rows."""
     value = moved if like.dtype in _MOVABLE else tf.bitcast(moved, like.dtype)
     return tf.ensure_shape(value, tf.TensorShape(rows).concatenate(like.shape[1:]))
+
+
+def checked_splits(splits: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return splits as Horovod takes them; it would leave rows behind that no split names."""
+    counts = tf.cast(splits, tf.int32)
+    text = "splits must be 0 or more and add up to the tensor's rows. Received: splits, rows"
+    rows = tf.shape(tensor)[0]
+    is_right = tf.reduce_all(counts >= 0) & (tf.reduce_sum(counts) == rows)
+    with tf.control_dependencies([tf.debugging.Assert(is_right, [text, counts, rows])]):
+        return tf.identity(counts)

@@ -73,5 +73,6 @@ class SingleBackend(WaitingBackend):
         """End this process."""
         sys.exit(code)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to leave."""
+        return True

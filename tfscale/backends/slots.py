@@ -15,7 +15,7 @@ from tfscale.backends.library import Library
 from tfscale.errors import ExchangeError, PlanError
 
 EAGER = -1
-_COUNT = re.compile(r"_\d+(?=\W|_|$)")  # of layers, optimizers and functions of the process
+COUNT = re.compile(r"_\d+(?=\W|_|$)")  # of layers, optimizers and functions of the process
 
 
 class Position(NamedTuple):
@@ -74,7 +74,7 @@ class Slots:
         plan = self._plan_of(graph, call)
         inputs = " ".join(f"{t.dtype.name}{t.shape}" for t in tensors)
         # Keras numbers layers by a count of the process, which may differ between ranks.
-        label = _COUNT.sub("", call.label)
+        label = COUNT.sub("", call.label)
         description = f"{kind} {label} {inputs}".replace("\n", " ")
         slot = self._library.call("plan_add_slot", plan, description.encode())
         self._names[Position(plan, slot)] = call.label
@@ -98,7 +98,7 @@ class Slots:
         if key not in plans:
             # Graph names carry a number that counts functions of the process, which may differ.
             name = getattr(graph, "name", "graph").rsplit("__", 1)[0]
-            name = _COUNT.sub("", name).rstrip("_0123456789")
+            name = COUNT.sub("", name).rstrip("_0123456789")
             title = f"{name} ({stream})".encode()
             plans[key] = self._library.call("plan_create", call.group.id, title)
         return plans[key]

@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfscale import config
 from tfscale.backends.base import Backend
 from tfscale.end_of_job import deadline_of_start
-from tfscale.errors import ConfigError
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.launcher.launch import discover
 from tfscale.placement import Machine, own_gpu
 
 logger = logging.getLogger("tfscale")
@@ -24,8 +25,12 @@ def look_around() -> Machine:
 
     n_gpus = len(tf.config.list_physical_devices("GPU"))
     has_horovod = is_installed()
-    # Loading Horovod takes time, and matters on GPUs only.
-    has_nccl = n_gpus > 1 and has_horovod and bool(load_horovod().nccl_built())
+    has_nccl = False
+    if n_gpus > 1 and has_horovod:  # loading Horovod takes time, and matters on GPUs only
+        try:
+            has_nccl = bool(load_horovod().nccl_built())
+        except ExchangeError as error:
+            logger.warning("Horovod is left out. %s", error)
     return Machine(n_gpus, has_horovod, has_nccl)
 
 
@@ -47,15 +52,15 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
     # Imported here: a single process must not need the native libraries.
     n_cores = len(os.sched_getaffinity(0))
     backend: Backend
-    if name == "horovod":
-        from tfscale.backends.horovod import HorovodBackend
+    with deadline_of_start(settings.stall_warning_s, settings.stall_shutdown_s):
+        if name == "horovod":
+            from tfscale.backends.horovod import HorovodBackend
 
-        backend = HorovodBackend(settings, comm)
-    else:
-        from tfscale.backends.engine import EngineBackend
+            backend = HorovodBackend(settings, _checked(comm))
+        else:
+            from tfscale.backends.engine import EngineBackend
 
-        with deadline_of_start(settings.stall_warning_s, settings.stall_shutdown_s):
-            backend = EngineBackend(settings, _fortran_handle(comm), n_cores)
+            backend = EngineBackend(settings, _fortran_handle(_checked(comm)), n_cores)
     if settings.set_threads and backend.local_size > 1:
         _share_cores(n_cores, backend.local_size)
     _take_own_gpu(backend)
@@ -79,24 +84,32 @@ def _take_own_gpu(backend: Backend) -> None:
         logger.info("TensorFlow runs already: its GPUs stay. Call tfscale.init() first.")
 
 
-def _fortran_handle(comm: Any) -> int:
-    if comm is None:
-        return -1
-    if isinstance(comm, Sequence):
-        from mpi4py import MPI
-
-        ranks = sorted(int(r) for r in comm)
-        own = MPI.COMM_WORLD.Get_rank()
-        if own not in ranks:
-            raise ConfigError(
-                f"Only the ranks named in comm may call init. Received: comm={ranks} on rank {own}."
-            )
-        comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
-    if not hasattr(comm, "py2f"):
+def _checked(comm: Any) -> Any:
+    """Return None, a communicator, or ascending ranks of which this is one."""
+    if comm is None or hasattr(comm, "py2f"):
+        return comm
+    if not isinstance(comm, Sequence) or isinstance(comm, str):
         raise ConfigError(
             "comm must be None, an mpi4py communicator or a list of ranks. "
             f"Received: {type(comm).__name__}."
         )
+    ranks = sorted(int(r) for r in comm)
+    launch = discover(config.environment())
+    if launch is not None and launch.rank not in ranks:
+        raise ConfigError(
+            "Only the ranks named in comm may call init. Received: "
+            f"comm={ranks} on rank {launch.rank}."
+        )
+    return ranks
+
+
+def _fortran_handle(comm: Any) -> int:
+    if comm is None:
+        return -1
+    if isinstance(comm, list):
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(comm))
     return comm.py2f()
 
 

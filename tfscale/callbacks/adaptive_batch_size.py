@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tfscale import runtime
-from tfscale.callbacks.adaptive_checks import check_data, check_fit, check_sizes
+from tfscale.callbacks.adaptive_checks import bounds_of, check_data, check_fit, check_settings
 from tfscale.callbacks.adaptive_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.adaptive_rate import AdaptiveRate
 from tfscale.callbacks.adaptive_record import AdaptiveRecord
 from tfscale.callbacks.epochs import EpochCallback
 from tfscale.data.active_ranks import count_active, use_active_ranks
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import argument_of_fit
 from tfscale.tuning.growth import GrowthControl
 from tfscale.tuning.growth_settings import (
     GrowthSettings,
@@ -105,7 +106,7 @@ class AdaptiveBatchSize(EpochCallback):
             saturation: Relative fall up to which the training cost is saturated; None: never.
             decay: Factor of each decay, in (0, 1].
             decay_epochs: Epochs, counted from 0 as `initial_epoch` is, with which decays begin;
-                instead of decays by saturation.
+                instead of decays by saturation. The warm-up and one epoch come before.
             warmup_epochs: Epochs at the beginning that do not count.
             signal: "noise_scale" grows whenever the gradient noise scale, estimated from the norms
                 of the ranks' gradients and of their mean, reaches the next batch size, at most
@@ -126,7 +127,7 @@ class AdaptiveBatchSize(EpochCallback):
         super().__init__()
         check_data(data)
         self.data = data
-        low, high = interval if isinstance(interval, tuple) else (1, None)
+        low, high = bounds_of(interval, signal)
         self._settings = GrowthSettings(
             sizes=ladder(start_batch_size or data.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
@@ -151,11 +152,12 @@ class AdaptiveBatchSize(EpochCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check what is asked for; start afresh, or from a backup."""
         super().on_train_begin(logs)
-        settings = self._settings
+        settings, epochs = self._settings, (self.params or {}).get("epochs")
+        first = argument_of_fit("initial_epoch") or 0  # also of a run that goes on from a backup
         if settings.rule.high is None:
-            settings = with_largest_interval(settings, (self.params or {}).get("epochs"))
+            settings = with_largest_interval(settings, epochs and epochs - first)
         check_fit(self, self.data, settings.warmup_epochs)
-        check_sizes(self.data, settings.sizes)
+        check_settings(settings, self.data, first, self._has_surplus)
         self._control = GrowthControl(settings)
         self._measures.start()
         former = getattr(self, "_rate", None)
@@ -181,13 +183,14 @@ class AdaptiveBatchSize(EpochCallback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the first parameters."""
         super().on_train_batch_begin(batch, logs)
-        self._measures.begin_batch(self.model)
+        self._measures.begin_batch(self.model, is_first=self._n_batches == 0)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the loss of the first batch."""
         super().on_train_batch_end(batch, logs)
         if not self.is_void:
-            self._measures.end_batch(logs)
+            steps = (self.params or {}).get("steps") or 0
+            self._measures.end_batch(logs, is_last=batch + 1 >= steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide what holds from the next epoch on. Collective."""

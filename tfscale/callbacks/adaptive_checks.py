@@ -12,11 +12,13 @@ from tfscale.callbacks import building
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.callbacks.metric_average import MetricAverageCallback
+from tfscale.data.active_ranks import count_active
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
+from tfscale.tuning.growth_settings import GrowthSettings
 
 JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
@@ -58,6 +60,80 @@ def check_sizes(data: GlobalBatches, sizes: Sequence[int]) -> None:
                 f"{error} Choose start_batch_size, factor and max_batch_size accordingly, or "
                 'active_ranks="grow", where a batch may be smaller than the number of ranks.'
             ) from error
+
+
+def bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int, int | None]:
+    """Return the lowest and the highest interval that may be found; None: limited by the epochs.
+
+    Raises:
+        ConfigError: The signal finds none.
+    """
+    if not isinstance(interval, tuple):
+        return 1, None
+    if signal == "noise_scale":
+        raise ConfigError(
+            "With signal='noise_scale' interval is the fewest epochs between two growths. "
+            f"Received: interval={interval!r}. Pass one number."
+        )
+    return interval
+
+
+def check_settings(
+    settings: GrowthSettings, data: GlobalBatches, first: int, has_surplus: bool
+) -> None:
+    """Refuse what this run's ranks, data and epochs do not allow.
+
+    Args:
+        settings: What the run chose.
+        data: What it trains on.
+        first: The epoch that it began with.
+        has_surplus: Whether a batch may feed fewer ranks than there are.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    check_decays(settings, first)
+    check_sizes(data, settings.sizes)
+    if settings.signal == "noise_scale" and has_surplus:
+        check_compared(settings.sizes)
+
+
+def check_compared(sizes: Sequence[int]) -> None:
+    """Refuse batches that one rank alone would compute: no two gradients could be compared.
+
+    Args:
+        sizes: Batch sizes over all ranks, ascending; the last one grows no more.
+
+    Raises:
+        ConfigError: A batch that is to grow feeds one rank only.
+    """
+    lonely = [n for n in sizes[:-1] if count_active(n, runtime.size()) < 2]
+    if lonely:
+        raise ConfigError(
+            "The gradient noise scale is estimated from gradients of two ranks at least. "
+            f"Received: batch size {lonely[0]}, which feeds one of {runtime.size()} ranks. Start "
+            "with a batch that two ranks share, or use signal='theta'."
+        )
+
+
+def check_decays(settings: GrowthSettings, first: int) -> None:
+    """Refuse decays at which nobody would look.
+
+    Args:
+        settings: What the run chose.
+        first: The epoch that the run began with.
+
+    Raises:
+        ConfigError: A decay falls into the warm-up, or the first epoch behind it.
+    """
+    end = first + settings.warmup_epochs
+    early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
+    if early:
+        raise ConfigError(
+            "A decay must come after the warm-up and at least one epoch behind it. Received: "
+            f"decay_epochs={settings.decay_epochs}, and the warm-up ends with epoch {end} (counted "
+            f"from 0). Decay from epoch {end + 1} on, or shorten warmup_epochs."
+        )
 
 
 def check_fit(callback: Any, data: GlobalBatches, warmup_epochs: int) -> None:

@@ -49,7 +49,6 @@ class EpochMeasures:
     def __init__(self, has_noise_scale: bool) -> None:
         self._norms = GradientNorms() if has_noise_scale else None
         self._guard = MemoryGuard()
-        self._has_begun = False
         self._origin: list[np.ndarray] | None = None
         self._first_cost = math.nan
         self._is_common = False  # whether first_cost is the mean over ranks
@@ -61,23 +60,24 @@ class EpochMeasures:
 
     def start(self) -> None:
         """Begin a run."""
-        self._guard, self._has_begun = MemoryGuard(), False
+        self._guard = MemoryGuard()
         self._origin, self._first_cost, self._is_common = None, math.nan, False
         if self._norms is not None:
             self._norms.reset()
 
-    def begin_batch(self, model: keras.Model) -> None:
-        """Remember the parameters and the memory before the first step of the run."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._guard.start()
-            if self._origin is None:
-                self._origin = [np.array(v.numpy()) for v in _variables(model)]
+    def begin_batch(self, model: keras.Model, is_first: bool) -> None:
+        """Remember the memory before an epoch, and the parameters before the run's first step."""
+        if is_first:
+            self._guard.begin_epoch()
+        if self._origin is None:
+            self._origin = [np.array(v.numpy()) for v in _variables(model)]
 
-    def end_batch(self, logs: dict[str, Any] | None) -> None:
-        """Remember the loss of the first batch of the run."""
+    def end_batch(self, logs: dict[str, Any] | None, is_last: bool) -> None:
+        """Remember the loss of the run's first batch, and the memory of an epoch's steps."""
         if not self._is_common and math.isnan(self._first_cost):
             self._first_cost = _loss(logs)
+        if is_last:
+            self._guard.end_epoch()
 
     def end_epoch(
         self, model: keras.Model, logs: dict[str, Any] | None, batch: EpochBatch

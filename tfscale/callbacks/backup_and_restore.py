@@ -27,8 +27,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     bit where operations are deterministic.
 
     Under local SGD rank 0 also writes each group's own model, optimizer state and place within the
-    interval, when the first step of the next epoch begins. The same number of ranks in the same
-    groups goes on exactly there; others begin an interval with the average of the groups.
+    interval, when the first step of the next epoch begins; with `ParameterAveraging` those of each
+    rank. The same number of ranks in the same groups goes on exactly there; others begin an
+    interval with the average of the groups.
 
     Collective: all ranks must pass it to `fit`, at the same place, before other callbacks of
     tfscale. Keras's own would write and delete the same files on every rank.

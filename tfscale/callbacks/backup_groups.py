@@ -1,4 +1,4 @@
-"""What a backup holds of local SGD: the groups' own models, sent to the rank that writes."""
+"""What a backup holds of groups whose models differ, sent to the rank that writes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from tfscale.checkpoints.parts import (
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.fit.unsynchronised import trains_apart
 from tfscale.parameters.group_view import average_models
 
 
 def has_groups(model: keras.Model) -> bool:
-    """Return whether a model is trained by groups of ranks, or will be later on."""
+    """Return whether a model is trained by groups or single ranks, or will be later on."""
     strategy = getattr(getattr(model, "optimizer", None), "strategy", None)
-    return isinstance(strategy, LocalSGD) and not runtime.is_single()
+    return (isinstance(strategy, LocalSGD) or trains_apart()) and not runtime.is_single()
 
 
 def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
@@ -64,9 +65,10 @@ def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
 def averaged(model: keras.Model) -> Iterator[None]:
     """Show the average of the groups' models within a block, for rank 0 to save. Collective."""
     optimizer = model.optimizer
-    if optimizer.kept_state:
+    if getattr(optimizer, "kept_state", None):
         optimizer.full_state()  # the first rank keeps it
-    own = average_models(optimizer) if optimizer.group_average is not None else None
+    has_average = getattr(optimizer, "group_average", None) is not None
+    own = average_models(optimizer) if has_average else None
     yield
     if own is not None:
         optimizer.set_own(own)

@@ -15,7 +15,9 @@ class ModelDistance(Callback):
 
     D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
     the averaging step itself; one number for each group travels besides. The last one of an epoch
-    is added to the epoch's logs as `model_distance`.
+    is added to the epoch's logs as `model_distance`; an epoch without an average adds none. Under
+    `average="gradients"`, where no mean of models is formed, the distance is that to the model
+    with which all groups go on; with plain SGD inside that is their mean.
 
     Args:
         directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
@@ -31,7 +33,7 @@ class ModelDistance(Callback):
         super().__init__()
         self.directory = Path(directory) if directory is not None else None
         self.distances: list[tuple[int, float]] = []
-        self._n_steps = 0
+        self._n_steps = self._n_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin a new record."""
@@ -40,6 +42,11 @@ class ModelDistance(Callback):
         if self.directory is not None and runtime.rank() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "distance.jsonl").write_text("")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Expect averages of this epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._n_before = len(self.distances)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Take down the distance, if this step has averaged."""
@@ -57,5 +64,5 @@ class ModelDistance(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the last distance to the logs."""
         super().on_epoch_end(epoch, logs)
-        if self.distances and logs is not None:
+        if len(self.distances) > self._n_before and logs is not None:
             logs["model_distance"] = self.distances[-1][1]

@@ -119,6 +119,7 @@ class ParameterAveraging(BeforeValidation):
         self.n_averages = 0
         self._epoch = 0
         self._common: np.ndarray | None = None
+        self._backup: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -129,8 +130,11 @@ class ParameterAveraging(BeforeValidation):
                 "DistributedOptimizer, which keeps the ranks equal. Compile with the Keras "
                 "optimizer itself, or remove ParameterAveraging."
             )
-        self._common = None
-        self._n_before = self.n_averages
+        self._common, self._n_before = None, self.n_averages
+        if self._backup is not None:
+            state, self._backup = self._backup, None
+            self.n_averages = self._n_before + state["n_averages"]
+            self._common = state["arrays"][0] if state.get("arrays") else None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the parameters all ranks start from."""
@@ -147,6 +151,15 @@ class ParameterAveraging(BeforeValidation):
         super().on_train_end(logs)
         if self.every_n_epochs == "end" and self.n_averages == self._n_before:
             self._average_if_apart()
+
+    def backup_state(self) -> dict[str, Any]:
+        """Return the number of averages of this `fit` and the last common parameters."""
+        arrays = [] if self._common is None else [self._common]
+        return {"n_averages": self.n_averages - self._n_before, "arrays": arrays}
+
+    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from a backup when training begins."""
+        self._backup = state
 
     def act(self) -> None:
         """Average if it is due."""

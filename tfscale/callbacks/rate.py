@@ -8,6 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfscale.model_optimizers import unwrap
+from tfscale.optimizers import LARS
+
+# Rules whose velocities add up steps, each times the rate of then. Muon's, which are called
+# momentums too, add up gradients.
+_WITH_RATES_INSIDE = (keras.optimizers.SGD, keras.optimizers.RMSprop, LARS)
 
 
 class Rate:
@@ -59,8 +64,8 @@ class Rate:
 
 
 def _velocities(optimizer: Any) -> list[keras.Variable]:
-    """Return the slots that contain learning rates of earlier steps (SGD, RMSprop)."""
-    if not getattr(optimizer, "momentum", 0.0):
+    """Return the slots that contain learning rates of earlier steps."""
+    if not isinstance(optimizer, _WITH_RATES_INSIDE) or not optimizer.momentum:
         return []
     return list(
         getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []

@@ -128,6 +128,7 @@ class GroupAverage:
     def _average(self, part: Sequence[int]) -> tf.Tensor:
         variables = [self.targets[i] for i in part]
         before = [tf.identity(v.value) for v in variables]
+        means: Sequence[tf.Tensor] | None = None
         if self._sums:
             self._move_by_gradients(part)
         elif self._strategy.outer is not None:
@@ -139,8 +140,9 @@ class GroupAverage:
         else:
             for variable, mean in zip(variables, self._mean(before, "parameters"), strict=True):
                 variable.assign(mean)
-        moved = [v.value - b for v, b in zip(variables, before, strict=True)]
-        return _sum([tf.reduce_sum(tf.cast(m, tf.float64) ** 2) for m in moved])
+        common = [v.value for v in variables] if means is None else means
+        apart = [c - b for c, b in zip(common, before, strict=True)]
+        return _sum([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
 
     def _move_by_gradients(self, part: Sequence[int]) -> None:
         means = self._mean([self._sums[i].value for i in part], "gradients")

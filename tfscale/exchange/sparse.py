@@ -6,9 +6,10 @@ import tensorflow as tf
 
 from tfscale import runtime
 from tfscale.backends.base import Call, Scaling
+from tfscale.backends.horovod_values import scale
 from tfscale.eager import agree, header_of
 from tfscale.errors import ConfigError
-from tfscale.reduce_ops import Average, Sum
+from tfscale.reduce_ops import Average, Sum, scaling_of
 
 
 def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -51,7 +52,7 @@ def allreduce_sparse(
             "Use sparse_as_dense=True."
         )
     own = deduplicate(slices)
-    factor = factors.prescale * factors.postscale / (call.group.size if op == Average else 1)
+    scaling = scaling_of(op, factors, call.group.size, [own.values])
     backend = runtime.backend()
     if tf.executing_eagerly():
         agree(header_of("sparse allreduce", [op], [own.values], call.label), call.group)
@@ -60,7 +61,7 @@ def allreduce_sparse(
         own.indices, Call(call.group, f"{call.label} indices", call.after)
     )
     # Keras's nonlinear rules (Adam squares each row) need each index once.
-    scaled = values * tf.constant(factor, values.dtype)
+    scaled = scale(values, scaling.prescale * scaling.postscale)
     return deduplicate(tf.IndexedSlices(scaled, indices, slices.dense_shape))
 
 

@@ -15,6 +15,7 @@ from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import agreement
 from tfscale.fit.lockstep import Answer, ask
+from tfscale.fit.unsynchronised import trains_apart
 
 
 class Progress:
@@ -26,7 +27,8 @@ class Progress:
     (under run_eagerly, or without marks) the ranks ask each other before it, see `lockstep`.
 
     Groups of local SGD exchange nothing in most steps, so they ask where epochs begin and end; in
-    between they stop behind an average, see `callbacks.stop_of_groups`.
+    between they stop behind an average, see `callbacks.stop_of_groups`. Ranks that average their
+    parameters ask there, too, and stop where an epoch ends.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -36,7 +38,7 @@ class Progress:
         self._params: dict[str, Any] = {}
         self._marked_epoch = -1
         self._n_steps = 0
-        self._asks = False
+        self._asks = self._is_apart = False
         self._is_over = False
         self._is_begun = False  # this epoch
 
@@ -66,6 +68,7 @@ class Progress:
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
+        self._is_apart = _has_groups(self._model()) or trains_apart()
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
         for key in ("steps", "epochs"):
@@ -103,7 +106,8 @@ class Progress:
         if self._is_begun:
             return
         self._is_begun = True
-        if self._asks_epochs and "stop" in ask("run", 0):
+        # Before groups take up their own models again: an average of all would need all.
+        if self._is_apart and not runtime.is_single() and "stop" in ask("run", 0):
             self._is_over = True
 
     def end_epoch(self, epoch: int) -> None:
@@ -139,7 +143,7 @@ class Progress:
 
     @property
     def _asks_epochs(self) -> bool:
-        return not (self._asks or runtime.is_single()) and _has_groups(self._model())
+        return not (self._asks or runtime.is_single()) and self._is_apart
 
     def _must_ask(self) -> bool:
         model = self._model()
@@ -169,10 +173,11 @@ class Progress:
             ExchangeError: Another rank has no data for this step.
         """
         self._n_steps += 1
-        if not self._asks or self._is_over:
-            if self._is_over and not self._asks:
-                runtime.count_given_up()
-            return not self._is_over
+        if self._is_over:
+            runtime.count_given_up()
+            return False
+        if not self._asks:
+            return True
         if "stop" not in ask("run", self._n_steps):
             return True
         self._is_over = True

@@ -23,6 +23,11 @@ _TEXT = (
 _told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
+def trains_apart() -> bool:
+    """Return whether a callback of the running `fit` wants ranks that exchange no gradients."""
+    return any(getattr(callback, "trains_apart", False) for callback in callbacks_of_fit())
+
+
 def warn_if_unsynchronised(model: Any, has_exchanged: bool | None = None) -> None:
     """Warn, once per model and on one rank, if its ranks exchange nothing.
 
@@ -40,7 +45,7 @@ def warn_if_unsynchronised(model: Any, has_exchanged: bool | None = None) -> Non
     is_own_step = type(model).train_step is not keras.Model.train_step
     if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
         return
-    if any(getattr(callback, "trains_apart", False) for callback in callbacks_of_fit()):
+    if trains_apart():
         return
     _told.add(model)
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)

@@ -112,10 +112,11 @@ def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped
         A failure, unless the rank ended with 0 or after all had left the job, or was asked to
         end, or is a job of its own, or ended with `PREEMPTED`.
     """
+    is_told = status.state in (rank_status.TOLD, rank_status.WAITING)
     if code < 0:
         is_failure = not (was_stopped and -code in _STOPS)
     elif code == 0:
-        is_failure = status.state == rank_status.JOINED
+        is_failure = status.state in (rank_status.JOINED, rank_status.TOLD)
     else:
         is_failure = status.state != rank_status.FINISHED and code != PREEMPTED
     return Report(
@@ -124,9 +125,10 @@ def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped
         status=code if code >= 0 else None,
         signal=-code if code < 0 else None,
         is_failure=is_failure and status.state != rank_status.ALONE,
-        has_joined=status.state in (rank_status.JOINED, rank_status.FINISHED),
+        has_joined=status.state not in ("", rank_status.WAITING, rank_status.ALONE),
         place=status.place,
         error=status.error,
+        is_told=is_told,
     )
 
 

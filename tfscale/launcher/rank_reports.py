@@ -39,6 +39,7 @@ class Report:
         place: The last collective it finished; may be empty.
         error: End of its traceback; may be empty.
         is_lost: Nothing is heard of its host; how it ended nobody knows.
+        is_told: It ended because of others, or of communication: it may not be the cause.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Report:
     place: str = ""
     error: str = ""
     is_lost: bool = False
+    is_told: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -70,8 +72,8 @@ class Report:
                 text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
         elif self.status == 0:
             text = (
-                f"{who} ended with exit status 0 before tfscale.shutdown(), while the others "
-                "counted on it (os._exit?)."
+                f"{who} ended with exit status 0 before tfscale.shutdown() had ended for all, "
+                "while the others counted on it (os._exit, or a caught ExchangeError?)."
             )
         else:
             text = f"{who} failed with exit status {self.status}"
@@ -132,8 +134,9 @@ class ReportReader(threading.Thread):
             self.reports.append(Report(lost.rank, lost.host, None, None, True, True, is_lost=True))
 
     def failure(self) -> Report | None:
-        """Return the first report of a failure, or None."""
-        return next((report for report in self.reports if report.is_failure), None)
+        """Return the first report of a failure, best of one that was its own; or None."""
+        failures = [report for report in self.reports if report.is_failure]
+        return next((r for r in failures if not r.is_told), next(iter(failures), None))
 
     def run(self) -> None:
         """Read until the end; on a thread of its own."""

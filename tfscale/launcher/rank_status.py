@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from tfscale import config
 from tfscale.launcher.launch import STATUS_VARIABLE
 
-# States of a rank. "": tfscale.init has not returned. ALONE: a job of its own, which may end as it
-# likes. JOINED: the others count on it. FINISHED: all have left the job together.
+# States of a rank. "": tfscale.init has not returned. WAITING: it has not, for want of others.
+# ALONE: a job of its own, which may end as it likes. JOINED: the others count on it. TOLD: it ends
+# because communication failed, which another rank may be the cause of. FINISHED: all have left the
+# job together. RAISED: they have, while an exception was on its way.
+WAITING = "waiting"
 ALONE = "alone"
 JOINED = "joined"
+TOLD = "told"
 FINISHED = "finished"
+RAISED = "raised"
 
 # Where things stand in the file; custom_ops/comm/status_file.h writes the place.
 _STATE_BYTES = 64
@@ -31,7 +36,7 @@ class RankStatus:
     """What a rank left.
 
     Attributes:
-        state: "", `ALONE`, `JOINED` or `FINISHED`.
+        state: One of those above.
         place: The last collective that was finished, and how often it had run; may be empty.
         error: Traceback of the exception that ended the rank; may be empty.
     """

@@ -63,14 +63,14 @@ def may_restart(outcome: Outcome) -> bool:
 
     Not after success, preemption or a signal to `tfscale run`; not where all ranks left the job
     together; and not where a rank failed by itself before `tfscale.init`, which it would do again:
-    a wrong argument, a missing module.
+    a wrong argument, a missing module. One that waited there for others in vain did not.
     """
     if outcome.was_stopped or outcome.is_orderly or outcome.exit_code in (0, PREEMPTED):
         return False
     failure = outcome.failure
     if failure is None or failure.is_lost:
         return True
-    return failure.has_joined or failure.signal is not None
+    return failure.has_joined or failure.is_told or failure.signal is not None
 
 
 def pause_s(n_short: int) -> float:
@@ -91,9 +91,9 @@ def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
 
     Returns:
         The host of the rank that failed, with all its ranks; on this host alone, one place. None
-        where no rank is to blame.
+        where no rank is to blame, or the one that was only told of a failure.
     """
-    if outcome.failure is None:
+    if outcome.failure is None or outcome.failure.is_told:
         return None
     rank = outcome.failure.rank
     for name, n_ranks in hosts:

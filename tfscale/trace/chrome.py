@@ -102,19 +102,20 @@ def write_trace(
     os.replace(temporary, path)
 
 
-def merge_parts(directory: str | Path) -> bool:
+def merge_parts(directory: str | Path, n_ranks: int = 1) -> bool:
     """Merge the ranks' parts into `timeline.json` and remove them.
 
     Args:
         directory: Where they are.
+        n_ranks: Leave them where fewer are there; `tfscale report` merges them later.
 
     Returns:
-        Whether there were any.
+        Whether they were merged.
     """
     folder = Path(directory)
     parts = [p for p in folder.glob("timeline.rank-*.json")]
     parts.sort(key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
-    if not parts:
+    if len(parts) < n_ranks:
         return False
     contents = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     entries = [entry for content in contents for entry in content["traceEvents"]]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tfscale import runtime
+from tfscale.errors import ExchangeError
 
 _lock = threading.Lock()
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -20,6 +21,11 @@ class Listener:
     def __init__(self) -> None:
         """Begin to listen."""
         self._parts: list[np.ndarray] = []
+        if not has_events():
+            raise ExchangeError(
+                "Collectives are timed by tfscale's engine. Received: the backend "
+                f"{runtime.backend().name!r}. Start with an MPI launcher, or backend='engine'."
+            )
         self._none = drain()[:0]
         with _lock:
             _listeners.add(self)

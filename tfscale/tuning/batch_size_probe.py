@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -132,16 +133,17 @@ def _probed(make_probe: Any) -> Iterator[None]:
     """Add a probe to each `fit`."""
     fit = keras.Model.fit
 
-    def probed_fit(model: Any, x: Any = None, y: Any = None, **options: Any) -> Any:
-        data = _readable(x, y)
-        callbacks = [*(options.pop("callbacks", None) or []), make_probe(data)]
-        return fit(model, x, y, callbacks=callbacks, **options)
+    def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
+        given = inspect.signature(fit).bind(model, *args, **options).arguments
+        data = _readable(given.get("x"), given.get("y"), given.get("sample_weight"))
+        given["callbacks"] = [*(given.get("callbacks") or []), make_probe(data)]
+        return fit(**given)
 
     with mock.patch.object(keras.Model, "fit", probed_fit):
         yield
 
 
-def _readable(x: Any, y: Any) -> GlobalBatches:
+def _readable(x: Any, y: Any, weights: Any) -> GlobalBatches:
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
             "Gradients are measured in one process. Received: "
@@ -150,7 +152,7 @@ def _readable(x: Any, y: Any) -> GlobalBatches:
     if isinstance(x, GlobalBatches):
         return x
     if hasattr(x, "shape") and y is not None:
-        return GlobalBatches(x, y, batch_size=1)
+        return GlobalBatches(x, y, sample_weight=weights, batch_size=1)
     raise ConfigError(
         "The script must train on data that can be read in batches of any size. Received: "
         f"{type(x).__name__}. Use tfscale.data.GlobalBatches, or arrays x and y."

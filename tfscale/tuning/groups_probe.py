@@ -20,6 +20,7 @@ import numpy as np
 import tfscale
 from tfscale import runtime
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import unwrap
 from tfscale.tuning.batch_size_probe import as_main
 
 
@@ -87,7 +88,7 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
 
 
 def _regroup(model: Any, settings: dict[str, Any]) -> None:
-    """Replace the exchange of a model's optimizer by local SGD."""
+    """Replace the exchange of a model's optimizer by local SGD; its rule stays."""
     optimizer = model.optimizer
     if type(optimizer) is not tfscale.DistributedOptimizer:
         raise ConfigError(
@@ -96,16 +97,21 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
         )
     n = settings["groups"]
     factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
-    config = optimizer.get_config()
-    rate = settings["learning_rate"] or config["learning_rate"]
-    if not isinstance(rate, float):
+    inner: Any = unwrap(optimizer)
+    is_number = isinstance(inner._learning_rate, keras.Variable)
+    if not (is_number or settings["learning_rate"]):
         raise ConfigError(
             "A probe needs one learning rate, that of training after warm-up. Received: a "
-            f"{type(optimizer.__wrapped__._learning_rate).__name__}. Pass --learning-rate."
+            f"{type(inner._learning_rate).__name__}. Pass --learning-rate."
         )
-    rule = type(optimizer.__wrapped__).from_config(config | {"learning_rate": rate * factor})
+    rate = settings["learning_rate"] or float(keras.ops.convert_to_numpy(inner._learning_rate))
+    if is_number:
+        inner.learning_rate = rate * factor
+    else:  # Keras does not let a number take the place of a schedule
+        inner._learning_rate = keras.Variable(rate * factor, name="learning_rate", trainable=False)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
-    model.optimizer = tfscale.DistributedOptimizer(rule, exchange=exchange)
+    op = optimizer._self_reducer.options.op
+    model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 
 def enlarge(data: Any, groups: int) -> None:

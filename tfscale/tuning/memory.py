@@ -12,6 +12,7 @@ from pathlib import Path
 from tfscale import runtime
 
 logger = logging.getLogger("tfscale")
+_PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class MemoryGuard:
@@ -22,12 +23,18 @@ class MemoryGuard:
     """
 
     def __init__(self) -> None:
-        self._before = 0
+        self._before: int | None = None
+        self._most = 0
 
-    def start(self) -> None:
-        """Note what is used before the first step."""
+    def begin_epoch(self) -> None:
+        """Forget what others, validation for one, have used; note what is used before a run."""
         _reset_peak()
-        self._before = used_bytes()
+        if self._before is None:
+            self._before = used_bytes()
+
+    def end_epoch(self) -> None:
+        """Note what the training steps of an epoch used, before anything else uses more."""
+        self._most = used_bytes()
 
     def fits(self, local_batch: int, next_local_batch: int) -> bool:
         """Tell whether a larger batch is expected to fit on this rank.
@@ -42,7 +49,7 @@ class MemoryGuard:
         free = free_bytes()
         if free is None or next_local_batch <= local_batch:
             return True
-        taken = max(used_bytes() - self._before, 0)
+        taken = max((self._most or used_bytes()) - (self._before or 0), 0)
         needed = taken * (next_local_batch - local_batch) // local_batch
         share = free // max(1, runtime.local_size())
         if needed <= share:
@@ -85,6 +92,12 @@ def _gpu() -> str | None:
 
 
 def _reset_peak() -> None:
+    device = _gpu()
+    if device is not None:
+        import tensorflow as tf
+
+        tf.config.experimental.reset_memory_stats(device)
+        return
     # Linux forgets the peak of a process that writes 5 here; elsewhere the peak stays.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -103,5 +116,9 @@ def _left_in_group() -> int | None:
     folder = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         limit = int((folder / "memory.max").read_text())
-        return limit - int((folder / "memory.current").read_text())
+        used = int((folder / "memory.current").read_text())
+        # Pages of files count as used, but whoever needs memory gets theirs.
+        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        files = sum(int(size) for name, size in lines if name in _PAGES_OF_FILES)
+        return limit - used + files
     return None

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.exchange.dense import is_whole
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.sparse import deduplicate
 from tfscale.optimizer import is_distributed
@@ -49,11 +50,15 @@ class GradientNorms:
                 "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
                 f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
             )
-        if isinstance(reducer.strategy, Sharded) or optimizer._self_accumulator is not None:
+        strategy, accumulates = optimizer.strategy, optimizer._self_accumulator is not None
+        is_all = reducer.process_set.size() == runtime.size()
+        if isinstance(strategy, (Sharded, LocalSGD)) or accumulates or not is_all:
             raise ConfigError(
-                "The gradient noise scale needs the sum of whole gradients in every step. "
-                f"Received: exchange={reducer.strategy}, or backward_passes_per_step above 1. Use "
-                "exchange='allreduce' or 'chunked', or signal='theta'."
+                "The gradient noise scale needs the sum of all ranks' whole gradients in every "
+                f"step. Received: exchange={strategy}, backward_passes_per_step "
+                f"{'above' if accumulates else '='} 1, {reducer.process_set.size()} of "
+                f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
+                "signal='theta'."
             )
 
         def exchange(own: list[Any], variables: list[Any], group: Any, options: Any) -> list[Any]:

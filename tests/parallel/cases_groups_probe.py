@@ -1,0 +1,55 @@
+"""A probe of local SGD on real ranks: it takes a script's optimizer as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import shared_folder
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import dense_model
+from tests.parallel.local_by_hand import BATCH, samples
+from tfscale.tuning.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
+
+STEPS, INTERVAL = 6, 2
+
+
+def probed(rule, learning_rate, folder):
+    """Return what a probe of as many groups as there are ranks has written."""
+    settings = {"groups": tfscale.size(), "interval": INTERVAL, "rate_rule": "linear"}
+    settings |= {"learning_rate": learning_rate, "steps": STEPS, "output": f"{folder}/found.json"}
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    model.compile(tfscale.DistributedOptimizer(rule), "mse")
+    data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
+    _regroup(model, settings)
+    enlarge(data, settings["groups"])
+    record = tfscale.callbacks.ModelDistance()
+    start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+    with contextlib.suppress(_StepsDone):
+        callbacks = [start, record, GroupsProbe(settings, record)]
+        model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
+    tfscale.barrier()
+    return json.loads((folder / "found.json").read_text())
+
+
+@sizes(2, timeout_s=120)
+def case_distances_do_not_depend_on_how_the_rate_is_given():
+    """Plain, below loss scaling, or in the place of a schedule."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    rules = (
+        (keras.optimizers.SGD(0.05, momentum=0.5), None),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.5)), None),
+        (keras.optimizers.SGD(schedule, momentum=0.5), 0.05),
+    )
+    with shared_folder() as folder:
+        plain, *others = [probed(rule, rate, folder) for rule, rate in rules]
+    assert len(plain["distances"]) == STEPS // INTERVAL and min(plain["distances"]) > 0
+    for other in others:
+        for key in ("learning_rate", "distances", "loss"):
+            np.testing.assert_allclose(other[key], plain[key], rtol=1e-4)
+    np.testing.assert_allclose(plain["learning_rate"], 0.05 * tfscale.size(), rtol=1e-6)
