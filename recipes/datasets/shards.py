@@ -8,6 +8,7 @@ import numpy as np
 
 import tfscale
 from datasets.pictures import LabelledPictures
+from tfscale.data.keras_pass import current_pass
 
 ORDERS = ("shards", "sorted_shards")
 
@@ -18,6 +19,9 @@ class FixedShards(keras.utils.PyDataset):
     `shards` cuts the data as it comes, which is random in the published data sets.
     `sorted_shards` sorts it by class before, so that ranks see different classes: the worst case,
     and what comes of files that are sorted.
+
+    The order of an epoch depends on the seed, the rank and the number of the epoch that `fit` is
+    in, so that a run that goes on from a backup sees what it would have seen.
     """
 
     def __init__(self, data: LabelledPictures, batch_size: int, seed: int, order: str):
@@ -26,7 +30,7 @@ class FixedShards(keras.utils.PyDataset):
         Args:
             data: All pictures.
             batch_size: Samples of a step, all ranks together; a multiple of their number.
-            seed: Of the order inside the share.
+            seed: Of the orders inside the share.
             order: One of `ORDERS`.
 
         Raises:
@@ -44,21 +48,28 @@ class FixedShards(keras.utils.PyDataset):
             rows = np.argsort(data.labels, kind="stable")
         share = len(rows) // ranks
         self._data = data
-        self._rows = rows[rank * share : (rank + 1) * share]
-        self._random = np.random.default_rng([seed, rank])
+        self._share = rows[rank * share : (rank + 1) * share]
+        self._seed = [seed, rank]
         self.batch_size = batch_size
         self._local_batch = batch_size // ranks
-        self._random.shuffle(self._rows)
+        self._rows = self._order(0)
 
     def __len__(self) -> int:
         """Return the steps of an epoch."""
-        return len(self._rows) // self._local_batch
+        current_pass().keep_order()
+        return len(self._share) // self._local_batch
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return this rank's part of a step."""
         rows = self._rows[index * self._local_batch : (index + 1) * self._local_batch]
         return self._data.pictures[rows], self._data.labels[rows]
 
-    def on_epoch_end(self) -> None:
+    def on_epoch_begin(self) -> None:
         """Shuffle inside the share."""
-        self._random.shuffle(self._rows)
+        caller = current_pass()
+        caller.keep_order()  # Keras would shuffle the steps as well, anew after an interruption
+        self._rows = self._order(caller.epoch or 0)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return this rank's samples in the order of an epoch."""
+        return np.random.default_rng([*self._seed, epoch]).permutation(self._share)

@@ -1,6 +1,4 @@
-"""What AdaptiveBatchSize refuses, with the remedy; and memory that does not suffice."""
-
-import json
+"""What AdaptiveBatchSize refuses, with the remedy."""
 
 import keras
 import pytest
@@ -17,9 +15,8 @@ from tfscale.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tfscale.callbacks.adaptive_checks import check_sizes
+from tfscale.callbacks.adaptive_checks import check_compared, check_sizes
 from tfscale.errors import ConfigError
-from tfscale.tuning import memory
 
 
 def refused(text, *callbacks, data=None, optimizer=None, model=None, before=(), **options):
@@ -133,8 +130,23 @@ def test_noise_scale_on_one_process():
 
 
 @pytest.mark.parametrize(
+    ("size", "sizes", "lonely"),
+    [(2, [2, 4, 8], 2), (3, [3, 6], 3), (4, [2, 3, 6], 2), (2, [4, 8], None), (4, [3], None)],
+)
+def test_noise_scale_of_batches_that_feed_one_rank(monkeypatch, size, sizes, lonely):
+    """With three ranks, 3 samples cannot be shared: each must have two."""
+    monkeypatch.setattr(runtime, "size", lambda: size)
+    if lonely is None:
+        check_compared(sizes)
+        return
+    with pytest.raises(ConfigError, match=f"batch size {lonely}, which feeds one of {size} ranks"):
+        check_compared(sizes)
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"signal": "noise_scale", "interval": (1, 9)}, r"Received: interval=\(1, 9\)"),
         ({"active_ranks": "some"}, "active_ranks='some'"),
         ({"rule": "best"}, "rule='best'"),
         ({"signal": "loss"}, "signal='loss'"),
@@ -158,44 +170,3 @@ def test_a_loss_that_is_not_there():
     model = Silent([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
     assert "Let train_step return 'loss'" in refused("logs=", model=model)
-
-
-# Memory
-
-
-def test_memory_is_read_from_the_system():
-    assert memory.used_bytes() > 1 << 20
-    assert memory.free_bytes() > 0
-
-
-def guard(monkeypatch, before, now, free, ranks=1):
-    used = iter([before, now, now, now])
-    monkeypatch.setattr(memory, "used_bytes", lambda: next(used))
-    monkeypatch.setattr(memory, "free_bytes", lambda: free)
-    monkeypatch.setattr(runtime, "local_size", lambda: ranks)
-    made = memory.MemoryGuard()
-    made.start()
-    return made
-
-
-def test_memory_grows_with_the_local_batch(monkeypatch, caplog):
-    """40 bytes were taken for 8 samples: 8 more need 40, 16 more 80."""
-    assert guard(monkeypatch, 100, 140, 40).fits(8, 16)
-    assert not guard(monkeypatch, 100, 140, 39).fits(8, 16)
-    assert "A local batch of 16 is expected to need" in caplog.text
-    assert not guard(monkeypatch, 100, 140, 79).fits(8, 24)
-    assert guard(monkeypatch, 100, 140, 0).fits(8, 8)
-    assert guard(monkeypatch, 100, 140, None).fits(8, 999)
-    assert not guard(monkeypatch, 100, 140, 79, ranks=2).fits(8, 16)
-
-
-def test_growth_stops_instead_of_a_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
-    data, path = make_data(), tmp_path / "adaptive.jsonl"
-    model = make_model()
-    history = model.fit(
-        data, epochs=6, verbose=0, callbacks=[adaptive(data, log_path=path)]
-    ).history
-    assert history["batch_size"] == [6, 6, 12, 12, 12, 12]
-    reasons = [json.loads(line)["reasons"] for line in path.read_text().splitlines()]
-    assert reasons[3] == ["the batch stays at 12: 24 is not expected to fit memory"]

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import runtime
 from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -100,20 +101,28 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "slots", "factor"),
     [
-        keras.optimizers.RMSprop(0.1, momentum=0.5),
-        keras.optimizers.Adam(0.1),
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+        (keras.optimizers.SGD(0.1, momentum=0.5), "momentums", 0.25),
+        (keras.optimizers.RMSprop(0.1, momentum=0.5), "_momentums", 0.25),
+        (tfscale.optimizers.LARS(0.1, momentum=0.5), "velocities", 0.25),
+        (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+            "momentums",
+            0.25,
+        ),
+        (keras.optimizers.Adam(0.1), "_momentums", 1.0),
+        (keras.optimizers.Muon(0.1, momentum=0.5), "momentums", 1.0),  # these add up gradients
+        (keras.optimizers.RMSprop(0.1, momentum=0.5), "_velocities", 1.0),  # and these squares
     ],
-    ids=["rmsprop", "adam", "loss_scale"],
+    ids=["sgd", "rmsprop", "lars", "loss_scale", "adam", "muon", "squares of rmsprop"],
 )
-def test_other_optimizers(optimizer):
+def test_velocities_that_contain_rates_are_corrected(optimizer, slots, factor):
     model = model_with(optimizer)
     fit(model, [], epochs=1)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    slot = (getattr(inner, "momentums", None) or inner._momentums)[0]
+    slot = getattr(getattr(optimizer, "inner_optimizer", optimizer), slots)[0]
     before = slot.numpy().copy()
+    assert np.all(before != 0)
     seen = []
 
     class Look(keras.callbacks.Callback):
@@ -121,7 +130,6 @@ def test_other_optimizers(optimizer):
             seen.append(slot.numpy().copy())
 
     fit(model, [LearningRateScheduleCallback(0.1, lambda epoch: 0.25), Look()], 1, batch_size=8)
-    factor = 1.0 if isinstance(inner, keras.optimizers.Adam) else 0.25
     np.testing.assert_allclose(seen[0], before * factor, rtol=1e-6)
 
 

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -98,6 +100,40 @@ def test_cache_is_used_and_a_damaged_file_is_made_again(tmp_path):
             phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path), first
         )
     assert [path.name for path in tmp_path.glob("*.npz")] == [file.name]
+
+
+def _places(file):
+    """Return where the local header, the stream and the directory of an archive begin."""
+    with zipfile.ZipFile(file) as archive:
+        (member,) = archive.infolist()
+        directory = archive.start_dir
+    content = file.read_bytes()
+    n_name, n_extra = (int.from_bytes(content[at : at + 2], "little") for at in (26, 28))
+    return {"header": 0, "stream": member.header_offset + 30 + n_name + n_extra, "end": directory}
+
+
+@pytest.mark.parametrize(
+    ("place", "offset", "bits", "error"),
+    [
+        ("stream", 0, 0b010, zlib.error),  # a type of block that does not exist
+        ("stream", 40, 0xFF, Exception),
+        ("header", 0, 1, ValueError),
+        ("end", 8, 1, RuntimeError),  # encrypted
+        ("end", 10, 1, NotImplementedError),  # compressed in some other way
+    ],
+)
+def test_a_cache_with_one_damaged_byte_is_made_again(tmp_path, place, offset, bits, error):
+    first = phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path)
+    (file,) = tmp_path.glob("*.npz")
+    content = bytearray(file.read_bytes())
+    content[_places(file)[place] + offset] ^= bits
+    file.write_bytes(content)
+    with pytest.raises(error), np.load(file) as archive:
+        archive["pictures"]
+    again = phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path)
+    np.testing.assert_array_equal(again, first)
+    with np.load(file) as archive:
+        np.testing.assert_array_equal(archive["pictures"], first)
 
 
 def test_cache_is_ignored_by_git(tmp_path):

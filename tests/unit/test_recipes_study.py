@@ -1,17 +1,24 @@
 """Studies: what is run, what is not run again, and the numbers of the table."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
+import batch_growth
 import machine
 import study_picture
 import study_report
 import study_runs
+
+from tfscale.data import GlobalBatches
 
 STUDY = """
 TITLE = "Two batches"
@@ -158,7 +165,19 @@ def test_the_machine_is_told_without_names_of_hosts_or_folders():
 @pytest.mark.parametrize(
     "path", sorted((Path(study_runs.__file__).parent / "studies").glob("*.py"))
 )
-def test_committed_studies_load_and_their_recipes_exist(path):
+def test_committed_studies_load_and_their_recipes_know_what_they_ask_for(path):
     study = study_runs.load(str(path))
-    for run in study_runs.runs(study, Path("runs")):
-        assert (Path(study_runs.__file__).parent / f"{run.recipe}.py").is_file()
+    runs = list(study_runs.runs(study, Path("runs")))
+    for recipe in {run.recipe for run in runs}:
+        with flagsaver.flagsaver():  # which forgets the recipe's own flags afterwards
+            runpy.run_path(str(Path(study_runs.__file__).parent / f"{recipe}.py"))
+            for run in runs:
+                if run.recipe == recipe:
+                    _require_flags(study_runs.command(run))
+
+
+@flagsaver.flagsaver
+def _require_flags(command):
+    rest = flags.FLAGS(command)  # an error where there is no such flag, or no such value
+    assert rest == command[:1]
+    batch_growth.callbacks(GlobalBatches(np.zeros((4096, 1)), batch_size=8), 8, Path("runs"))

@@ -78,10 +78,45 @@ def test_methods_that_change_the_batch_take_the_place_of_schedules(tmp_path):
     assert isinstance(scaled, tfscale.callbacks.LearningRateScaling)
 
 
-def test_only_one_of_them_can_be_followed(tmp_path):
-    FLAGS.batch_schedule, FLAGS.adaptive_batch = ["3:16"], 32
-    with pytest.raises(SystemExit, match="Only one of"):
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"batch_schedule": ["3:16"], "adaptive_batch": 32}, "Only one of"),
+        ({"adaptive_batch": 32, "warmup_epochs": 5, "schedule": "constant"}, "Only one of"),
+        ({"adaptive_batch": 32, "warmup_epochs": 5}, "Only one of"),
+        ({"batch_schedule": ["3:16"], "warmup_epochs": 5}, "Only one of"),
+        (
+            {"batch_schedule": ["3:16"], "decay_epochs": ["5"], "schedule": "constant"},
+            "leave --decay-epochs out",
+        ),
+        ({"warmup_epochs": 5}, "Received: --schedule cosine. Add --schedule constant"),
+        ({"decay_epochs": ["5"]}, "Received: --schedule cosine. Add --schedule constant"),
+        ({"decay_epochs": ["5"], "schedule": "steps"}, "Received: --schedule steps"),
+    ],
+)
+def test_methods_that_exclude_each_other(values, text, tmp_path):
+    for name, value in values.items():
+        FLAGS[name].value = value
+    with pytest.raises(SystemExit, match=text):
         batch_growth.callbacks(_data(), 8, tmp_path)
+
+
+def test_growing_batches_may_decay_whatever_the_schedule_would_be(tmp_path):
+    FLAGS.adaptive_batch, FLAGS.decay_epochs = 32, ["5", "7"]
+    (adaptive,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    assert adaptive._settings.decay_epochs == (5, 7)
+
+
+def test_ranks_that_train_on_their_own_have_the_rate_of_their_own_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_growth.hvd, "size", lambda: 4)
+    FLAGS.batch_size, FLAGS.learning_rate, FLAGS.schedule = 512, 0.1, "constant"
+    FLAGS.decay_epochs = ["6"]
+    for every, rate in ((0, 0.4), (2, 0.1)):
+        FLAGS.average_every = every
+        (scaled,) = batch_growth.callbacks(_data(), 128, tmp_path)
+        rates = [scaled.initial_lr * scaled.multiplier(epoch) for epoch in (0, 5.9, 6)]
+        assert rates == pytest.approx([rate, rate, rate / 10])
+        assert training.learning_rate(128, 20) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])

@@ -2,14 +2,16 @@
 
 import json
 
+import keras
 import numpy as np
 import pytest
 
 import tfscale
+from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.errors import ConfigError
 from tfscale.tuning.groups import GroupProbe, advise, as_text, write
 from tfscale.tuning.groups_command import check_groups
-from tfscale.tuning.groups_probe import enlarge
+from tfscale.tuning.groups_probe import _regroup, enlarge
 
 
 def probes(*distances):
@@ -48,3 +50,85 @@ def test_each_group_gets_the_batches_of_the_script():
     enlarge(data, 4)
     enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
     assert data.batch_size == 32
+
+
+# The exchange of a script's optimizer is replaced, and nothing else of it
+
+
+def compiled(optimizer):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def regrouped(rule, learning_rate=None, **options):
+    """Return a model whose optimizer trains four groups, at twice the rate."""
+    model = compiled(tfscale.DistributedOptimizer(rule, **options))
+    settings = {"groups": 4, "interval": 3, "rate_rule": "sqrt", "learning_rate": learning_rate}
+    _regroup(model, settings)
+    assert type(model.optimizer) is tfscale.DistributedOptimizer
+    assert vars(model.optimizer.strategy).items() >= {"groups": 4, "interval": 3}.items()
+    return model
+
+
+def trained(model, scale=1.0):
+    x = np.linspace(-scale, scale, 24, dtype="float32").reshape(8, 3)
+    model.fit(x, x[:, :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def require_equal(model, plain):
+    for own, expected in zip(trained(model), trained(compiled(plain)), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-7)
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+
+
+def test_a_rate_that_was_changed_counts():
+    rule = keras.optimizers.SGD(0.3, momentum=0.5)
+    rule.learning_rate = 0.1
+    require_equal(regrouped(rule), keras.optimizers.SGD(0.2, momentum=0.5))
+
+
+def test_a_rate_that_is_asked_for_comes_before_that_of_the_script():
+    require_equal(regrouped(keras.optimizers.SGD(0.3), 0.1), keras.optimizers.SGD(0.2))
+
+
+def test_a_schedule_gives_way_to_the_rate_that_is_asked_for():
+    model = regrouped(keras.optimizers.SGD(SCHEDULE, momentum=0.5), 0.1)
+    assert float(np.asarray(model.optimizer.learning_rate)) == pytest.approx(0.2)
+    require_equal(model, keras.optimizers.SGD(0.2, momentum=0.5))
+    with pytest.raises(ConfigError, match="Received: a ExponentialDecay. Pass --learning-rate"):
+        regrouped(keras.optimizers.SGD(SCHEDULE))
+
+
+@pytest.mark.parametrize(("rate", "asked"), [(0.1, None), (0.3, 0.1), (SCHEDULE, 0.1)])
+def test_loss_scaling_stays_inside(rate, asked):
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
+    model = regrouped(scaling, asked)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    require_equal(model, keras.optimizers.SGD(0.2))
+
+
+def test_variables_excluded_from_weight_decay_stay_excluded():
+    rule = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    rule.exclude_from_weight_decay(var_names=["kernel"])
+    model = regrouped(rule)
+    before = model.get_weights()
+    model.layers[-1].bias.assign([1.0, 2.0])
+    kernel, bias = trained(model, scale=0.0)
+    np.testing.assert_array_equal(kernel, before[0])  # its gradient is 0
+    assert np.all(bias < [0.9, 1.9])
+
+
+def test_the_reduction_stays():
+    model = regrouped(keras.optimizers.SGD(0.1), op=tfscale.Sum)
+    assert model.optimizer._self_reducer.options.op == tfscale.Sum
+
+
+def test_other_optimizers_are_refused():
+    settings = {"groups": 2, "interval": 3, "rate_rule": "none", "learning_rate": None}
+    with pytest.raises(ConfigError, match="Received: SGD. Wrap the optimizer"):
+        _regroup(compiled(keras.optimizers.SGD(0.1)), settings)

@@ -130,9 +130,9 @@ def check_decays(settings: GrowthSettings, first: int) -> None:
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
     if early:
         raise ConfigError(
-            "A decay must come after the warm-up and at least one epoch behind it. Received: "
-            f"decay_epochs={settings.decay_epochs}, and the warm-up ends with epoch {end} (counted "
-            f"from 0). Decay from epoch {end + 1} on, or shorten warmup_epochs."
+            "Before a decay there must be the warm-up and one epoch. Received: decay_epochs="
+            f"{settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a run that "
+            f"begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
         )
 
 

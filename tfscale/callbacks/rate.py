@@ -67,6 +67,5 @@ def _velocities(optimizer: Any) -> list[keras.Variable]:
     """Return the slots that contain learning rates of earlier steps."""
     if not isinstance(optimizer, _WITH_RATES_INSIDE) or not optimizer.momentum:
         return []
-    return list(
-        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    )
+    names = ("momentums", "_momentums", "velocities")  # SGD, RMSprop, LARS
+    return list(next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), ()))

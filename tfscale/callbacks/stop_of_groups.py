@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfscale.fit.progress import progress_of
+from tfscale.fit.unsynchronised import trains_apart
 
 logger = logging.getLogger("tfscale")
 
@@ -23,10 +24,14 @@ class StopOfGroups(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Put off a stop, or stop if that is agreed."""
         average = getattr(self.model.optimizer, "group_average", None)
-        if average is None:  # all ranks still train together
-            return
         progress = progress_of(self.model)
         if progress.asks_each_step or progress.is_over:
+            return
+        if average is None:  # all ranks train together still, or average where epochs end
+            if self.model.stop_training and trains_apart():
+                logger.info("Training stops where the epoch ends.")
+                self.model.stop_training = False
+                progress.wants_to_stop = True
             return
         if bool(average.must_stop.numpy()):
             self.model.stop_training = True

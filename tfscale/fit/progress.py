@@ -41,6 +41,7 @@ class Progress:
         self._asks = self._is_apart = False
         self._is_over = False
         self._is_begun = False  # this epoch
+        self.wants_to_stop = False
 
     def expect_training(self) -> None:
         """A callback list was made: the next `begin` is the first of a `fit`."""
@@ -68,6 +69,7 @@ class Progress:
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
+        self.wants_to_stop = False
         self._is_apart = _has_groups(self._model()) or trains_apart()
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
@@ -122,7 +124,8 @@ class Progress:
                 self._stop()
         runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
         if self._asks_epochs and not self._is_over:  # after the mark: others may wait in a step
-            own = "stop" if self._is_stopping() or _wants_to_stop(self._model()) else "end"
+            wants_to = self.wants_to_stop or _wants_to_stop(self._model())
+            own = "stop" if self._is_stopping() or wants_to else "end"
             if "stop" in ask(own, self._n_steps):
                 self._is_over = True
                 self._stop()

@@ -6,6 +6,7 @@ Usage: python -m tfscale.tuning.groups_probe SETTINGS script.py ...; settings ar
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import runpy
@@ -74,11 +75,12 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
         _regroup(model, settings)
-        enlarge(args[0] if args else options.get("x"), settings["groups"])
+        given = inspect.signature(fit).bind(model, *args, **options).arguments
+        enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         extra = [record, GroupsProbe(settings, record)]
-        callbacks = [*(options.pop("callbacks", None) or []), *extra]
-        return fit(model, *args, callbacks=callbacks, **options | {"epochs": 10**6})
+        callbacks = [*(given.get("callbacks") or []), *extra]
+        return fit(**given | {"callbacks": callbacks, "epochs": 10**6})
 
     with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):
         try:

@@ -117,8 +117,13 @@ def _left_in_group() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
-        # Pages of files count as used, but whoever needs memory gets theirs.
-        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        files = sum(int(size) for name, size in lines if name in _PAGES_OF_FILES)
-        return limit - used + files
+        return limit - used + _pages_of_files(folder / "memory.stat")
     return None
+
+
+def _pages_of_files(path: Path) -> int:
+    """Return the bytes that count as used, and that whoever needs memory gets."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return sum(int(size) for name, size in lines if name in _PAGES_OF_FILES)
+    return 0

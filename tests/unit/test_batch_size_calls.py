@@ -1,0 +1,56 @@
+"""Scripts whose gradients are measured, whatever way they call fit."""
+
+import pytest
+
+from tests.unit.callback_models import single_job  # noqa: F401
+from tfscale.errors import ConfigError
+from tfscale.tuning.batch_size_probe import probe_script
+
+SCRIPT = """
+import keras, numpy as np, tfscale
+keras.utils.set_random_seed(0)
+x = np.random.default_rng(0).normal(size=(128, 3)).astype("float32")
+y, w = x[:, :1], np.full(128, 3.0, "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("trained", epoch))
+model.fit({arguments})
+print("never reached")
+"""
+FACTORS = {  # of the gradient
+    "x, y": 1,
+    "x=x, y=y": 1,
+    "x, y, 32": 1,
+    "x, y, 32, 5, 0, [note]": 1,
+    "x, y, 32, callbacks=[note]": 1,
+    "x, y, sample_weight=w": 3,
+    "x, y, 32, 5, sample_weight=w, verbose=0": 3,
+    "tfscale.data.GlobalBatches(x, y, batch_size=32)": 1,
+    "tfscale.data.GlobalBatches(x, y, sample_weight=w, batch_size=32)": 3,
+}
+
+
+def measured(path, arguments, at_epochs=(0,)):
+    path.write_text(SCRIPT.format(arguments=arguments))
+    return probe_script([str(path)], batch_sizes=(8, 32), at_epochs=at_epochs, samples=128)
+
+
+@pytest.mark.parametrize("arguments", FACTORS)
+def test_calls(tmp_path, arguments, capsys):
+    (plain,) = measured(tmp_path / "plain.py", "x, y")
+    (stage,) = measured(tmp_path / "train.py", arguments)
+    assert stage.full_norm == pytest.approx(FACTORS[arguments] * plain.full_norm, rel=1e-4)
+    assert "never reached" not in capsys.readouterr().out
+
+
+def test_callbacks_of_the_script_are_kept_wherever_they_stand(tmp_path, capsys):
+    stages = measured(tmp_path / "train.py", "x, y, 32, 5, 0, [note]", at_epochs=(0, 1))
+    assert [stage.epoch for stage in stages] == [0, 1]
+    assert "trained 0" in capsys.readouterr().out
+
+
+def test_a_call_that_keras_would_refuse(tmp_path):
+    with pytest.raises(TypeError, match="batch"):
+        measured(tmp_path / "train.py", "x, y, 32, batch=32")
+    with pytest.raises(ConfigError, match="Received: NoneType. Use tfscale.data.GlobalBatches"):
+        measured(tmp_path / "train.py", "batch_size=32")
