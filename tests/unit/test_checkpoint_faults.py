@@ -62,18 +62,21 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     assert (tmp_path / f"damaged-{newest.path.name}").exists()
 
 
-def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
+    """Nor is an error of input or output, which a network file system reports in passing."""
     fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
     newest, *older = list_checkpoints(tmp_path)
     read = Path.open
 
     def refuse(path, *arguments, **options):
         if path.parent == newest.path and path.suffix == ".npz":
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            raise OSError(number, os.strerror(number))
         return read(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ConfigError, match=r"read a checkpoint.*rank 0: rank-00000.npz: Permission"):
+    text = rf"read a checkpoint.*rank 0: rank-00000.npz: {os.strerror(number)}"
+    with pytest.raises(ConfigError, match=text):
         fit(Checkpoint(tmp_path, 2))
     assert [found.path for found in list_checkpoints(tmp_path)] == [
         newest.path,

@@ -205,7 +205,8 @@ def _require_readable(found: Found, errors: list[str]) -> None:
     if errors:
         raise ConfigError(
             f"All ranks must be able to read a checkpoint. Received: {str(found.path)!r}, "
-            f"{errors[0]}. It may be sound, and nothing was changed: mend this, then start again."
+            f"{errors[0]}. It may be sound, and nothing was changed: mend this, or move it away, "
+            "then start again."
         )
 
 

@@ -19,8 +19,9 @@ FORMAT = 1
 ASIDE = ".unfinished"
 MANIFEST = ".manifest"
 _BLOCK = 2**20
-# What the system says of files that are gone, cut or on a broken disk; numpy's errors have none.
-_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+# What the system says of files that are gone, or no files; numpy's errors of cut ones have none.
+# EIO is not among them: network file systems report it in passing, of files that are sound.
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class DamagedError(Exception):
