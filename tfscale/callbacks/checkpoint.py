@@ -129,7 +129,7 @@ class Checkpoint(Callback):
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Return the first step of the epoch."""
         self._reader = None
-        restore_keras_callbacks(reader.infos[0]["keras_callbacks"])
+        restore_keras_callbacks(reader)
         data, position = data_of_fit(), self._position
         if isinstance(data, GlobalBatches) and position.data is not None:
             data.restore(position.data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,6 +16,8 @@ from tfscale.checkpoints.reader import Reader
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 
+logger = logging.getLogger("tfscale")
+
 # What Keras's callbacks count and compare with, set anew in their `on_train_begin`.
 NUMBERS = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -23,26 +27,50 @@ NUMBERS = {
 
 
 def read_keras_callbacks() -> list[dict[str, Any]]:
-    """Return the numbers of Keras's callbacks in the running `fit`, as JSON."""
+    """Return class and numbers of Keras's callbacks in the running `fit`, as JSON."""
     return [
-        {name: _plain(getattr(callback, name, None)) for name in names}
+        {
+            "kind": type(callback).__name__,
+            "numbers": {name: _plain(getattr(callback, name, None)) for name in names},
+        }
         for callback, names in _keras_callbacks()
     ]
 
 
-def restore_keras_callbacks(states: list[dict[str, Any]]) -> None:
-    """Go on with what `read_keras_callbacks` returned, if these are the same callbacks.
+def restore_keras_callbacks(reader: Reader) -> None:
+    """Go on with this rank's numbers, or with those of rank 0 at another number of ranks."""
+    is_same_size = reader.size == runtime.size()
+    source = runtime.rank() if is_same_size else 0
+    set_numbers(reader.infos[source]["keras_callbacks"], is_own=source == runtime.rank())
+
+
+def set_numbers(states: Sequence[dict[str, Any]], is_own: bool) -> None:
+    """Let the k-th callback of each class go on with the numbers of the k-th of that class.
+
+    What finds no partner is warned of: ranks may have different callbacks, so each looks itself.
 
     Args:
-        states: In the order of the callbacks.
+        states: What `read_keras_callbacks` returned.
+        is_own: On this rank. Another one may have had callbacks that this one never had.
     """
-    found = _keras_callbacks()
-    if [set(state) for state in states] != [set(names) for _, names in found]:
-        return
-    for (callback, _), state in zip(found, states, strict=True):
-        for name, value in state.items():
+    left = list(states)
+    for callback, _ in _keras_callbacks():
+        kind = type(callback).__name__
+        state = next((state for state in left if state.get("kind") == kind), None)
+        if state is None:
+            text = "%s on rank %d counts anew: its numbers are not among those that were saved."
+            logger.warning(text, kind, runtime.rank())
+            continue
+        left.remove(state)
+        for name, value in state["numbers"].items():
             if value is not None:
                 setattr(callback, name, value)
+    for state in left if is_own else ():
+        logger.warning(
+            "Nobody goes on with what %s on rank %d had counted: fit has no such callback.",
+            state.get("kind", "a callback of unknown class"),
+            runtime.rank(),
+        )
 
 
 def _keras_callbacks() -> list[tuple[Any, tuple[str, ...]]]:

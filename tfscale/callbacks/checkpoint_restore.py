@@ -11,7 +11,7 @@ import numpy as np
 
 from tfscale import runtime
 from tfscale.callbacks import building, metric_states
-from tfscale.callbacks.checkpoint_state import group_of, groups_of, variables_of
+from tfscale.callbacks.checkpoint_state import group_of, groups_of, rule_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
@@ -210,10 +210,34 @@ def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequ
                 f"A run goes on with the model it began with. Received: weight {i} is {mine}; in "
                 f"the checkpoint it is {theirs}. Build the same model, or pass another directory."
             )
-    counts = [len(o.variables) for o in optimizers]
-    if counts != info["optimizers"]:
-        raise ConfigError(
-            f"A run goes on with the optimizer it began with. Received: {counts} variables; the "
-            f"checkpoint has {info['optimizers']}. Compile with the same optimizer, or pass "
-            "another directory."
+    _require_same_rules(info, optimizers)
+
+
+def _require_same_rules(info: dict[str, Any], optimizers: Sequence[Any]) -> None:
+    own = [{"n": len(o.variables), **rule_of(o)} for o in optimizers]
+    rules = info.get("rules", [{}] * len(info["optimizers"]))
+    written = [{"n": n, **rule} for n, rule in zip(info["optimizers"], rules, strict=True)]
+    if "rules" not in info and runtime.rank() == 0:
+        logger.warning(
+            "The checkpoint does not say which optimizer it is of: nobody knows whether its "
+            "numbers mean to this one what they meant before."
         )
+    is_same = len(own) == len(written) and all(
+        mine[key] == theirs[key]
+        for mine, theirs in zip(own, written, strict=True)
+        for key in theirs
+    )
+    if not is_same:
+        raise ConfigError(
+            "A run goes on with the optimizer it began with. Received: "
+            f"{_described(own)}; the checkpoint has {_described(written)}. Compile with the same "
+            "optimizer, or pass another directory."
+        )
+
+
+def _described(rules: Sequence[dict[str, Any]]) -> str:
+    texts = []
+    for rule in rules:
+        slots = ", ".join(dict.fromkeys(rule.get("slots", ["of unknown meaning"])))
+        texts.append(f"{rule.get('class', 'one')} with {rule['n']} variables ({slots})")
+    return " and ".join(texts) or "none"

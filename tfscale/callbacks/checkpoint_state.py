@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,24 @@ def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
     return next(group for group in groups if rank in group)
 
 
+def rule_of(optimizer: Any) -> dict[str, Any]:
+    """Return what an optimizer's variables mean, as JSON: their shapes do not tell.
+
+    Names of layers are left out, as Keras numbers them.
+    """
+    names, inner = [], optimizer
+    while inner is not None:
+        names.append(inner.__class__.__name__)  # not `type`: that of a proxy is its own
+        inner = getattr(inner, "inner_optimizer", None)
+    return {"class": " of ".join(names), "slots": [_last_word(v.path) for v in optimizer.variables]}
+
+
+def _last_word(path: str) -> str:
+    """Return "momentum" of "adam/dense_3_kernel_momentum", "variable" of "variable_2"."""
+    words = [word for word in re.split("[/_]", path) if not word.isdigit()]
+    return words[-1] if words else ""
+
+
 @dataclass
 class Position:
     """Where a run stands.
@@ -112,6 +131,7 @@ class Snapshot:
             "random": read_random_state(),
             "weights": [[v.path, list(v.shape)] for v in variables.weights],
             "optimizers": [len(o.variables) for o in optimizers_of(self.model)],
+            "rules": [rule_of(o) for o in optimizers_of(self.model)],
             "ranges": {},
         }
         if is_leader:
