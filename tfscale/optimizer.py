@@ -80,7 +80,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
                 by the number of ranks.
             exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
             nonfinite: What to do about gradients that are NaN or infinite on some rank: "ignore",
-                "raise" (naming rank, step and parameter) or "skip" the step, on all ranks.
+                "raise" (naming rank, step and parameter) or "skip" the step, on all ranks: weights
+                and state stay; in `fit` with a callback of tfscale moving statistics stay finite.
 
         Raises:
             ConfigError: An argument does not fit.

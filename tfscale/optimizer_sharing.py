@@ -104,6 +104,11 @@ class Sharing:
         """Steps that this rank skipped because of `nonfinite="skip"`."""
         return int(self._self_nonfinite.n_skipped)
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether steps with gradients that are not finite are skipped, see `nonfinite`."""
+        return bool(self._self_nonfinite.policy == "skip")
+
     def start_groups(self) -> None:
         """Let local SGD start. Collective; the training step must be traced anew."""
         self.__wrapped__ = self._self_update.start(self.__wrapped__)

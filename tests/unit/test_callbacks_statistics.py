@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tests.unit.callback_models import (
     compiled,
@@ -61,6 +62,58 @@ def test_moving_statistics_are_united_before_validation(mode):
     expected = {"average": [np.mean(own, axis=0)] * 3, "root": [own[1]] * 3, "local": own}[mode]
     for mine, wanted in zip(at_validation, expected, strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_with_nan_is_left_out_of_the_average(caplog):
+    """Variable by variable; where no rank has a finite value each keeps its own."""
+    models = [compiled(functional(), rate=0.0) for _ in range(3)]
+    for rank, model in enumerate(models):
+        layer = model.get_layer("normalize")
+        layer.moving_mean.assign([float(rank), np.inf if rank == 1 else 5.0])
+        layer.moving_variance.assign([np.nan, 1.0])
+
+    def body(rank):
+        callback = NonTrainableState()
+        callback.set_model(models[rank])
+        callback.unite()
+        return [v.numpy() for v in model_state.non_trainable_state(models[rank])]
+
+    for mean, variance in FakeRanks(3).run(body):
+        np.testing.assert_array_equal(mean, [1.0, 5.0])
+        np.testing.assert_array_equal(variance, [np.nan, 1.0])
+    text = "Rank 1 has NaN or infinity in normalize/moving_mean, normalize/moving_variance, and"
+    assert text in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 3}])
+def test_statistics_of_a_run_with_a_skipped_step_are_those_without_it(options):
+    """Also where another layer's state has been infinite all along."""
+
+    class Least(keras.layers.Layer):
+        def build(self, shape):
+            least = keras.initializers.Constant(np.inf)
+            self.least = self.add_weight(initializer=least, trainable=False)
+
+        def call(self, x):
+            return x
+
+    def train(x):
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(momentum=0.5),
+                                  Least(), layers.Dense(1)])  # fmt: skip
+        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), nonfinite="skip")
+        model.compile(optimizer, "mse", **options)
+        callback = tfscale.callbacks.Callback()
+        model.fit(x, np.ones((len(x), 1)), 4, verbose=0, shuffle=False, callbacks=[callback])
+        return model, optimizer.n_skipped_steps
+
+    x, _ = data(3, samples=20)
+    spoiled = np.insert(x, 8, [[np.nan] * 3, *[[1.0] * 3] * 3], axis=0)
+    (with_it, n), (without, _) = train(spoiled), train(x)
+    assert n == 1
+    for own, wanted in zip(with_it.variables, without.variables, strict=True):
+        np.testing.assert_array_equal(own.numpy(), wanted.numpy())
 
 
 @pytest.mark.parametrize("steps", ["unknown", "stopped", "outside of a list"])

@@ -9,6 +9,7 @@ import keras
 from tfscale import runtime
 from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
+from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.eager import has_exchanged_gradients
 from tfscale.fit.preparation import prepare
@@ -24,9 +25,10 @@ class Callback(keras.callbacks.Callback):
     """
 
     def set_model(self, model: keras.Model) -> None:
-        """Prepare the model; see `tfscale.prepare`."""
+        """Prepare the model; see `tfscale.prepare` and `finite_state.keep_finite`."""
         super().set_model(model)
         prepare(model)
+        keep_finite(model)
         if not runtime.is_single():
             make_checkpoints_safe()
         progress_of(model).expect_training()

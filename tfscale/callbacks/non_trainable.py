@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,9 @@ from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.errors import ConfigError
 from tfscale.process_sets import ProcessSet
 
+logger = logging.getLogger("tfscale")
+
+_NAMES_SHOWN = 3
 MODES = ("average", "root", "local")
 
 
@@ -29,8 +33,8 @@ class NonTrainableState(BeforeValidation):
     `BroadcastGlobalVariablesCallback` contains one.
 
     Args:
-        mode: `"average"` takes the mean over ranks, `"root"` the values of `root_rank`, `"local"`
-            keeps each rank's own.
+        mode: `"average"` takes the mean over those ranks whose values are finite, `"root"` the
+            values of `root_rank`, `"local"` keeps each rank's own.
         root_rank: Used with `"root"`.
         local_variables: Variables to leave alone.
 
@@ -90,15 +94,28 @@ class NonTrainableState(BeforeValidation):
 
 
 def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
-    """Average in float64, in which the mean of equal float32 values is the value itself."""
+    """Average in float64, in which the mean of equal float32 values is the value itself.
+
+    A rank whose value is not finite takes that of the others: the sum would be NaN for all.
+    """
     values = [np.asarray(variable.numpy(), dtype=np.float64) for variable in variables]
-    packed = tf.constant(np.concatenate([value.ravel() for value in values]))
+    counts = [bool(np.all(np.isfinite(value))) for value in values]
+    sent = [v.ravel() if counts[i] else np.zeros(v.size) for i, v in enumerate(values)]
     total = collectives.allreduce(
-        packed, op=reduce_ops.Sum, process_set=members, name="tfscale_non_trainable_state"
+        tf.constant(np.concatenate([*sent, np.array(counts, np.float64)])),
+        op=reduce_ops.Sum,
+        process_set=members,
+        name="tfscale_non_trainable_state",
     )
-    size = len(members.ranks or range(runtime.size()))
-    mean = np.asarray(total) / size
-    start = 0
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(mean[start : start + value.size].reshape(value.shape))
-        start += value.size
+    *sums, n_ranks = np.split(np.asarray(total), np.cumsum([value.size for value in values]))
+    _warn_of([v.path for v, counted in zip(variables, counts, strict=True) if not counted])
+    for variable, value, n in zip(variables, sums, n_ranks, strict=True):
+        if n > 0:
+            variable.assign((value / n).reshape(variable.shape))
+
+
+def _warn_of(paths: list[str]) -> None:
+    if paths:
+        more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
+        text = "Rank %d has NaN or infinity in %s%s, and takes the average of the other ranks."
+        logger.warning(text, runtime.rank(), ", ".join(paths[:_NAMES_SHOWN]), more)

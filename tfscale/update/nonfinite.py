@@ -38,7 +38,9 @@ class NonFinite:
 
         Args:
             policy: "ignore" looks at nothing; "raise" ends training on all ranks with an error
-                that names rank, step and parameter; "skip" leaves all as it was before the step.
+                that names rank, step and parameter; "skip" leaves weights, the optimizer's state
+                and `iterations` as they were before the step. Metrics have seen it; what layers
+                keep beside their weights is the business of `callbacks.finite_state`.
             exchange: How gradients travel.
 
         Raises:
