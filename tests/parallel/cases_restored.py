@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+
 import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import shared_folder
+from tests.helpers.ranks import require_error, shared_folder
 from tests.helpers.spawn import sizes
+from tests.parallel.cases_backup import InterruptAfter, train
 from tests.parallel.cases_checkpoint import check
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.cases_nonfinite import BAD, STEPS, data
 from tests.parallel.checkpoint_runs import Run
 from tfscale import runtime
+from tfscale.callbacks import BackupAndRestore, MetricAverageCallback
 
 
 @sizes(2, timeout_s=120)
@@ -90,3 +94,58 @@ def case_a_skipped_step_leaves_statistics_finite():
             np.testing.assert_array_equal(own, theirs)
         assert np.isfinite(history["val_loss"][0])
         assert np.isnan(history["loss"][0]) == is_bad  # as docs/exchanges.md says
+
+
+def interrupted(folder, *more):
+    """Return the folder of rank 0's backup, taken before the third of four epochs."""
+    own = folder / f"of-rank-{runtime.rank()}"
+    train([BackupAndRestore(own), *more, InterruptAfter(2)], 1 + runtime.rank())
+    return own
+
+
+@sizes(2, 3, timeout_s=120)
+def case_a_backup_without_its_epoch():
+    """Killed before the file was there for the first time: all ranks begin with the weights."""
+    with float64(), shared_folder() as folder:
+        expected = train([], 1 + runtime.rank())
+        own = interrupted(folder)
+        if runtime.rank() == 0:
+            (own / "training_metadata.json").unlink()
+        restored = train([BackupAndRestore(own)], 50 + runtime.rank())
+        for value, wanted in zip(restored, expected, strict=True):
+            np.testing.assert_array_equal(value, wanted)
+
+
+@sizes(2, timeout_s=120)
+def case_a_backup_that_rank_0_cannot_read():
+    """The other ranks do not wait for it."""
+    with shared_folder() as folder:
+        own = interrupted(folder)
+        kept = folder / "kept"
+        for number, (name, text) in enumerate(
+            [("latest.weights.h5", "A backup must be readable"), ("callbacks-2-10.npz", "belong")]
+        ):
+            if runtime.rank() == 0 and number == 0:
+                shutil.copytree(own, kept)
+                (own / name).write_bytes(b"no weights")
+            elif runtime.rank() == 0:
+                shutil.copytree(kept, own, dirs_exist_ok=True)
+                (own / name).unlink()
+            require_error(lambda: train([BackupAndRestore(own)], 1), "ConfigError", text)
+
+
+@sizes(2, timeout_s=120)
+def case_numbers_of_callbacks_in_a_backup():
+    """Rank 0's are all ranks': the rate falls after two epochs without progress, on all ranks."""
+
+    def callbacks(folder):
+        models = [keras.callbacks.ModelCheckpoint(folder / "m.keras")] * (runtime.rank() == 0)
+        lower = keras.callbacks.ReduceLROnPlateau("loss", min_delta=1e9, patience=2)
+        return [MetricAverageCallback(), *models, lower]
+
+    with float64(), shared_folder() as folder:
+        expected = train(callbacks(folder), 1 + runtime.rank())
+        own = interrupted(folder, *callbacks(folder))
+        restored = train([BackupAndRestore(own), *callbacks(folder)], 50 + runtime.rank())
+        for value, wanted in zip(restored, expected, strict=True):
+            np.testing.assert_array_equal(value, wanted)

@@ -15,6 +15,7 @@ from tests.unit.test_adaptive_batch_size import (
     make_model,
 )
 from tfscale.callbacks import BackupAndRestore
+from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.backup_state import read_state, remove_other_states, write_state
 from tfscale.errors import ConfigError
 
@@ -22,8 +23,8 @@ from tfscale.errors import ConfigError
 def test_states_come_back(tmp_path):
     arrays = [np.arange(3.0), np.ones((2, 2), np.float32)]
     states = [{"a": 1, "arrays": arrays}, {}, {"b": [None, "x"], "arrays": [np.zeros(0)]}]
-    write_state(str(tmp_path / "new" / "folder"), 4, states)
-    got = read_state(str(tmp_path / "new" / "folder"), 4)
+    write_state(str(tmp_path / "new" / "folder"), Place(4, 12), states)
+    got = read_state(str(tmp_path / "new" / "folder"), Place(4, 12))
     assert [{k: v for k, v in s.items() if k != "arrays"} for s in got] == [
         {"a": 1}, {}, {"b": [None, "x"]}
     ]  # fmt: skip
@@ -33,20 +34,21 @@ def test_states_come_back(tmp_path):
             assert array.dtype == wanted.dtype
 
 
-def test_only_the_epoch_that_counts_is_kept(tmp_path):
-    for epoch in (1, 2, 3):
-        write_state(str(tmp_path), epoch, [{"epoch": epoch}])
-    remove_other_states(str(tmp_path), 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["callbacks-2.npz"]
-    assert read_state(str(tmp_path), 2) == [{"epoch": 2}]
+def test_only_the_places_that_count_are_kept(tmp_path):
+    places = [Place(epoch, 5 * epoch) for epoch in (1, 2, 3)]
+    for place in places:
+        write_state(str(tmp_path), place, [{"epoch": place.epoch}])
+    remove_other_states(str(tmp_path), {places[1]})
+    assert [path.name for path in tmp_path.iterdir()] == ["callbacks-2-10.npz"]
+    assert read_state(str(tmp_path), places[1]) == [{"epoch": 2}]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no zip file"])
 def test_a_file_that_is_missing_or_damaged(tmp_path, content):
     if content is not None:
-        (tmp_path / "callbacks-1.npz").write_bytes(content)
+        (tmp_path / "callbacks-1-5.npz").write_bytes(content)
     with pytest.raises(ConfigError, match="Remove the folder to start afresh"):
-        read_state(str(tmp_path), 1)
+        read_state(str(tmp_path), Place(1, 5))
 
 
 def interrupted(backup, at=(2, 0)):

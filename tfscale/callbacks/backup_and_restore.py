@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from tfscale import objects, runtime
-from tfscale.callbacks import backup_groups, backup_state, building, model_state, save_points
+from tfscale.callbacks import (
+    backup_files,
+    backup_groups,
+    backup_state,
+    model_state,
+    save_points,
+)
+from tfscale.callbacks.backup_agreement import begin_together, read_together
+from tfscale.callbacks.backup_files import Place
+from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_numbers
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
@@ -39,39 +49,41 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     _is_due = False
     _seeds: Any = ()
     _groups: Any = None  # what was read of local SGD, until it is restored
+    _numbers: Any = None  # of Keras's callbacks, until all of them have begun training
     _n_given_up = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore a backup, if there is one. Collective.
 
         Raises:
-            ValueError: The model is not built.
+            ConfigError: The model is not built, or the backup cannot be read or does not fit; on
+                all ranks.
             ExchangeError: Communication failed.
         """
-        epoch = None
-        # As they were made, before rank 0's are broadcast with the other variables.
-        self._seeds = objects.allgather_object(self._own_seeds(), name="seeds")
-        if runtime.rank() == 0:
-            self.model._initial_epoch = None
-            super().on_train_begin(logs)
-            epoch = self.model._initial_epoch
-        epoch = objects.broadcast_object(epoch, 0, name="epoch of the backup")
-        self.model._initial_epoch = epoch
+        self.model._initial_epoch = self._groups = self._numbers = None
         self._is_due = False
-        if epoch is not None:
-            self._current_epoch = epoch  # for backups amid this epoch
-            if not runtime.is_single():
-                building.build_optimizer(self.model)
-                slots = model_state.optimizer_variables(self.model)
-                objects.broadcast_variables([*self.model.variables, *slots], 0)
-                model_state.broadcast_loaded(self.model, 0)
-            self._restore_states(epoch)
-            if backup_groups.has_groups(self.model):
-                self._groups = backup_groups.read_groups(self.backup_dir, epoch)
+        has_backup = runtime.rank() == 0 and Path(self._weights_path).exists()
+        # As they were made, before rank 0's are broadcast with the other variables.
+        self._seeds = begin_together(self.model, self._own_seeds(), has_backup)
+        place, states = read_together(lambda: self._load(logs), self.backup_dir)
+        if place is None:
+            return
+        # `_current_epoch` is for backups amid this epoch.
+        self.model._initial_epoch = self._current_epoch = place.epoch
+        if not runtime.is_single():
+            slots = model_state.optimizer_variables(self.model)
+            objects.broadcast_variables([*self.model.variables, *slots], 0)
+            model_state.broadcast_loaded(self.model, 0)
+        self._restore_states(place.epoch, states)
+        if backup_groups.has_groups(self.model):
+            self._groups = backup_groups.read_groups(self.backup_dir, place)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the backup of the epochs before, on rank 0; restore the groups of local SGD."""
+        """Write the backup of the epochs before, on rank 0; restore what had to wait."""
         self._n_given_up = runtime.num_given_up()
+        if self._numbers is not None:
+            set_numbers(self._numbers, is_own=runtime.rank() == 0)
+            self._numbers = None
         if self._groups is not None:
             self._restore_groups()
         if self._is_due and not backup_groups.has_groups(self.model):
@@ -100,6 +112,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._write()
         self.model._initial_epoch = None  # for this fit only
         if runtime.rank() == 0:
+            if self.delete_checkpoint:  # without them the rest is no backup, if killed now
+                Path(self._weights_path).unlink(missing_ok=True)
             super().on_train_end(logs)
 
     def _save_model(self) -> None:
@@ -109,21 +123,57 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         is_given_up = runtime.num_given_up() > self._n_given_up
         if progress_of(self.model).is_over or is_given_up:
             return  # other ranks are not here
-        backup_groups.write_groups(self.model, self.backup_dir, self._current_epoch)
+        backup_groups.write_groups(self.model, self.backup_dir, self._place())
         with backup_groups.averaged(self.model):
             self._write()
 
+    def _place(self) -> Place:
+        return Place(self._current_epoch, backup_files.iterations_of(self.model))
+
     def _write(self) -> None:
-        if runtime.rank() == 0 and not save_points.is_given_up(self.model):
-            drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
-            states = [c.backup_state() for c in backup_state.resumable_callbacks()]
-            own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
-            # Before the weights: whatever epoch they say they belong to, its file is there.
-            backup_state.write_state(self.backup_dir, self._current_epoch, [own, *states])
-            super()._save_model()
-            if not self.double_checkpoint:
-                backup_state.remove_other_states(self.backup_dir, self._current_epoch)
-                backup_groups.remove_other_groups(self.backup_dir, self._current_epoch)
+        """Write on rank 0. The order matters, see `backup_files`."""
+        if runtime.rank() > 0 or save_points.is_given_up(self.model):
+            return
+        place = self._place()
+        drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
+        states = [c.backup_state() for c in backup_state.resumable_callbacks()]
+        own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
+        own["keras_callbacks"] = read_keras_callbacks()
+        backup_state.write_state(self.backup_dir, place, [own, *states])
+        if self.double_checkpoint:
+            backup_files.copy_aside(self._weights_path, self._prev_weights_path)
+            backup_files.copy_aside(self._training_metadata_path, self._prev_training_metadata_path)
+        backup_files.write_weights(self.model.save_weights, self._weights_path)
+        self._finish(place)
+
+    def _finish(self, place: Place) -> None:
+        """Do what comes after the weights, now or where a run was killed before it."""
+        path = self._training_metadata_path
+        if backup_files.read_metadata(path) != place:
+            backup_files.write_metadata(path, place, self._last_batch_seen)
+        before = backup_files.read_metadata(self._prev_training_metadata_path)
+        keep = {place, before} if self.double_checkpoint and before else {place}
+        backup_state.remove_other_states(self.backup_dir, keep)
+        backup_groups.remove_other_groups(self.backup_dir, keep)
+        backup_files.remove_leftovers(self.backup_dir)
+
+    def _load(self, logs: dict[str, Any] | None) -> tuple[Place | None, Any]:
+        if not Path(self._weights_path).exists():
+            return None, None
+        super().on_train_begin(logs)  # falls back to the weights before, with double_checkpoint
+        told = backup_files.read_metadata(self._training_metadata_path)
+        iterations = backup_files.iterations_of(self.model)
+        place = backup_files.find_place(self.backup_dir, iterations, told)
+        states = backup_state.read_state(self.backup_dir, place)
+        self._finish(place)
+        return place, states
+
+    def _load_model(self) -> None:
+        """Load weights; whose epoch they are is asked later, of all that is there."""
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        self.model.load_weights(self._weights_path)
 
     def _restore_groups(self) -> None:
         Restore(self.model, self._groups).run()
@@ -132,16 +182,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _own_seeds(self) -> list[int]:
         return [int(v.numpy()[0]) for v in backup_state.seeds_of(self.model)]
 
-    def _restore_states(self, epoch: int) -> None:
-        states: Any = None
-        if runtime.rank() == 0:
-            try:
-                states = backup_state.read_state(self.backup_dir, epoch)
-            except ConfigError as error:
-                states = error
-        states = objects.broadcast_object(states, 0, name="states of callbacks")
-        if isinstance(states, ConfigError):
-            raise states
+    def _restore_states(self, epoch: int, states: Any) -> None:
         own, *of_callbacks = states
         callbacks = backup_state.resumable_callbacks()
         if len(callbacks) != own["callbacks"]:
@@ -150,6 +191,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"{[type(c).__name__ for c in callbacks]}; the backup has the states of "
                 f"{own['callbacks']}. Pass the same callbacks, or remove the backup."
             )
+        self._numbers = own.get("keras_callbacks", ())
         # Each rank's own seed, as the backup knows it; a rank that was not there keeps what it has.
         rank, known = runtime.rank(), own["seeds"]
         self._seeds = [*known, *self._seeds[len(known) :]][: runtime.size()]

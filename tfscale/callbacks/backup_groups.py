@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from tfscale import objects, runtime
+from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.checkpoint_state import Position, Snapshot
 from tfscale.checkpoints.parts import (
     Arrays,
@@ -34,20 +35,20 @@ def has_groups(model: keras.Model) -> bool:
     return (isinstance(strategy, LocalSGD) or trains_apart()) and not runtime.is_single()
 
 
-def write_groups(model: keras.Model, folder: str, epoch: int) -> None:
+def write_groups(model: keras.Model, folder: str, place: Place) -> None:
     """Write on rank 0 what each rank holds between two steps. Collective.
 
     Args:
         model: With the groups' own parameters in it.
         folder: Of the backup; used on rank 0.
-        epoch: The epoch that the run would go on with.
+        place: Of the run, as rank 0 sees it.
 
     Raises:
         ExchangeError: Communication failed.
     """
-    own = Snapshot(model, Position(epoch=epoch), run="backup").take()
-    path = _path(folder, epoch)
-    # Aside: backups of one epoch have one name, and parts of two of them must not mix.
+    own = Snapshot(model, Position(epoch=place.epoch), run="backup").take()
+    path = _path(folder, place)
+    # Aside: an earlier run may have been here, and parts of two of them must not mix.
     new = path.with_name(f"{path.name}.unfinished")
     if runtime.rank() == 0:
         shutil.rmtree(new, ignore_errors=True)
@@ -74,26 +75,27 @@ def averaged(model: keras.Model) -> Iterator[None]:
         optimizer.set_own(own)
 
 
-def remove_other_groups(folder: str, epoch: int) -> None:
-    """Delete what was written for all epochs but one."""
+def remove_other_groups(folder: str, keep: Collection[Place]) -> None:
+    """Delete what was written for all places but some."""
+    kept = {_path(folder, place) for place in keep}
     for path in Path(folder).glob("groups-*"):
-        if path != _path(folder, epoch):
+        if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def read_groups(folder: str, epoch: int) -> Reader | None:
+def read_groups(folder: str, place: Place) -> Reader | None:
     """Return on all ranks what `write_groups` wrote, or None where there is nothing. Collective.
 
     Args:
         folder: Of the backup; used on rank 0.
-        epoch: See `write_groups`.
+        place: See `write_groups`.
 
     Raises:
         ConfigError: A file is damaged; on all ranks.
         ExchangeError: Communication failed.
     """
     size: Any = 0
-    path = _path(folder, epoch)
+    path = _path(folder, place)
     if runtime.rank() == 0 and path.exists():
         first = _read(path, 0)
         size = first.info["size"] if isinstance(first, Part) else first
@@ -147,5 +149,5 @@ def _read(path: Path, rank: int) -> Part | ConfigError:
         )
 
 
-def _path(folder: str, epoch: int) -> Path:
-    return Path(folder) / f"groups-{epoch}"
+def _path(folder: str, place: Place) -> Path:
+    return Path(folder) / f"groups-{place.name}"

@@ -1,20 +1,22 @@
 """What a backup holds beside weights and optimizer: states of callbacks, and of random numbers.
 
-One file per epoch, named after it, so that the file that belongs to the weights is known whatever
-was interrupted.
+One file for each `Place`, whose name it bears, so that the file that belongs to the weights is
+known whatever was interrupted; see `backup_files`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfscale.callbacks.backup_files import STATES, Place
+from tfscale.checkpoints.parts import write_aside
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 
@@ -32,8 +34,8 @@ def resumable_callbacks() -> list[Any]:
     return [c for c in every if hasattr(c, "backup_state")]
 
 
-def write_state(folder: str, epoch: int, states: list[State]) -> None:
-    """Write the states that belong to the beginning of an epoch; a finished file or none."""
+def write_state(folder: str, place: Place, states: list[State]) -> None:
+    """Write the states that belong to a place of a run; a finished file or none."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     arrays = {
         f"{i}.{j}": array
@@ -41,21 +43,18 @@ def write_state(folder: str, epoch: int, states: list[State]) -> None:
         for j, array in enumerate(state.get("arrays", ()))
     }
     plain = [{k: v for k, v in state.items() if k != "arrays"} for state in states]
-    path = _path(folder, epoch)
-    unfinished = path.with_suffix(".unfinished")
-    with open(unfinished, "wb") as file:
-        np.savez(file, states=json.dumps(plain), **arrays)
-    unfinished.replace(path)
+    text: Any = json.dumps(plain)
+    write_aside(_path(folder, place), lambda file: np.savez(file, states=text, **arrays))
 
 
-def read_state(folder: str, epoch: int) -> list[State]:
+def read_state(folder: str, place: Place) -> list[State]:
     """Return what `write_state` was given.
 
     Raises:
         ConfigError: There is no such file, or it is damaged.
     """
     try:
-        with np.load(_path(folder, epoch), allow_pickle=False) as content:
+        with np.load(_path(folder, place), allow_pickle=False) as content:
             states = json.loads(str(content["states"]))
             for name in content.files:
                 if name != "states":
@@ -64,16 +63,16 @@ def read_state(folder: str, epoch: int) -> list[State]:
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
             "A backup must hold the states of the callbacks it was written with. Received: "
-            f"{_path(folder, epoch)}: {type(error).__name__}. Remove the folder to start afresh."
+            f"{_path(folder, place)}: {type(error).__name__}. Remove the folder to start afresh."
         ) from error
 
 
-def remove_other_states(folder: str, epoch: int) -> None:
-    """Delete the files of all epochs but one."""
-    for path in Path(folder).glob("callbacks-*.npz"):
-        if path != _path(folder, epoch):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+def remove_other_states(folder: str, keep: Collection[Place]) -> None:
+    """Delete the files of all places but some."""
+    kept = {_path(folder, place) for place in keep}
+    for path in Path(folder).glob(f"{STATES}*"):
+        if path not in kept:
+            path.unlink(missing_ok=True)
 
 
 def seeds_of(model: keras.Model) -> list[keras.Variable]:
@@ -90,5 +89,5 @@ def restore_seeds(variables: list[keras.Variable], seeds: list[int], drawn: list
         variable.assign(np.array([seed, count], dtype=np.uint32))
 
 
-def _path(folder: str, epoch: int) -> Path:
-    return Path(folder) / f"callbacks-{epoch}.npz"
+def _path(folder: str, place: Place) -> Path:
+    return Path(folder) / f"{STATES}{place.name}.npz"

@@ -66,7 +66,7 @@ def write_part(folder: Path, rank: int, part: Part) -> None:
         name: array.view(f"u{array.dtype.itemsize}") if name in special else array
         for name, array in part.arrays.items()
     }
-    _write_aside(data, lambda file: np.savez(file, **plain))
+    write_aside(data, lambda file: np.savez(file, **plain))
     manifest = {
         "format": FORMAT,
         "rank": rank,
@@ -78,7 +78,7 @@ def write_part(folder: Path, rank: int, part: Part) -> None:
     }
     text = json.dumps(manifest).encode() + b"\n"
     seal = hashlib.sha256(text).hexdigest().encode() + b"\n"
-    _write_aside(data.with_suffix(MANIFEST), lambda file: file.write(text + seal))
+    write_aside(data.with_suffix(MANIFEST), lambda file: file.write(text + seal))
     _sync_folder(folder)
     _sync_folder(folder.parent)
 
@@ -185,7 +185,16 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_aside(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def write_aside(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file under another name, force it to the disk and rename it.
+
+    Args:
+        path: Where it appears, complete; what was there stays until then.
+        write: Is given the open file.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
     aside = path.with_name(path.name + ASIDE)
     try:
         with aside.open("wb") as file:
