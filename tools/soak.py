@@ -37,6 +37,8 @@ _STEPS_PER_EPOCH = 50
 _PAUSE_S = (0.5, 10.0)
 # After the disturbed time: training without sleeping, and the start before it.
 _REST_S = 600.0
+# From SIGTERM, on which ranks save, to SIGKILL.
+_END_S = 60.0
 
 
 @dataclass
@@ -84,6 +86,23 @@ def start(
     return subprocess.Popen(command, env={**environ, **place.environ}, stdin=subprocess.DEVNULL)
 
 
+@contextlib.contextmanager
+def training(
+    place: Place, options: argparse.Namespace, folder: Path, n_steps: int
+) -> Iterator[subprocess.Popen]:
+    """Start the training; whatever happens to us, it ends with the block."""
+    process = start(place, options, folder, n_steps)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def find_rank(folder: Path, rank: int) -> int | None:
     """Return the process id of a rank that runs now."""
     with contextlib.suppress(OSError, ValueError):
@@ -128,29 +147,37 @@ def run_disturbed(
         SystemExit: It failed, or did not end.
     """
     choice, done = random.Random(options.seed), Disturbances()
-    process = start(place, options, folder, n_steps)
     deadline = time.monotonic() + 60 * options.minutes
-    try:
+    with training(place, options, folder, n_steps) as process:
         while time.monotonic() < deadline and process.poll() is None:
             time.sleep(choice.uniform(*options.every))
             done.disturb(choice, folder, options.np)
-        (folder / "hurry").touch()
-        if process.wait(_REST_S) != 0:
-            raise SystemExit(f"The disturbed training failed with exit code {process.returncode}.")
-    except subprocess.TimeoutExpired as error:
-        raise SystemExit("The disturbed training did not end.") from error
-    finally:
-        process.terminate()
-        process.wait()
+        finish(process, folder, "disturbed")
     return done
 
 
 def run_undisturbed(place: Place, options: argparse.Namespace, folder: Path, n_steps: int) -> None:
-    """Run the same training without sleeping or disturbance."""
-    process = start(place, options, folder, n_steps)
+    """Run the same training without sleeping or disturbance.
+
+    Raises:
+        SystemExit: It failed, or did not end.
+    """
+    with training(place, options, folder, n_steps) as process:
+        finish(process, folder, "undisturbed")
+
+
+def finish(process: subprocess.Popen, folder: Path, kind: str) -> None:
+    """Let a training go on without sleeping, and wait for its end.
+
+    Raises:
+        SystemExit: It failed, or did not end.
+    """
     (folder / "hurry").touch()
-    if process.wait() != 0:
-        raise SystemExit("The undisturbed training failed.")
+    try:
+        if process.wait(_REST_S) != 0:
+            raise SystemExit(f"The {kind} training failed with exit code {process.returncode}.")
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"The {kind} training did not end.") from error
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -171,11 +198,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="of disturbance")
     parser.add_argument("--every", type=float, nargs=2, default=(20.0, 60.0), metavar="S")
-    parser.add_argument("--seed", type=int, default=None, help="of the disturbances")
+    parser.add_argument("--seed", type=int, default=None, help="of the disturbances; random")
     parser.add_argument("-np", type=int, default=2, choices=(2, 3, 4))
     parser.add_argument("--exchange", default="allreduce", choices=("allreduce", "sharded"))
     parser.add_argument("--plain", action="store_true", help="not on an emulated cluster")
     options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = random.randrange(2**32)
+    print(f"soak: the same disturbances again: --seed {options.seed}", flush=True)
     # Sleeping alone takes half of the disturbed time; starting again takes much of the rest.
     n_epochs = max(2, round(options.minutes * 60 / 2 / _STEP_S / _STEPS_PER_EPOCH))
     n_steps = n_epochs * _STEPS_PER_EPOCH
@@ -187,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_undisturbed(place, options, folder / "undisturbed", n_steps)
         done = run_disturbed(place, options, folder / "disturbed", n_steps)
         different = differences(folder / "undisturbed/final.npz", folder / "disturbed/final.npz")
-    summary = {"steps": n_steps, "kills": done.kills, "pauses": done.pauses}
+    summary = {"seed": options.seed, "steps": n_steps, "kills": done.kills, "pauses": done.pauses}
     print(json.dumps({**summary, "is_equal": not different, "different": different}))
     return 1 if different or not (done.kills or done.pauses) else 0
 

@@ -9,6 +9,7 @@ time to disturb it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -64,6 +65,8 @@ def main(folder: Path, n_steps: int, exchange: str) -> None:
     new.replace(folder / f"rank-{launch.rank}")
     keras.utils.set_random_seed(1)
     tf.config.experimental.enable_op_determinism()
+    logging.basicConfig()
+    logging.getLogger("tfscale").setLevel(logging.INFO)  # where it goes on from
     tfscale.init()
     random = np.random.default_rng(7)
     x = random.normal(size=(STEPS_PER_EPOCH * _BATCH_SIZE, 16)).astype("float32")

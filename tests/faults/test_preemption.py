@@ -11,7 +11,9 @@ import pytest
 
 from tests.helpers.environment import QUIET
 from tests.helpers.mortal_job import START_S
+from tfscale.checkpoints import list_checkpoints
 
+STEPS_PER_EPOCH = 50  # of the training
 TRAINING = Path(__file__).parents[2] / "tools" / "soak_training.py"
 RUN = [sys.executable, "-m", "tfscale.cli", "run", "-np", "2", "--restarts", "3", "--"]
 
@@ -40,10 +42,14 @@ def test_preempted_and_started_again(tmp_path):
         assert process.returncode == 75, text
         assert "Saved and stopped, as requested" in text
         assert "restart 1" not in text
+        newest = list_checkpoints(tmp_path / "checkpoints")[0]
+        assert newest.is_finished and newest.step > 0
         (tmp_path / "hurry").touch()
-        process = start(tmp_path, 100)
+        n_epochs = newest.step // STEPS_PER_EPOCH
+        process = start(tmp_path, (n_epochs + 2) * STEPS_PER_EPOCH)
         _, text = process.communicate(timeout=START_S)
         assert process.returncode == 0, text
+        assert f"Going on from step {newest.step}, epoch {n_epochs + 1}." in text
         assert (tmp_path / "final.npz").exists()
     finally:
         process.kill()
