@@ -15,7 +15,7 @@ from tfscale.backends.start import look_around, start
 from tfscale.end_of_job import do_not_watch, end_job_on_error
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.launcher import rank_status
-from tfscale.launcher.launch import discover
+from tfscale.launcher.launch import Launch, discover
 from tfscale.placement import Machine, choose_backend
 
 
@@ -71,6 +71,8 @@ def init(
     else:
         _state = _State(start(chosen, settings, comm))
         end_job_on_error(_abort)
+        if comm is None:
+            _require_all(launch)
     if chosen == "horovod":  # the engine has compared them
         _compare_versions()
     is_alone = chosen == "single" and launch is not None and launch.size > 1
@@ -86,6 +88,16 @@ def init(
 def _abort(code: int) -> None:
     if _state is not None:
         _state.backend.abort(code)
+
+
+def _require_all(launch: Launch | None) -> None:
+    """Refuse processes that a launcher started together and that have not found each other."""
+    if launch is not None and launch.size != size():
+        raise ExchangeError(
+            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
+            f"and a job of {size()}: the launcher and the MPI library do not fit together. Start "
+            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
+        )
 
 
 def _compare_versions() -> None:

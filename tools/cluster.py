@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +49,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def apply_shape(options: argparse.Namespace) -> None:
-    """Shape the links as the options say; without any option they stay as they are."""
+def check_shape(options: argparse.Namespace) -> None:
+    """Refuse a shape that cannot be, before anything is made."""
+    if options.rate not in (None, "none"):
+        parse_rate(options.rate)
     if options.rate is None and (options.delay or options.loss):
         raise ConfigError("--delay and --loss need a --rate. Received: none. Add --rate 1gbit.")
+
+
+def apply_shape(options: argparse.Namespace) -> None:
+    """Shape the links as the options say; without any option they stay as they are."""
     if options.rate is None:
         return
     is_free = options.rate == "none"
@@ -84,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     running.leave_on_sigterm()
     try:
+        if os.geteuid() != 0:
+            raise ConfigError("Network namespaces need root. Received: another user. Use sudo.")
+        if options.verb in ("run", "up", "rate"):
+            check_shape(options)
         if options.verb == "run":
             return run(options)
         if options.verb == "up":
@@ -97,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ExchangeError) as error:
         print(f"cluster.py: {error}", file=sys.stderr)
         return 2
+    except subprocess.TimeoutExpired:
+        print(f"cluster.py: ended after --timeout {options.timeout:g} s.", file=sys.stderr)
+        return 124
     return 0
 
 

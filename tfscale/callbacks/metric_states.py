@@ -122,6 +122,9 @@ def average_logs(model: keras.Model, logs: dict[str, Any], snapshots: dict[str, 
     Raises:
         ExchangeError: On all ranks, if a key or a metric's state exists on some ranks only.
     """
+    for key, value in logs.items():
+        if not isinstance(value, (int, float)) and np.ndim(value) == 0 and _is_number(value):
+            logs[key] = float(value)  # of numpy or TensorFlow, from a callback
     mine = {
         "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
         "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
@@ -146,6 +149,10 @@ def average_logs(model: keras.Model, logs: dict[str, Any], snapshots: dict[str, 
             logs[key] = results[key]
         elif "other" not in kinds:
             logs[key] = _mean([item["numbers"][key] for item in every])
+
+
+def _is_number(value: Any) -> bool:
+    return np.asarray(value).dtype.kind in "fiu"
 
 
 def _leaves(model: keras.Model) -> list[keras.metrics.Metric]:

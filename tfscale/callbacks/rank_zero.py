@@ -11,6 +11,12 @@ from tfscale import runtime
 from tfscale.callbacks.base import Callback
 from tfscale.errors import ConfigError
 
+_CHANGES_MODEL = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+
 
 class RankZero(Callback):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
@@ -22,8 +28,9 @@ class RankZero(Callback):
         callback: A Keras callback that does not communicate.
 
     Raises:
-        ConfigError: `callback` is no callback, one of tfscale's that needs all ranks, or a
-            BackupAndRestore, which decides in which epoch the ranks begin.
+        ConfigError: `callback` is no callback, one of tfscale's that needs all ranks, a
+            BackupAndRestore, which decides in which epoch the ranks begin, or one that changes
+            weights or the learning rate.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
@@ -34,6 +41,12 @@ class RankZero(Callback):
                 "RankZero takes a Keras callback that does not communicate. Received: "
                 f"callback={callback!r}. Give callbacks of tfscale to fit() as they are, "
                 "tfscale.callbacks.BackupAndRestore among them."
+            )
+        if isinstance(callback, _CHANGES_MODEL) or getattr(callback, "restore_best_weights", False):
+            raise ConfigError(
+                "RankZero takes a callback that leaves the model as it is, or ranks would differ. "
+                f"Received: {type(callback).__name__}, which sets weights or the learning rate. "
+                "Give it to fit() on all ranks, behind MetricAverageCallback."
             )
         self.callback = callback
 

@@ -12,7 +12,7 @@ from typing import IO
 from tfscale.cluster import commands
 from tfscale.cluster.control import existing, read_bytes
 from tfscale.cluster.layout import Layout
-from tfscale.cluster.state import State, script_path, write_state
+from tfscale.cluster.state import State, read_state, script_path, write_state
 from tfscale.config import environment
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job, thread_variables
@@ -120,6 +120,15 @@ def _stop(number: int, frame: types.FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _note_job(state: State, job: str, pid: int | None) -> None:
+    """Add a job to the state file, or remove it; other runs in this cluster write there, too."""
+    present = read_state(state.layout.name)
+    if present is None:
+        return  # the cluster was removed meanwhile
+    jobs = {mark: own for mark, own in present.jobs.items() if mark != job}
+    write_state(State(state.layout, jobs if pid is None else {**jobs, job: pid}))
+
+
 def _run_marked(
     state: State,
     job: str,
@@ -140,9 +149,9 @@ def _run_marked(
             stderr=stderr,
             start_new_session=True,
         )
-        write_state(State(state.layout, {**state.jobs, job: process.pid}))
+        _note_job(state, job, process.pid)
         return process.wait(timeout_s)
     finally:
         end_processes(job)
-        write_state(state)
+        _note_job(state, job, None)
         signal.signal(signal.SIGTERM, handler)

@@ -41,9 +41,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--slots", type=int, default=1, help="optimizer state per parameter: Adam 2")
     plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
     plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")
-    plan.add_argument(
-        "--explain", type=int, default=0, metavar="N", help="show the plan for N ranks only"
-    )
+    plan.add_argument("--explain", type=int, metavar="N", help="show the plan for N ranks only")
     plan.add_argument("--output", metavar="DIR", help="folder for plan.md and plan.png")
     plan.set_defaults(handler=_plan)
 
@@ -80,6 +78,11 @@ def find_table(options: argparse.Namespace) -> LayerTable:
         ConfigError: There is no such model.
     """
     if options.model and ":" not in options.model:
+        if options.input_shape:
+            raise ConfigError(
+                "--input-shape is for models of your own. Received: --model "
+                f"{options.model}, whose pictures have a size. Leave --input-shape out."
+            )
         return published(options.model)
     # Imported here: TensorFlow takes seconds.
     from tfscale.tuning.model_layers import find_model, read_layers
@@ -89,11 +92,16 @@ def find_table(options: argparse.Namespace) -> LayerTable:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.explain is not None and (options.explain < 1 or options.output):
+        raise ConfigError(
+            "--explain takes 1 rank or more, and prints only. Received: "
+            f"--explain {options.explain}{' and --output' if options.output else ''}."
+        )
     try:
         scenario = Scenario(
             find_table(options),
             find_machine(options.machine),
-            max(1, options.explain),
+            options.explain or 1,
             options.global_batch,
             options.slots,
         )
@@ -110,10 +118,14 @@ def _plan(options: argparse.Namespace) -> int:
     sys.stdout.write(text)
     if options.output:
         from tfscale.forecast.picture import draw
+        from tfscale.trace.picture import has_matplotlib
 
         folder = Path(options.output)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.md").write_text(text, "utf-8")
         title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
-        draw(points, f"{title} per step: predicted", folder / "plan.png")
+        if has_matplotlib():
+            draw(points, f"{title} per step: predicted", folder / "plan.png")
+        else:
+            sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")
     return 0

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from tfscale import runtime
-from tfscale.errors import ConfigError
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
@@ -51,7 +50,7 @@ def table_of(model: keras.Model) -> LayerTable:
     owners = {layer.path: layer for layer in model._flatten_layers()}
     try:
         table = read_layers(model)
-    except ConfigError as error:
+    except Exception as error:  # whatever a model of the user's does with inputs made up
         logger.info("Dense layers send weight gradients: %s", error)
         table = LayerTable(model.name, tuple(_bare(model)))
     # What cannot gather activations and errors is no dense layer to the planner.
@@ -100,7 +99,9 @@ def measure(
     """
     table, size = table_of(model), runtime.size()
     samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
-    if known is not None and table.name in known.layer_times:
+    times_of = known.layer_times.get(table.name) if known is not None else None
+    # Keras numbers the layers of a model that is built again.
+    if times_of is not None and all(layer.name in times_of.forward_s for layer in table.layers):
         return Scenario(table, known, size, samples, n_slots)
     parts = yield from _measure_layers(layers, table)
     if parts is None:

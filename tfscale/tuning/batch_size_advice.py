@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
-
+from tfscale.trace.picture import has_matplotlib
 from tfscale.tuning.batch_size import Stage
 
 CLOSENESS = 0.7  # of the smallest size's norm, half of its square: "similar" in [T] 5.1.4
@@ -106,7 +104,7 @@ def as_text(stages: Sequence[Stage], advice: Advice) -> str:
 
 
 def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
-    """Write `batch_size.json` and `batch_size.png` into a folder, which is made."""
+    """Write `batch_size.json` and, where matplotlib is installed, `batch_size.png` into a folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "stages": [dataclasses.asdict(stage) for stage in stages],
@@ -114,10 +112,14 @@ def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
     }
     path = Path(folder) / "batch_size.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _draw(stages, advice, Path(folder) / "batch_size.png")
+    if has_matplotlib():
+        _draw(stages, advice, Path(folder) / "batch_size.png")
 
 
 def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     norms, shares = figure.subplots(1, 2)
     for stage in stages:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from tfscale.trace.picture import has_matplotlib
 
 PROPORTION = 0.85  # of twice the distance that half as many groups have
 
@@ -94,7 +94,7 @@ def as_text(probes: Sequence[GroupProbe], advice: GroupAdvice) -> str:
 
 
 def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path) -> None:
-    """Write `groups.json` and `groups.png` into a folder, which is made."""
+    """Write `groups.json` and, where matplotlib is installed, `groups.png` into a folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     content = {
         "probes": [dataclasses.asdict(p) | {"distance": p.distance} for p in probes],
@@ -102,10 +102,13 @@ def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path)
     }
     path = Path(folder) / "groups.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _draw(probes, advice, Path(folder) / "groups.png")
+    if has_matplotlib():
+        _draw(probes, advice, Path(folder) / "groups.png")
 
 
 def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     course, result = figure.subplots(1, 2)
     for probe in probes:

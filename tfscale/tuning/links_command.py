@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_options(parser)
     options = parser.parse_args(argv)
     import tfscale
-    from tfscale import runtime
+    from tfscale import objects, runtime
     from tfscale.trace.recorder import has_events
     from tfscale.tuning import links, model_probe
 
@@ -108,6 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ExchangeError(
             "Links are measured by the engine between two ranks or more. Received: backend="
             f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
+        )
+    every = objects.allgather_object(local, name="ranks of a host")
+    if len(set(every)) > 1:
+        raise ExchangeError(
+            "Links are measured where hosts have equally many ranks. Received: "
+            f"{every}, of the host of each rank. Choose -np and -H so that they have."
         )
     between = links.measure_links(tfscale.global_process_set)
     inside = links.measure_inside() if 1 < local < size else []

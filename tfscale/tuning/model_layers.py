@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,8 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
         if file:
             return keras.models.load_model(file, compile=False)
         module, _, function = str(name).partition(":")
+        if os.getcwd() not in sys.path:  # a console script's own folder stands there instead
+            sys.path.insert(0, os.getcwd())
         model = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ConfigError(
