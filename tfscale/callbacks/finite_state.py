@@ -25,9 +25,9 @@ def keep_finite(model: keras.Model) -> None:
     Args:
         model: Compiled. Its step is wrapped once, and traced anew.
     """
-    step = model.train_step
-    if getattr(step, "keeps_finite", False) or not _skips(model):
+    if not _skips(model) or getattr(model.train_step, "keeps_finite", False):
         return
+    step = model.train_step
 
     def train_step(data: Any) -> Any:
         if not _skips(model):  # it was compiled with another optimizer since
