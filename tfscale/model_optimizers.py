@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
+import numpy as np
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -46,3 +48,27 @@ def sharded_states(model: keras.Model) -> list[Any]:
     """Return the `KeptState` of each optimizer whose state the ranks share."""
     found = [getattr(optimizer, "kept_state", None) for optimizer in optimizers_of(model)]
     return [kept for kept in found if kept is not None]
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's settings, also where its learning rate cannot be serialized.
+
+    Args:
+        optimizer: A Keras optimizer.
+
+    Returns:
+        What `get_config` does; of a schedule or a function its class, and its settings if it has
+        any: Keras asks for none as long as nothing is saved.
+    """
+    rate = vars(optimizer).get("_learning_rate")
+    if rate is None or isinstance(rate, keras.Variable) or not callable(rate):
+        return dict(optimizer.get_config())
+    optimizer.__dict__["_learning_rate"] = np.float32(0)
+    try:
+        config = dict(optimizer.get_config())
+    finally:
+        optimizer.__dict__["_learning_rate"] = rate
+    shown: dict[str, Any] = {"class_name": getattr(rate, "__name__", type(rate).__name__)}
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        shown["config"] = rate.get_config()
+    return config | {"learning_rate": shown}

@@ -199,11 +199,11 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
 
     def _rebuild(self, model: keras.Model) -> None:
         """Cut parameters and state anew. Collective."""
-        state = self.full_state()
+        state, variables = self.full_state(), self._built_for()  # some may be frozen by now
         inner = unbuilt(self.__wrapped__)
-        self.__wrapped__ = self._update().build(inner, model.trainable_variables)
+        self.__wrapped__ = self._update().build(inner, variables)
         self.load_own_variables({str(i): value for i, value in enumerate(state)})
-        drop_traces([raw_variable(v) for v in model.trainable_variables])
+        drop_traces([raw_variable(v) for v in variables])
 
     def after_step(self) -> bool:
         """Let an exchange that measures look at a step. Collective.

@@ -15,7 +15,7 @@ from tfscale.backends.start import look_around, start
 from tfscale.end_of_job import do_not_watch, end_job_on_error
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.launcher import rank_status
-from tfscale.launcher.launch import Launch, discover
+from tfscale.launcher.launch import discover, require_size
 from tfscale.placement import Machine, choose_backend
 
 
@@ -72,9 +72,11 @@ def init(
         _state = _State(start(chosen, settings, comm))
         end_job_on_error(_abort)
         if comm is None:
-            _require_all(launch)
+            require_size(launch, size())
     if chosen == "horovod":  # the engine has compared them
-        _compare_versions()
+        from tfscale.versions import compare
+
+        compare()
     is_alone = chosen == "single" and launch is not None and launch.size > 1
     rank_status.write_state(rank_status.ALONE if is_alone else rank_status.JOINED)
     atexit.register(_leave_at_exit)
@@ -88,23 +90,6 @@ def init(
 def _abort(code: int) -> None:
     if _state is not None:
         _state.backend.abort(code)
-
-
-def _require_all(launch: Launch | None) -> None:
-    """Refuse processes that a launcher started together and that have not found each other."""
-    if launch is not None and launch.size != size():
-        raise ExchangeError(
-            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
-            f"and a job of {size()}: the launcher and the MPI library do not fit together. Start "
-            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
-        )
-
-
-def _compare_versions() -> None:
-    from tfscale.objects import allgather_object
-    from tfscale.versions import require_equal, versions
-
-    require_equal(allgather_object(versions(), name="versions"))
 
 
 def _add_process_sets(process_sets: Sequence[Any] | None) -> None:

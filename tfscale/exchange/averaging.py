@@ -54,6 +54,7 @@ class GroupAverage:
         self._common: list[keras.Variable] = []
         self._sums: list[keras.Variable] = []
         self._rule: Any = None
+        self._outer: Any = None
 
     def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
         """Remember what this rank updates.
@@ -73,13 +74,16 @@ class GroupAverage:
             if self._strategy.average == "gradients":
                 self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
             if self._strategy.outer is not None:
-                self._strategy.outer.build(self._common)
+                # One of its own: a strategy may be given to several optimizers.
+                outer = self._strategy.outer
+                self._outer = type(outer).from_config(outer.get_config())
+                self._outer.build(self._common)
 
     @property
     def variables(self) -> list[Any]:
         """All that a run must keep to go on exactly: counters, common parameters, sums."""
-        outer = self._strategy.outer
-        own = [*self._common, *self._sums, *(outer.variables if outer is not None else ())]
+        slots = self._outer.variables if self._outer is not None else ()
+        own = [*self._common, *self._sums, *slots]
         return [self.interval, self.since, *own]
 
     def start_from_here(self) -> None:
@@ -91,6 +95,12 @@ class GroupAverage:
             common.assign(variable.value)
         for total in self._sums:
             total.assign(tf.zeros(total.shape, total.dtype))
+
+    def average_now(self) -> None:
+        """Average what this rank updates over the groups, eagerly. Collective."""
+        for variable in self.targets:
+            value = tf.convert_to_tensor(variable.value)
+            variable.assign(self._mean([value], variable.path)[0])
 
     def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Average if it is due. Called in the traced step, behind the update.
@@ -134,7 +144,7 @@ class GroupAverage:
         elif self._strategy.outer is not None:
             means = self._mean(before, "parameters")
             changes = [c - m for c, m in zip(self._common, means, strict=True)]
-            self._strategy.outer.apply(changes, self._common)
+            self._outer.apply(changes, self._common)
             for variable, common in zip(variables, self._common, strict=True):
                 variable.assign(common.value)
         else:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.errors import ExchangeError
+from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
 from tfscale.versions import versions
 
@@ -115,10 +116,9 @@ def _variable(variable: Any) -> str:
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return {"class": type(optimizer).__name__}
-    inner = scaled_by(getattr(optimizer, "__wrapped__", optimizer))
-    config = {
-        k: v for k, v in optimizer.get_config().items() if k not in ("name", "inner_optimizer")
-    }
+    own = getattr(optimizer, "__wrapped__", optimizer)
+    inner = scaled_by(own)
+    config = {k: v for k, v in config_of(own).items() if k not in ("name", "inner_optimizer")}
     if not with_rate and not isinstance(config.get("learning_rate"), dict):
         config.pop("learning_rate", None)
     texts = {key: json.dumps(value, default=str) for key, value in config.items()}

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfscale.errors import ExchangeError
+
 # Where a rank says of itself what `rank_process` wants to know, see `rank_status`.
 STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
 
@@ -87,3 +89,21 @@ def expand_counts(text: str) -> list[int]:
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(number)] * int(times or 1)
     return counts
+
+
+def require_size(launch: Launch | None, size: int) -> None:
+    """Refuse processes that a launcher started together and that have not found each other.
+
+    Args:
+        launch: What the launcher said; None without one.
+        size: Ranks of the job.
+
+    Raises:
+        ExchangeError: They are not all of the launcher's.
+    """
+    if launch is not None and launch.size != size:
+        raise ExchangeError(
+            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
+            f"and a job of {size}: the launcher and the MPI library do not fit together. Start "
+            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
+        )

@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
-
-from tfscale import runtime
-from tfscale.backends.base import Call, ReduceOp, Scaling
 
 
 def average_models(optimizer: Any) -> list[np.ndarray]:
@@ -25,11 +21,6 @@ def average_models(optimizer: Any) -> list[np.ndarray]:
     """
     average = optimizer.group_average
     own = [np.array(v.numpy()) for v in average.targets]
-    scaling = Scaling(1.0, 1.0 / average.across.size)
-    for variable in average.targets:
-        call = Call(average.across, f"average of {variable.path}")
-        value = tf.convert_to_tensor(variable.value)
-        (mean,) = runtime.backend().allreduce([value], call, ReduceOp.SUM, scaling)
-        variable.assign(mean)
+    average.average_now()
     optimizer.show_own()
     return own

@@ -16,6 +16,7 @@ from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.plans import per_layer
 from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import Machine
 from tfscale.plan.times import Scenario
 from tfscale.trace.recorder import has_events
 from tfscale.tuning.compute_probe import measure_gradients, measure_memory
@@ -99,9 +100,7 @@ def measure(
     """
     table, size = table_of(model), runtime.size()
     samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
-    times_of = known.layer_times.get(table.name) if known is not None else None
-    # Keras numbers the layers of a model that is built again.
-    if times_of is not None and all(layer.name in times_of.forward_s for layer in table.layers):
+    if known is not None and _has_times(known, table):
         return Scenario(table, known, size, samples, n_slots)
     parts = yield from _measure_layers(layers, table)
     if parts is None:
@@ -134,6 +133,12 @@ def measure(
     scenario = Scenario(table, machine, size, samples, n_slots)
     # Without a record of collectives, what is not explained was laid to computing already.
     return calibrated(scenario, together) if has_events() else scenario
+
+
+def _has_times(machine: Machine, table: LayerTable) -> bool:
+    """Return whether all layers were measured; Keras renumbers those of a model made again."""
+    times = machine.layer_times.get(table.name)
+    return times is not None and all(layer.name in times.forward_s for layer in table.layers)
 
 
 def _measure_layers(

@@ -104,7 +104,7 @@ def as_text(stages: Sequence[Stage], advice: Advice) -> str:
 
 
 def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
-    """Write `batch_size.json` and, where matplotlib is installed, `batch_size.png` into a folder."""
+    """Write `batch_size.json` into a folder, and `batch_size.png` where matplotlib is there."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "stages": [dataclasses.asdict(stage) for stage in stages],

@@ -154,8 +154,12 @@ class LocalUpdate:
         return self._inner.apply(optimizer, gradients, variables, skips)
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Let the optimizer set final values."""
+        """Let the optimizer set final values, each group its own, and average them. Collective."""
         self._inner.finalize(optimizer, variables)
+        if self.average is not None and update_rule(optimizer).use_ema:
+            self.average.average_now()
+            if self._inner.shards is not None:
+                self._inner.shards.publish(waits=True)
 
     @property
     def is_waiting(self) -> bool:

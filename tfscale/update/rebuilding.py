@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from tfscale.backends.variables import raw_variable
 from tfscale.exchange.shards import Shards
+from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
 
 
 def unbuilt(optimizer: Any) -> Any:
     """Return an optimizer with the same settings, the same schedule if any, and no state."""
-    config, inner = optimizer.get_config(), scaled_by(optimizer)
+    config, inner = config_of(optimizer), scaled_by(optimizer)
     if inner is not None:
         del config["inner_optimizer"]
         return type(optimizer)(unbuilt(inner), **config)

@@ -10,10 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfscale import runtime
+from tfscale.backends.variables import raw_variable
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
+from tfscale.parameters import futures
 from tfscale.update.delayed_dense import DelayedDense
 from tfscale.update.local import LocalUpdate
 from tfscale.update.loss_scale import update_rule
@@ -82,6 +84,7 @@ class WholeUpdate:
             split.keep()
             if now or not split.later:
                 optimizer.apply(now, updated)
+                _tell_of(updated)
             else:
                 optimizer.iterations.assign_add(1)
         if self.after_update is not None:
@@ -92,6 +95,14 @@ class WholeUpdate:
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Let the optimizer set final values."""
         optimizer.finalize_variable_values(variables)
+
+
+def _tell_of(variables: Sequence[Any]) -> None:
+    """Tell another optimizer that has cut the same variables: its pieces follow."""
+    for variable in variables:
+        on_assign = futures.told_of(variable)
+        if on_assign is not None:
+            on_assign(variable, raw_variable(variable).read_value())
 
 
 Update = WholeUpdate | ShardedUpdate | LocalUpdate

@@ -1,0 +1,131 @@
+"""Optimizers, strategies and layers that are used again, or by two at once."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+
+
+def build(n_out=2):
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(40, "tanh"), keras.layers.Dense(n_out)]
+    return keras.Sequential([keras.Input((30,)), *layers])
+
+
+def samples():
+    random = np.random.default_rng(2)
+    x, y = random.normal(size=(16, 30)), random.normal(size=(16, 2))
+    return tfscale.data.GlobalBatches(x, y, batch_size=8, shuffle=False)
+
+
+def start():
+    return hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+
+def train(model, optimizer, epochs=2, **options):
+    model.compile(optimizer, "mse")
+    model.fit(samples(), epochs=epochs, verbose=0, callbacks=[start()], **options)
+
+
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    """As in tutorials: without get_config, which only saving needs."""
+
+    def __call__(self, step):
+        return 0.1 / (1.0 + 0.1 * keras.ops.cast(step, "float32"))
+
+
+@sizes(1, 2, timeout_s=120)
+def case_schedules_that_cannot_be_serialized():
+    for rate in (Schedule(), lambda: 0.05):
+        for exchange in ("allreduce", "sharded"):
+            model = build()
+            train(model, hvd.DistributedOptimizer(keras.optimizers.Adam(rate), exchange=exchange))
+            require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, timeout_s=120)
+def case_frozen_layers_leave_the_state():
+    """A partial layer that is frozen between two fits: the optimizer goes on counting."""
+    with float64():
+        model = build()
+        exchange = tfscale.Sharded(dense="partial")
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
+        train(model, optimizer)
+        before = [np.array(v) for v in optimizer.full_state()]
+        frozen = model.layers[0].get_weights()
+        model.layers[0].trainable = False
+        train(model, optimizer, epochs=1)
+        after = optimizer.full_state()
+        assert int(after[0]) == int(before[0]) + 2, (after[0], before[0])
+        assert [v.shape for v in before] == [np.shape(v) for v in after]
+        for own, expected in zip(model.layers[0].get_weights(), frozen, strict=True):
+            np.testing.assert_array_equal(own, expected)
+
+
+@sizes(2, timeout_s=120)
+def case_a_strategy_for_two_optimizers():
+    strategy = tfscale.LocalSGD(2, 2, within="allreduce", outer=keras.optimizers.SGD(0.7))
+    for _ in range(2):
+        model = build()
+        train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange=strategy))
+        require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, 4, timeout_s=120)
+def case_moving_averages_of_groups_are_averaged():
+    for within in ("allreduce", tfscale.Sharded()):
+        model = build()
+        rule = keras.optimizers.Adam(0.01, use_ema=True)
+        strategy = tfscale.LocalSGD(2, 3, within=within)
+        train(model, hvd.DistributedOptimizer(rule, exchange=strategy))
+        require_equal_ranks(model.trainable_variables)
+
+
+class Twice(keras.Model):
+    """Two optimizers on the same variables, one of them sharded."""
+
+    def __init__(self, inner, second):
+        super().__init__()
+        self.inner, self.second = inner, second
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer in (self.optimizer, self.second):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            variables = self.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@sizes(2, timeout_s=120)
+def case_two_optimizers_share_variables():
+    """The second one's updates last, as in one process."""
+
+    def run(wrap):
+        inner = build()
+        first, second = keras.optimizers.SGD(0.05), keras.optimizers.SGD(0.03)
+        model = Twice(inner, wrap(second, "allreduce"))
+        model.compile(wrap(first, tfscale.Sharded(dense="weights")), "mse")
+        model.build((None, 30))
+        return model
+
+    with float64():
+        model = run(lambda rule, exchange: hvd.DistributedOptimizer(rule, exchange=exchange))
+        model.fit(samples(), epochs=2, verbose=0, callbacks=[start()])
+        single = run(lambda rule, exchange: rule)
+        random = np.random.default_rng(2)
+        x, y = random.normal(size=(16, 30)), random.normal(size=(16, 2))
+        for _ in range(2):
+            for i in (0, 8):
+                single.train_step((x[i : i + 8], y[i : i + 8]))
+        for own, expected in zip(model.get_weights(), single.get_weights(), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
