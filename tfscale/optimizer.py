@@ -138,6 +138,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             refuse_outer(DistributedOptimizer)
         self._register_local_layers()
         is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
+        self._require_common_norm(variables)
         update = self._update()
         if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
             self.build(variables)

@@ -135,6 +135,20 @@ class Sharing:
                 if not self._self_reducer.is_local(variable):
                     self._self_reducer.register_local_var(variable)
 
+    def _require_common_norm(self, variables: Sequence[Any]) -> None:
+        """Refuse a norm over all gradients where each rank has some of its own.
+
+        Raises:
+            ConfigError: Common gradients would be scaled by another factor on each rank.
+        """
+        norm = getattr(update_rule(self.__wrapped__), "global_clipnorm", None)
+        if norm and self.process_set.size() > 1 and any(map(self.is_local_var, variables)):
+            raise ConfigError(
+                "A norm over all gradients must be equal on all ranks. Received: "
+                f"global_clipnorm={norm} with local layers or variables. Use clipnorm, which "
+                "looks at each gradient by itself."
+            )
+
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank alone.
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.ranks import require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 
@@ -129,3 +129,32 @@ def case_two_optimizers_share_variables():
                 single.train_step((x[i : i + 8], y[i : i + 8]))
         for own, expected in zip(model.get_weights(), single.get_weights(), strict=True):
             np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+
+
+@sizes(2, timeout_s=60)
+def case_a_common_norm_with_local_layers_is_refused():
+    model = build()
+    optimizer = tfscale.PartialDistributedOptimizer(
+        keras.optimizers.Adam(0.1, global_clipnorm=1.0), local_layers=model.layers[-1]
+    )
+    text = "A norm over all gradients must be equal on all ranks"
+    require_error(lambda: train(model, optimizer), text)
+
+
+@sizes(2, timeout_s=60)
+def case_numbers_of_numpy_in_the_logs_are_averaged():
+    seen = []
+
+    class Add(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["own"] = np.mean(np.full(3, 2.0 * tfscale.rank(), np.float32))
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(logs["own"])
+
+    model = build()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    average = hvd.callbacks.MetricAverageCallback()
+    model.fit(samples(), verbose=0, callbacks=[start(), Add(), average, Look()])
+    assert seen == [1.0], seen

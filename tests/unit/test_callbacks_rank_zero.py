@@ -162,6 +162,21 @@ def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.ReduceLROnPlateau(),
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+        keras.callbacks.SwapEMAWeights(),
+        keras.callbacks.EarlyStopping(restore_best_weights=True),
+    ],
+)
+def test_rank_zero_takes_nothing_that_changes_the_model(callback):
+    with pytest.raises(ConfigError, match=r"leaves the model as it is.*Received: \w+"):
+        RankZero(callback)
+    RankZero(keras.callbacks.EarlyStopping())
+
+
+@pytest.mark.parametrize(
     "kind", [keras.callbacks.BackupAndRestore, tfscale.callbacks.BackupAndRestore]
 )
 def test_rank_zero_takes_no_backup(kind, tmp_path):

@@ -1,5 +1,6 @@
 """`tfscale plan`: its table, its picture, and what it says of models of one's own."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from models.resnet import resnet
 from models.resnet50 import resnet50
 from models.vgg import VGG_16, vgg
 
+import tfscale
 from tfscale import cli
 from tfscale.errors import ConfigError
 from tfscale.forecast.curves import AUTO, LOCAL_SGD, forecast, winners
@@ -151,6 +153,23 @@ def test_the_command_explains(capsys):
     assert "fc1/kernel" in capsys.readouterr().out
 
 
+def test_a_model_of_a_module_in_the_working_directory(tmp_path):
+    """Of a console script, whose own folder is on Python's path instead."""
+    (tmp_path / "own_models.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
+    )
+    package = Path(tfscale.__file__).parents[1]
+    code = f"import sys; sys.path[0] = {str(package)!r}; from tfscale.cli import main; "
+    code += "sys.exit(main(['plan', '--model', 'own_models:build', '--explain', '2']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "dense/kernel" in done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
@@ -158,6 +177,9 @@ def test_the_command_explains(capsys):
         (["--model", "vgg-a", "--machine", "nowhere"], "A machine must be one of"),
         (["--model", "vgg-a", "--ranks", "1,x"], "--ranks must be numbers"),
         (["--model", "vgg-a", "--global-batch", "0"], "global_batch must be 1 or more"),
+        (["--model", "vgg-a", "--input-shape", "64,64,3"], "--input-shape is for models of your"),
+        (["--model", "vgg-a", "--explain", "-3"], "--explain takes 1 rank or more"),
+        (["--model", "vgg-a", "--explain", "4", "--output", "x"], "and prints only"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, text, capsys):

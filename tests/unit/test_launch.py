@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfscale.errors import ConfigError
-from tfscale.launcher.launch import Launch, discover, expand_counts
+from tfscale.errors import ConfigError, ExchangeError
+from tfscale.launcher.launch import Launch, discover, expand_counts, require_size
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
@@ -167,3 +167,11 @@ def test_host_files():
 )
 def test_parse_version(text, expected):
     assert parse_version(text) == expected
+
+
+def test_processes_that_do_not_find_each_other_are_refused():
+    launch = discover({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"})
+    with pytest.raises(ExchangeError, match=r"4 of them, and a job of 1"):
+        require_size(launch, 1)
+    require_size(launch, 4)
+    require_size(None, 1)
