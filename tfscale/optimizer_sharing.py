@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfscale import runtime
+from tfscale.errors import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.sharded import Sharded
 from tfscale.model_optimizers import trains_all

@@ -82,6 +82,14 @@ def describe(machine: Machine) -> str:
     return "\n".join([*lines, ""])
 
 
+def _require_even(every: Sequence[int]) -> None:
+    if len(set(every)) > 1:
+        raise ExchangeError(
+            "Links are measured where hosts have equally many ranks. Received: "
+            f"{every}, of the host of each rank. Choose -np and -H so that they have."
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on this rank; rank 0 writes the file. Collective: every rank of a job runs this.
 
@@ -109,12 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Links are measured by the engine between two ranks or more. Received: backend="
             f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
         )
-    every = objects.allgather_object(local, name="ranks of a host")
-    if len(set(every)) > 1:
-        raise ExchangeError(
-            "Links are measured where hosts have equally many ranks. Received: "
-            f"{every}, of the host of each rank. Choose -np and -H so that they have."
-        )
+    _require_even(objects.allgather_object(local, name="ranks of a host"))
     between = links.measure_links(tfscale.global_process_set)
     inside = links.measure_inside() if 1 < local < size else []
     machine = links.machine_from(between, inside, links.measure_compute())

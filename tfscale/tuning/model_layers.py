@@ -93,7 +93,8 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
     """
     inputs = getattr(model, "inputs", None)
     if inputs:
-        structure = model.input
+        # A Sequential that was never called on symbols has inputs, and no input.
+        structure = inputs[0] if isinstance(model, keras.Sequential) else model.input
     elif model.built and getattr(model, "_build_shapes_dict", None):
         shape = next(iter(model._build_shapes_dict.values()))
         structure = keras.KerasTensor(shape, model.compute_dtype)
