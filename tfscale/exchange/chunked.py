@@ -15,10 +15,12 @@ from tfscale.errors import ConfigError, PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import reduce_in_buckets
+from tfscale.exchange.provenance import require_own
 from tfscale.plan.buckets import Bucket
 from tfscale.plan.chunks import build_chunks, is_replicated_cheaper
 from tfscale.plan.specs import GradientSpec
 from tfscale.process_sets import ProcessSet
+from tfscale.reduce_ops import Average
 
 logger = logging.getLogger("tfscale")
 
@@ -107,11 +109,14 @@ class Chunked:
             options: How they are reduced.
 
         Raises:
-            PlanError: A gradient's shape is not known, or a dense layer is used in two ways.
+            PlanError: A gradient's shape is not known, a dense layer is used in two ways, or its
+                gradient is not what its calls have made.
             ExchangeError: Communication failed.
         """
         results: list[Any] = list(gradients)
         shared = [i for i, v in enumerate(variables) if not dense.is_whole(v)]
+        for i in set(range(len(variables))).difference(shared):
+            require_own(gradients[i], variables[i], variables, options.op == Average)
         reduced = reduce_in_buckets(
             [gradients[i] for i in shared],
             [variables[i] for i in shared],

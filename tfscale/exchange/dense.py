@@ -23,7 +23,8 @@ from tfscale.backends.base import Call, Group
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.dense_uses import Use, note
 from tfscale.exchange.dense_uses import is_whole as is_whole
-from tfscale.exchange.factors import Factors, note_factors
+from tfscale.exchange.factors import Factors
+from tfscale.exchange.provenance import note_call
 from tfscale.plan.segments import row_cuts
 from tfscale.process_sets import ProcessSet
 from tfscale.reduce_ops import Average
@@ -130,10 +131,7 @@ class ReplicatedCall:
                 errors *= tf.constant(factor, errors.dtype)
                 of_kernel = self._kernel_gradient(layer, group, sent, errors)
                 of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
-                if self.kernel_use == "replicated":
-                    note_factors(of_kernel, Factors(sent, errors))
-                    for tensor in of_bias:
-                        note_factors(tensor, Factors(None, errors))
+                note_call(layer, [of_kernel, *of_bias], Factors(sent, errors))
                 return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient

@@ -17,10 +17,11 @@ from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.dense import own_rows
 from tfscale.exchange.dense_uses import Use, use_of
+from tfscale.exchange.provenance import require_own
 from tfscale.exchange.sharded import Sharded
 from tfscale.plan.segments import Piece, SegmentedBucket
 from tfscale.plan.specs import GradientSpec
-from tfscale.reduce_ops import scaling_of
+from tfscale.reduce_ops import Average, scaling_of
 
 
 class Shards:
@@ -142,10 +143,13 @@ class Shards:
         Raises:
             ConfigError: A variable is none of those the optimizer was built for.
             ExchangeError: Communication failed.
+            PlanError: A dense layer's gradient is not what its calls have made.
         """
         del group
         given = {self.place(v): g for g, v in zip(gradients, variables, strict=True)}
         uses = {i: use_of(self.variables[i]) for i in given}
+        for i in (i for i, use in uses.items() if use != "plain"):
+            require_own(given[i], self.variables[i], variables, options.op == Average)
         plain = {i: tf.convert_to_tensor(g) for i, g in given.items() if uses[i] == "plain"}
         if not self._strategy.overlap and not tf.executing_eagerly():
             with tf.control_dependencies(list(plain.values())):

@@ -9,8 +9,10 @@ import keras
 
 from tfscale import runtime
 from tfscale.errors import ConfigError
+from tfscale.exchange import dense
 from tfscale.fit.guarded_step import GuardedStep
-from tfscale.optimizer import DistributedOptimizer
+from tfscale.model_optimizers import optimizers_of
+from tfscale.optimizer import DistributedOptimizer, is_distributed
 from tfscale.parameters.shared_saves import make_saves_safe
 
 logger = logging.getLogger("tfscale")
@@ -43,6 +45,8 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = _repair_loss_scale(model) or has_changed
     if type(model.optimizer) is DistributedOptimizer:
         has_changed = model.optimizer.wire(model) or has_changed
+    else:
+        has_changed = _restore_layers(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
     _guard_steps(model)
@@ -76,6 +80,14 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     model.optimizer = distributed
     logger.info("Loss scaling is moved inside of the distributed optimizer.")
     return True
+
+
+def _restore_layers(model: keras.Model) -> bool:
+    """Give layers that an earlier optimizer changed their own calls back."""
+    optimizers = optimizers_of(model)
+    if not optimizers or any(is_distributed(optimizer) for optimizer in optimizers):
+        return False
+    return any([dense.restore(layer) for layer in model._flatten_layers()])
 
 
 def _guard_steps(model: keras.Model) -> None:

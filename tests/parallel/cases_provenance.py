@@ -1,0 +1,172 @@
+"""Gradients of dense layers that exchange activations: what the layers' own calls have made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_dense_routes import routes
+from tests.parallel.cases_equality import float64
+from tests.parallel.cases_sharded_dense import STRATEGIES, compiled
+from tfscale import runtime
+from tfscale.errors import PlanError
+
+STEPS = 3
+
+
+class Decoder(keras.layers.Layer):
+    """Multiplies by the transposed kernel of a layer that it holds."""
+
+    def __init__(self, dense: keras.layers.Dense):
+        super().__init__()
+        self.dense = dense
+        self.built = True
+
+    def call(self, inputs):
+        return inputs @ keras.ops.transpose(self.dense.kernel)
+
+
+class Tied(keras.Model):
+    """Reads the kernel of one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.last = keras.layers.Dense(6, use_bias=False), keras.layers.Dense(3)
+
+    def call(self, inputs, training=None):
+        hidden = self.enc(inputs, training=training) @ keras.ops.transpose(self.enc.kernel)
+        return self.last(hidden, training=training)
+
+
+def tied() -> keras.Model:
+    """Return a model that reads a kernel in its own call."""
+    model = Tied()
+    model(np.zeros((2, 6)))
+    return model
+
+
+def autoencoder() -> keras.Model:
+    """Return a model with a layer that holds another."""
+    inputs = keras.Input((6,))
+    dense = keras.layers.Dense(6)
+    hidden = Decoder(dense)(dense(inputs))
+    return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+
+
+def stepping(change: Callable, term: float = 0.0) -> Callable[[], keras.Model]:
+    """Return a builder of a model whose train step changes gradients.
+
+    Args:
+        change: Takes gradients, returns others.
+        term: Of the sum of all squared weights, added to the loss.
+    """
+
+    class Stepping(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                decay = [tf.reduce_sum(tf.square(v.value)) for v in self.trainable_variables]
+                loss += tf.cast(term, loss.dtype) * tf.add_n(decay) if term else 0.0
+            gradients = tape.gradient(loss, [v.value for v in self.trainable_variables])
+            self.optimizer.apply(change(gradients), self.trainable_variables)
+            return {"loss": loss}
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,))
+        first = keras.layers.Dense(6, activation="tanh")
+        hidden = first(first(inputs))  # the sum of two calls
+        return Stepping(inputs, keras.layers.Dense(3)(hidden))
+
+    return build
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's samples."""
+    random = np.random.default_rng(runtime.rank())
+    return random.normal(size=(4, 6)) * (1 + runtime.rank()), random.normal(size=(4, 3))
+
+
+def trained(build: Callable[[], keras.Model], strategy, rule=None, **options) -> list[np.ndarray]:
+    """Return the weights after some steps."""
+    with float64():
+        model = compiled(build, strategy, rule, **options)
+        tfscale.prepare(model)
+        if strategy != "allreduce":
+            assert routes(model) != ["weights"] * 2
+        for _ in range(STEPS):
+            model.train_on_batch(*batch())
+        return model.get_weights()
+
+
+@sizes(2, timeout_s=120)
+def case_kernels_that_are_read_outside_of_their_layer_are_refused():
+    for build in (tied, autoencoder):
+        for strategy in STRATEGIES:
+            with pytest.raises(PlanError, match=r"Received: for \S*kernel, one to which other"):
+                trained(build, strategy)
+
+
+def clipped(gradients):
+    """Clip by the norm of what this rank sees."""
+    return tf.clip_by_global_norm(gradients, 0.01)[0]
+
+
+@sizes(2, timeout_s=120)
+def case_gradients_that_a_step_clips_are_refused():
+    for strategy in STRATEGIES:
+        with pytest.raises(PlanError, match="global_clipnorm instead of in the train step"):
+            trained(stepping(clipped), strategy)
+
+
+def halved(gradients):
+    """Multiply by a constant, through what does not change values."""
+    factor = lambda x: tf.identity(x) * tf.constant(0.5, x.dtype)  # noqa: E731
+    return [
+        tf.IndexedSlices(factor(g.values), g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else factor(g)
+        for g in gradients
+    ]
+
+
+@sizes(2, timeout_s=120)
+def case_what_is_equal_on_all_ranks_may_change_gradients():
+    """Constant factors, and terms of the loss that weights alone make; the optimizer's clipping."""
+    for change, term, clip in ((halved, 0.0, None), (list, 0.25, None), (halved, 0.25, 0.05)):
+        expected = None
+        for strategy in ("allreduce", *STRATEGIES):
+            rule = keras.optimizers.SGD(0.1, global_clipnorm=clip)
+            found = trained(stepping(change, term), strategy, rule)
+            expected = expected or found
+            for mine, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+
+
+@sizes(2, timeout_s=120)
+def case_terms_are_refused_where_gradients_are_summed():
+    """A sum of all ranks has each rank's term; the whole batch's gradient has one."""
+    for strategy in STRATEGIES:
+        trained(stepping(halved), strategy, op=hvd.Sum)
+        with pytest.raises(PlanError, match="own calls has made"):
+            trained(stepping(list, 0.25), strategy, op=hvd.Sum)
+
+
+@sizes(2, timeout_s=120)
+def case_another_optimizer_gets_the_layers_back():
+    for strategy in STRATEGIES:
+        model = compiled(stepping(list), strategy)
+        tfscale.prepare(model)
+        model.train_on_batch(*batch())
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        tfscale.prepare(model)
+        assert routes(model) == ["weights"] * 2
+        if runtime.rank() == 0:
+            model.train_on_batch(*batch())  # alone: nothing is exchanged
