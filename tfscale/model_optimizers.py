@@ -69,6 +69,7 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     finally:
         optimizer.__dict__["_learning_rate"] = rate
     shown: dict[str, Any] = {"class_name": getattr(rate, "__name__", type(rate).__name__)}
+    # A function has no settings, and a schedule needs none before it is saved: the class is known.
     with contextlib.suppress(AttributeError, NotImplementedError):
         shown["config"] = rate.get_config()
     return config | {"learning_rate": shown}

@@ -92,7 +92,10 @@ std::vector<int> Scheduler::Others() const {
 
 bool Scheduler::StepLeave() {
   bool has_moved = Step();
-  if (has_failed()) return true;
+  if (has_failed()) {
+    leave_failure_ = failure_.message;
+    return true;
+  }
   try {
     const std::vector<int> others = marks_.Without(MarkKind::kLeft);
     if (!others.empty()) {

@@ -39,11 +39,11 @@ double StallWatch::WarningTime() const {
 
 void StallWatch::Rest() { last_step_ = Clock::time_point::max(); }
 
-void StallWatch::NoteGap(Clock::time_point now) {
+void StallWatch::NoteGap(Clock::time_point& last, Clock::time_point now) {
   // Never so long in between but where the process was stopped: then the others
   // may have been, too, and all have their time anew.
-  const bool was_stopped = last_step_ < now && now - last_step_ > FromSeconds(kStoppedS);
-  last_step_ = now;
+  const bool was_stopped = last < now && now - last > FromSeconds(kStoppedS);
+  last = now;
   if (!was_stopped) return;
   began_ = next_question_ = now;
   if (next_end_report_ != Clock::time_point::max()) {
@@ -53,7 +53,7 @@ void StallWatch::NoteGap(Clock::time_point now) {
 }
 
 bool StallWatch::IsDue(Clock::time_point now) {
-  NoteGap(now);
+  NoteGap(last_step_, now);
   if (now - last_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return false;
   last_look_ = now;
   return true;
@@ -84,7 +84,10 @@ void StallWatch::LookAtEnd(Clock::time_point now, const std::vector<int>& ranks)
   if (next_end_report_ == Clock::time_point::max()) {
     next_end_report_ = now + FromSeconds(options_.stall_warning_s);
   }
-  if (!IsDue(now)) return;
+  // A clock of its own: a save that others never joined is looked at in between.
+  NoteGap(last_end_step_, now);
+  if (now - last_end_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return;
+  last_end_look_ = now;
   if (now >= next_question_) Ask(now, ranks);
   const std::vector<int> dead = Silent(now, ranks, FromSeconds(options_.stall_shutdown_s));
   if (!dead.empty()) {

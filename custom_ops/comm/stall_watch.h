@@ -59,7 +59,7 @@ class StallWatch {
   void Ask(Clock::time_point now, const std::vector<int>& ranks);
   void Complain(const Wait& wait, const std::string& text);
   void ShowStacks();
-  void NoteGap(Clock::time_point now);
+  void NoteGap(Clock::time_point& last, Clock::time_point now);
   // Of `ranks`, those that were asked at least `age` ago and have not answered.
   std::vector<int> Silent(Clock::time_point now, const std::vector<int>& ranks,
                           Clock::duration age) const;
@@ -72,6 +72,8 @@ class StallWatch {
   Marks& marks_;
   Clock::time_point last_look_ = Clock::now();
   Clock::time_point last_step_ = Clock::time_point::max();
+  Clock::time_point last_end_look_ = Clock::now();
+  Clock::time_point last_end_step_ = Clock::time_point::max();
   // No wait counts from before; see NoteGap.
   Clock::time_point began_ = Clock::time_point::min();
   Clock::time_point next_report_ = Clock::time_point::min();

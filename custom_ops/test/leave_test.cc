@@ -1,0 +1,74 @@
+// Ranks that have finished, and others that are dead or late.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "test/plans_job.h"
+
+namespace tfscale {
+namespace testing {
+namespace {
+
+EngineOptions ShortLimits() {
+  EngineOptions options = SmallOptions();
+  options.stall_warning_s = 0.1;
+  options.stall_shutdown_s = 0.5;
+  return options;
+}
+
+// The communication thread of this rank does nothing meanwhile, as if it were dead.
+void Deafen(int ms) {
+  // It is refused at once, there.
+  Call call;
+  call.plan = 1 << 20;
+  call.done = [ms](const Status&) { SleepMs(ms); };
+  Submit(MakeReduction(ReductionArgs{}), std::move(call));
+}
+
+}  // namespace
+
+// Whom nobody joined at a meeting does not wait for ever for a rank that has died.
+TEST(ADeadRankIsNoticedBesideAnOpenMeeting) {
+  Job job(ShortLimits());
+  if (job.size() == 1) return;
+  const SumPlan meeting(job, "save (meeting)", 1);
+  meeting.Run(0);
+  if (job.rank() != 0) {
+    Deafen(1500);
+    return;
+  }
+  Sum open = meeting.Post(0, 1);
+  CHECK_CONTAINS(Engine::Stop().failure, "has finished, and others have not answered");
+  CHECK_TRUE(!open.Wait().ok());
+}
+
+// What fails while a rank leaves is told, wherever it is found.
+TEST(AFailureOfWorkUnderWayWhileLeaving) {
+  Job job(ShortLimits());
+  if (job.size() == 1) return;
+  const std::vector<int> all = job.Ranks([](int) { return true; });
+  Sum(all, job.rank(), 10, 0, {}).Check();
+  if (job.rank() != 0) {
+    Deafen(1500);
+    return;
+  }
+  Sum open(all, job.rank(), 1000, 0, {"the last"});
+  const Engine::End end = Engine::Stop();
+  CHECK_TRUE(!end.is_together);
+  CHECK_CONTAINS(end.failure, "in the last: waiting for ");
+  CHECK_EQ(open.Wait().message, end.failure);
+}
+
+TEST(AFailureBeforeLeavingIsNoneOfLeaving) {
+  Job job;
+  job.engine().Fail("the reason");
+  const Engine::End end = Engine::Stop();
+  CHECK_TRUE(!end.is_together);
+  CHECK_EQ(end.failure, std::string());
+}
+
+}  // namespace testing
+}  // namespace tfscale
+
+int main() { return tfscale::testing::RunJobTests(); }
