@@ -2,13 +2,23 @@
 
 import keras
 import numpy as np
+import pytest
 
 import tfscale
+from tfscale import preemption
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
 
 STEPS, BATCH = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def job():
+    """Every test has a job of its own."""
+    tfscale.init()
+    yield
+    preemption.forget_request()
 
 
 def arrays():

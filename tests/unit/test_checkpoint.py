@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfscale
 from tests.unit.checkpoint_model import (
     BATCH,
     STEPS,
@@ -17,24 +16,16 @@ from tests.unit.checkpoint_model import (
     build,
     fit,
     interrupt,
+    job,  # noqa: F401
     require_equal,
     steps_in,
     values_of,
 )
-from tfscale import preemption
 from tfscale.callbacks import Checkpoint
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
 from tfscale.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def job():
-    """Every test has a job of its own."""
-    tfscale.init()
-    yield
-    preemption.forget_request()
 
 
 def test_rhythms(tmp_path):

@@ -19,6 +19,7 @@ from tests.unit.checkpoint_model import (
     build,
     fit,
     interrupt,
+    job,  # noqa: F401
     require_equal,
     steps_in,
 )
@@ -34,14 +35,6 @@ from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
 from tfscale.errors import ConfigError, ExchangeError
 from tfscale.exit_codes import PREEMPTED
-
-
-@pytest.fixture(autouse=True)
-def job():
-    """Every test has a job of its own."""
-    tfscale.init()
-    yield
-    preemption.forget_request()
 
 
 def test_a_damaged_newest_falls_back(tmp_path, caplog):

@@ -7,8 +7,13 @@ import keras
 import pytest
 
 import tfscale
-from tests.unit.checkpoint_model import Act, build, fit, interrupt
-from tfscale import preemption
+from tests.unit.checkpoint_model import (
+    Act,
+    build,
+    fit,
+    interrupt,
+    job,  # noqa: F401
+)
 from tfscale.callbacks import Checkpoint, checkpoint_callbacks
 from tfscale.callbacks import checkpoint as module
 from tfscale.callbacks.checkpoint_callbacks import (
@@ -19,14 +24,6 @@ from tfscale.callbacks.checkpoint_callbacks import (
 from tfscale.errors import ConfigError
 
 optimizers, callbacks = keras.optimizers, keras.callbacks
-
-
-@pytest.fixture(autouse=True)
-def job():
-    """Every test has a job of its own."""
-    tfscale.init()
-    yield
-    preemption.forget_request()
 
 
 def with_optimizer(optimizer):
