@@ -62,12 +62,13 @@ microseconds CommThread::NextWait(bool has_moved) {
   const Clock::time_point now = Clock::now();
   if (has_moved) last_moved_ = now;
   if (!scheduler_.is_busy()) return kIdle;
-  if (options_.spin || now - last_moved_ < kHot) {
+  const bool is_urgent = scheduler_.is_urgent();
+  if ((options_.spin && is_urgent) || now - last_moved_ < kHot) {
     sleep_ = kShortSleep;
     std::this_thread::yield();
     return microseconds(0);
   }
-  return std::exchange(sleep_, std::min(2 * sleep_, kLongSleep));
+  return std::exchange(sleep_, std::min(2 * sleep_, is_urgent ? kLongSleep : kIdle));
 }
 
 void CommThread::Run() {

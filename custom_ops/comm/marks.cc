@@ -132,10 +132,11 @@ bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution,
 }
 
 std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
-                                        const std::vector<int>& ranks) const {
+                                        const std::vector<int>& ranks, bool is_patient) const {
   for (const auto& [rank, marks] : received_) {
     if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
     for (const Mark& mark : marks) {
+      if (is_patient && !IsFinal(mark.kind)) continue;
       if (!Excludes(mark, plan, execution, generation)) continue;
       const auto it = mark.counts.find(plan);
       const int64_t count = it == mark.counts.end() ? 0 : it->second;

@@ -71,9 +71,10 @@ class Marks {
   bool is_sent() const { return !sends_ || sends_->is_empty(); }
 
   // Why the collective number `execution` of `plan`, posted in `generation`,
-  // will not be joined by one of `ranks`; nothing if it may be.
+  // will not be joined by one of `ranks`; nothing if it may be. Of a patient plan
+  // (see PlanSpec) only marks that hold for good say so.
   std::optional<Status> WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
-                                   const std::vector<int>& ranks) const;
+                                   const std::vector<int>& ranks, bool is_patient) const;
 
  private:
   struct Mark {

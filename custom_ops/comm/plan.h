@@ -24,7 +24,8 @@ struct PlanSpec {
   std::vector<int> tag_slots;
 
   // Whoever waits here watches the clock himself, and others may never come
-  // without any harm; see tfscale/exchange/meeting.py.
+  // without any harm; see tfscale/exchange/meeting.py. Ends of epochs and of
+  // training on other ranks say nothing about such a plan.
   bool is_patient() const;
   // One line per slot, compared over ranks before the plan's first use.
   std::string Describe() const;

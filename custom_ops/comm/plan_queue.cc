@@ -7,6 +7,7 @@ namespace tfscale {
 
 PlanQueue::PlanQueue(PlanSpec spec, const Group& group)
     : spec_(std::move(spec)),
+      is_patient_(spec_.is_patient()),
       group_(group),
       waiting_(spec_.slots.size()),
       n_arrived_(spec_.slots.size(), 0),

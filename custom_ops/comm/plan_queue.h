@@ -72,6 +72,7 @@ class PlanQueue {
   bool is_comparing() const { return n_waiting_ > 0 && !is_agreed_; }
   PlanKey key() const { return {spec_.group, spec_.index}; }
   const PlanSpec& spec() const { return spec_; }
+  bool is_patient() const { return is_patient_; }
   const Group& group() const { return group_; }
   // How often the plan has run, counting a run from its first slot.
   int64_t n_executions() const;
@@ -86,6 +87,7 @@ class PlanQueue {
   void FinishHandshake();
 
   const PlanSpec spec_;
+  const bool is_patient_;
   const Group& group_;
   std::vector<std::deque<Task>> waiting_;  // per slot
   std::vector<int64_t> n_arrived_;         // per slot

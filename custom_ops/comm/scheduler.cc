@@ -138,7 +138,7 @@ bool Scheduler::Step() {
     if (marks_.Poll()) has_moved = true;
     if (marks_.has_received() && is_busy()) GiveUpHopeless();
     abandoned_.Step();
-    if (is_busy()) {
+    if (is_urgent()) {
       CheckStalls();
     } else {
       stalls_.Rest();
@@ -185,7 +185,9 @@ bool Scheduler::StepQueues() {
     if (queue->StepHandshake(base)) has_moved = true;
     while (auto task = queue->TakeNext(options_.window_bytes)) {
       const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
-      Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
+      // Who waits patiently may have begun before this incarnation, and his peers come later.
+      const int incarnation = queue->is_patient() ? 0 : incarnation_;
+      Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation));
       has_moved = true;
     }
   }
@@ -196,52 +198,6 @@ bool Scheduler::is_busy() const {
   if (!active_.empty()) return true;
   return std::any_of(queues_.begin(), queues_.end(),
                      [](const auto& entry) { return entry.second->is_waiting(); });
-}
-
-std::string Scheduler::PlaceOf(const Task& task) const {
-  if (task.plan == kEager) return task.name;
-  return task.name + " (slot " + std::to_string(task.slot) + " of " +
-         queues_.at(task.plan)->spec().name + ")";
-}
-
-Wait Scheduler::Describe(const Task& task, bool is_active) {
-  Wait wait;
-  wait.what = PlaceOf(task);
-  if (is_active) {
-    const Group& group = GroupOf(task.group);
-    for (int member : task.operation->WaitingFor()) {
-      wait.ranks.push_back(group.ranks[static_cast<size_t>(member)]);
-    }
-    return wait;
-  }
-  const PlanQueue& queue = *queues_.at(task.plan);
-  if (queue.is_comparing()) {
-    wait.reason = "waiting to compare plans with";
-    wait.ranks = queue.ComparingWith();
-  } else {
-    wait.reason = "waiting for '" + queue.next_slot_name() + "' to be reached on this rank";
-  }
-  return wait;
-}
-
-void Scheduler::CheckStalls() {
-  const Clock::time_point now = Clock::now();
-  if (!stalls_.IsDue(now)) return;
-  const Task* oldest = nullptr;
-  bool is_active = false;
-  const auto look = [&](const Task& task, bool is_task_active) {
-    if (oldest != nullptr && task.posted >= oldest->posted) return;
-    if (task.plan != kEager && queues_.at(task.plan)->spec().is_patient()) return;
-    oldest = &task;
-    is_active = is_task_active;
-  };
-  for (const Task& task : active_) look(task, true);
-  for (const auto& [id, queue] : queues_) {
-    queue->ForEachWaiting([&](const Task& task) { look(task, false); });
-  }
-  if (oldest != nullptr) {
-    stalls_.Look(now, oldest->posted, [&] { return Describe(*oldest, is_active); });
-  }
 }
 
 }  // namespace tfscale

@@ -39,6 +39,8 @@ class Scheduler {
   bool Step();
   // Something is under way or waits for another rank.
   bool is_busy() const;
+  // And others are known to come soon; see PlanSpec::is_patient.
+  bool is_urgent() const;
   // Ends all collectives, these and later ones, with the first failure, and
   // tells the other ranks.
   void Fail(const std::string& why);
@@ -49,7 +51,7 @@ class Scheduler {
   // All ranks call this together after a step was given up: what is left of it
   // on the wire is separated from what comes. A number that was used before is
   // replaced by the next one. Throws CommError when there were too many or when
-  // collectives of a plan are under way.
+  // collectives of a plan are under way, unless it is patient.
   void StartIncarnation(int incarnation);
   // Collectives given up since the start of this incarnation.
   int64_t n_given_up() const { return n_given_up_; }
@@ -78,6 +80,7 @@ class Scheduler {
   void GiveUpHopeless();
   void GiveUp(Task& task, const Status& why);
   std::optional<Status> WhyGivenUp(const Task& task);
+  bool is_patient(const Task& task) const;
   void CheckStalls();
   std::vector<int> Others() const;
   Wait Describe(const Task& task, bool is_active);

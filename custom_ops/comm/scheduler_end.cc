@@ -61,14 +61,16 @@ void Scheduler::StartIncarnation(int incarnation) {
                     " times per job. Received: one stop more. Start a new job.");
   }
   for (const auto& [id, queue] : queues_) {
-    if (!queue->is_idle()) {
+    if (!queue->is_idle() && !queue->is_patient()) {
       throw CommError("An incarnation can start when no function runs. Received: '" +
                       queue->spec().name + "' has collectives under way.");
     }
   }
   incarnation_ = incarnation;
   n_given_up_ = 0;
-  for (auto& [id, queue] : queues_) queue->Reset();
+  for (auto& [id, queue] : queues_) {
+    if (!queue->is_patient()) queue->Reset();
+  }
   marks_.StartIncarnation(incarnation);
 }
 
@@ -127,11 +129,12 @@ std::optional<Status> Scheduler::WhyGivenUp(const Task& task) {
   const Group& group = GroupOf(task.group);
   const PlanKey key =
       task.plan == kEager ? PlanKey{task.group, kEager} : queues_.at(task.plan)->key();
-  return marks_.WhyGivenUp(key, task.execution, task.generation, group.ranks);
+  return marks_.WhyGivenUp(key, task.execution, task.generation, group.ranks, is_patient(task));
 }
 
 void Scheduler::GiveUp(Task& task, const Status& why) {
-  ++n_given_up_;
+  // Nobody has to start anew because of a meeting.
+  if (!is_patient(task)) ++n_given_up_;
   if (task.plan != kEager) queues_.at(task.plan)->Interrupt(why);
   abandoned_.Add(std::move(task.operation));
   task.done(why);

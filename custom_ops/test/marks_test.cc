@@ -168,6 +168,37 @@ TEST(IncarnationsStartWhenNothingRuns) {
   CHECK_THROWS(job.engine().StartIncarnation(1 << 20), "Training can be stopped early");
 }
 
+// Ranks come to a meeting at any time: before others end epochs, and incarnations later.
+TEST(AnOpenMeetingOutlivesMarksAndIncarnations) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", kSlots), meeting(job, "save (meeting)", 1);
+  for (int round = 0; round < 3; ++round) {
+    const int first = round % job.size();
+    std::vector<Sum> open;
+    if (job.rank() == first) open.push_back(meeting.Post(0, round));
+    plan.Run(round);
+    job.engine().Mark(MarkKind::kEpochEnd);
+    // Stops alone: the others' marks are no end of its meeting, nor is its own of theirs.
+    if (job.rank() == first) job.engine().Mark(MarkKind::kStop);
+    SleepMs(30);
+    CHECK_EQ(job.engine().NumGivenUp(), int64_t{0});
+    StartTogether(job, round + 1);
+    plan.Run(round);
+    if (job.rank() != first) open.push_back(meeting.Post(0, round));
+    open[0].Check();
+    meeting.Run(round + 5);
+  }
+}
+
+TEST(AMeetingEndsWhereARankHasLeft) {
+  Job job;
+  const SumPlan meeting(job, "save (meeting)", 1);
+  meeting.Run(0);
+  if (job.rank() == 0) return;
+  CHECK_CONTAINS(meeting.Post(0, 1).Wait().message, "rank 0 has left the job");
+}
+
 }  // namespace testing
 }  // namespace tfscale
 
