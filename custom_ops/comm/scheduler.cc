@@ -140,7 +140,7 @@ bool Scheduler::Step() {
     abandoned_.Step();
     if (is_urgent()) {
       CheckStalls();
-    } else {
+    } else if (!is_leaving_) {  // StepLeave looks itself.
       stalls_.Rest();
     }
     return has_moved;

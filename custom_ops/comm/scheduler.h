@@ -63,7 +63,7 @@ class Scheduler {
   bool StepLeave();
   // All ranks have left and nothing is under way among them.
   bool has_left() const { return has_left_; }
-  // Why leaving failed; "" while it has not.
+  // Why communication failed while this rank was leaving; "" while it has not.
   const std::string& leave_failure() const { return leave_failure_; }
 
  private:
@@ -102,6 +102,7 @@ class Scheduler {
   StallWatch stalls_;
   StatusFile status_file_;
   Abandoned abandoned_;
+  bool is_leaving_ = false;
   bool is_quiet_ = false;
   bool has_left_ = false;
   std::string leave_failure_;

@@ -18,6 +18,7 @@ void Scheduler::Fail(const std::string& why) {
   } catch (const std::exception& error) {
     failure_.message += std::string(" The other ranks could not be told: ") + error.what();
   }
+  if (is_leaving_) leave_failure_ = failure_.message;
   EndAll(failure_);
 }
 
@@ -76,6 +77,7 @@ void Scheduler::StartIncarnation(int incarnation) {
 
 void Scheduler::Leave() {
   if (has_failed()) return;
+  is_leaving_ = true;
   try {
     Mark(MarkKind::kLeft);
   } catch (const std::exception& error) {
@@ -94,10 +96,7 @@ std::vector<int> Scheduler::Others() const {
 
 bool Scheduler::StepLeave() {
   bool has_moved = Step();
-  if (has_failed()) {
-    leave_failure_ = failure_.message;
-    return true;
-  }
+  if (has_failed()) return true;
   try {
     const std::vector<int> others = marks_.Without(MarkKind::kLeft);
     if (!others.empty()) {
@@ -119,7 +118,6 @@ bool Scheduler::StepLeave() {
     if (!unquiet.empty()) stalls_.LookAtEnd(Clock::now(), unquiet);
     has_left_ = unquiet.empty() && marks_.is_sent();
   } catch (const std::exception& error) {
-    leave_failure_ = error.what();
     Fail(error.what());
   }
   return has_moved || has_left_;

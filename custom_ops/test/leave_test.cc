@@ -1,4 +1,7 @@
-// Ranks that have finished, and others that are dead or late.
+// Ranks that have finished, and others that are dead, late or were suspended.
+#include <signal.h>
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 #include <utility>
@@ -66,6 +69,27 @@ TEST(AFailureBeforeLeavingIsNoneOfLeaving) {
   const Engine::End end = Engine::Stop();
   CHECK_TRUE(!end.is_together);
   CHECK_EQ(end.failure, std::string());
+}
+
+// All ranks are suspended for longer than the limit, and wake one after another.
+TEST(ASuspensionOfFinishedRanksIsNoDeath) {
+  EngineOptions options = ShortLimits();
+  options.stall_shutdown_s = 2;
+  Job job(options);
+  if (job.size() != 2) return;
+  if (job.rank() != 0) {
+    Deafen(6800);
+    return;
+  }
+  const pid_t own = getpid();
+  if (fork() == 0) {
+    usleep(1000000);
+    kill(own, SIGSTOP);
+    usleep(5400000);
+    kill(own, SIGCONT);
+    _exit(0);
+  }
+  CHECK_EQ(Engine::Stop().failure, std::string());
 }
 
 }  // namespace testing
