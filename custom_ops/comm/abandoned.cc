@@ -6,6 +6,30 @@
 #include "comm/mpi_env.h"
 
 namespace tfscale {
+namespace {
+
+// They take memory until they have arrived.
+constexpr size_t kDiscardedAtOnce = 16;
+
+// A message that nobody wants.
+class Unwanted : public Operation {
+ public:
+  Unwanted(int source, int bytes) : source_(source), data_(static_cast<size_t>(bytes)) {}
+  size_t bytes() const override { return data_.size(); }
+
+ protected:
+  void Begin() override { transfers_->Receive(data_.data(), data_.size(), source_, channel_.tag); }
+  void Advance(const std::vector<int>&) override {}
+  void Finish() override { SetDone(); }
+
+ private:
+  int source_;
+  std::vector<char> data_;
+};
+
+bool IsQuiet(const std::unique_ptr<Operation>& operation) { return operation->IsQuiet(); }
+
+}  // namespace
 
 void Abandoned::Add(std::unique_ptr<Operation> operation) {
   operations_.push_back(std::move(operation));
@@ -13,21 +37,24 @@ void Abandoned::Add(std::unique_ptr<Operation> operation) {
 }
 
 void Abandoned::Step() {
-  operations_.remove_if([](const auto& operation) { return operation->IsQuiet(); });
+  operations_.remove_if(IsQuiet);
+  discarded_.remove_if(IsQuiet);
 }
 
-void DiscardMessages(const Communicator& comm, int kept_tag) {
-  while (true) {
+void Abandoned::Discard(const Communicator& comm, int kept_tag) {
+  while (discarded_.size() < kDiscardedAtOnce) {
     int is_there = 0;
     MPI_Status status;
     Check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm.get(), &is_there, &status), "MPI_Iprobe");
     if (!is_there || status.MPI_TAG == kept_tag) return;
     int bytes = 0;
     Check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
-    std::vector<char> data(static_cast<size_t>(bytes));
-    Check(MPI_Recv(data.data(), bytes, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, comm.get(),
-                   MPI_STATUS_IGNORE),
-          "MPI_Recv");
+    Channel channel{};
+    channel.comm = &comm;
+    channel.tag = status.MPI_TAG;
+    channel.max_message_bytes = size_t{1} << 31;  // as one message, however it was cut
+    discarded_.push_back(std::make_unique<Unwanted>(status.MPI_SOURCE, bytes));
+    discarded_.back()->Start(channel);
   }
 }
 

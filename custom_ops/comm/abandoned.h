@@ -12,22 +12,23 @@ namespace tfscale {
 
 // Owns them until MPI no longer touches their memory. Receives are taken back
 // at once; sends stay until the peer takes them, at the latest when all ranks
-// leave (DiscardMessages). Used by the communication thread only; not blocking.
+// leave (Discard). Used by the communication thread only; not blocking.
 class Abandoned {
  public:
   void Add(std::unique_ptr<Operation> operation);
   // Frees those that have become quiet.
   void Step();
-  bool is_empty() const { return operations_.empty(); }
+  // Receives what nobody waits for and throws it away, so that its sender can
+  // end. Messages with the tag `kept_tag` stay. For a communicator on which
+  // nothing is expected any more. It does not wait for long messages either:
+  // their sender may have failed meanwhile, and never sends the rest.
+  void Discard(const Communicator& comm, int kept_tag);
+  bool is_empty() const { return operations_.empty() && discarded_.empty(); }
 
  private:
   std::list<std::unique_ptr<Operation>> operations_;
+  std::list<std::unique_ptr<Operation>> discarded_;  // on their way
 };
-
-// Receives what nobody waits for and throws it away, so that its sender can
-// end. Messages with the tag `kept_tag` stay. For a communicator on which
-// nothing is expected any more.
-void DiscardMessages(const Communicator& comm, int kept_tag);
 
 }  // namespace tfscale
 

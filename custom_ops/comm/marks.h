@@ -70,6 +70,9 @@ class Marks {
   // All marks of this rank have been taken over by MPI or the peers.
   bool is_sent() const { return !sends_ || sends_->is_empty(); }
 
+  // Ranks that have not taken a mark yet.
+  std::vector<int> Untaken() const { return sends_ ? sends_->PendingPeers() : std::vector<int>(); }
+
   // Why the collective number `execution` of `plan`, posted in `generation`,
   // will not be joined by one of `ranks`; nothing if it may be. Of a patient plan
   // (see PlanSpec) only marks that hold for good say so.

@@ -131,7 +131,10 @@ void Scheduler::Start(Task task, int tag) {
 }
 
 bool Scheduler::Step() {
-  if (has_failed()) return false;
+  if (has_failed()) {
+    StepFailed();
+    return false;
+  }
   try {
     bool has_moved = StepActive();
     if (StepQueues()) has_moved = true;

@@ -71,6 +71,8 @@ class Scheduler {
   PlanQueue& QueueOf(int plan);
   Channel BaseChannel() const;
   void Start(Task task, int tag);
+  void StepFailed();
+  void DiscardAll();
   bool StepActive();
   bool StepQueues();
   void Finish(Task& task);

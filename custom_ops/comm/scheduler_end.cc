@@ -22,6 +22,24 @@ void Scheduler::Fail(const std::string& why) {
   EndAll(failure_);
 }
 
+void Scheduler::StepFailed() {
+  try {
+    // The others have yet to hear why, to see that this rank lives, and to be rid
+    // of what they sent: they wait for that before they leave.
+    marks_.Poll();
+    abandoned_.Step();
+    DiscardAll();
+  } catch (const std::exception&) {
+    // The first failure is the one that counts.
+  }
+}
+
+void Scheduler::DiscardAll() {
+  for (const auto& [id, group] : groups_) {
+    if (group.comm) abandoned_.Discard(*group.comm, id == 0 ? group.MarkTag() : -1);
+  }
+}
+
 void Scheduler::EndAll(const Status& why) {
   std::vector<Task> tasks;
   for (Task& task : active_) {
@@ -104,9 +122,7 @@ bool Scheduler::StepLeave() {
       return has_moved;
     }
     EndAll(Status::Failed("tfscale has been shut down."));
-    for (const auto& [id, group] : groups_) {
-      if (group.comm) DiscardMessages(*group.comm, id == 0 ? group.MarkTag() : -1);
-    }
+    DiscardAll();
     if (!abandoned_.is_empty()) {
       // What is left of a step with a rank whose communication failed never ends.
       stalls_.LookAtEnd(Clock::now(), Others());
@@ -115,8 +131,11 @@ bool Scheduler::StepLeave() {
     if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
     is_quiet_ = true;
     const std::vector<int> unquiet = marks_.Without(MarkKind::kQuiet);
-    if (!unquiet.empty()) stalls_.LookAtEnd(Clock::now(), unquiet);
     has_left_ = unquiet.empty() && marks_.is_sent();
+    // Who has not taken a mark has not left: others must not be asked any more.
+    if (!has_left_) {
+      stalls_.LookAtEnd(Clock::now(), unquiet.empty() ? marks_.Untaken() : unquiet);
+    }
   } catch (const std::exception& error) {
     Fail(error.what());
   }

@@ -92,6 +92,23 @@ TEST(ASuspensionOfFinishedRanksIsNoDeath) {
   CHECK_EQ(Engine::Stop().failure, std::string());
 }
 
+// Long messages to a rank that has failed are taken by it, while its program goes on.
+TEST(AFailedRankLetsTheOthersEnd) {
+  EngineOptions options = ShortLimits();
+  options.max_message_bytes = 1 << 30;
+  options.chunk_bytes = 1 << 20;
+  Job job(options);
+  if (job.size() == 1) return;
+  const std::vector<int> all = job.Ranks([](int) { return true; });
+  if (job.rank() == 0) {
+    job.engine().Fail("the reason");
+    SleepMs(1500);
+    return;
+  }
+  CHECK_CONTAINS(Sum(all, job.rank(), 1 << 22, 0, {}).Wait().message, "the reason");
+  CHECK_EQ(Engine::Stop().failure, std::string());
+}
+
 }  // namespace testing
 }  // namespace tfscale
 
