@@ -3,6 +3,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -73,7 +74,13 @@ __attribute__((target("avx,f16c"))) size_t FloatToHalfF16c(const float* in, uint
 }
 
 bool HasF16c() {
-  static const bool has = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+  // Older compilers refuse the name "f16c" in __builtin_cpu_supports, which for
+  // "avx" asks the operating system, too.
+  static const bool has = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 29)) != 0 &&
+           __builtin_cpu_supports("avx");
+  }();
   return has;
 }
 #else

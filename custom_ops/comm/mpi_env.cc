@@ -15,6 +15,14 @@ void Check(int rc, const char* function) {
 }
 
 MpiEnv::MpiEnv() {
+  int is_finalized = 0;
+  Check(MPI_Finalized(&is_finalized), "MPI_Finalized");
+  if (is_finalized) {
+    // MPI would end the process at the next call.
+    throw CommError(
+        "MPI has been ended in this process: tfscale can be started once per process. Received: "
+        "one start more. Start a new process, or keep MPI initialised yourself.");
+  }
   int is_initialized = 0;
   Check(MPI_Initialized(&is_initialized), "MPI_Initialized");
   if (is_initialized) {

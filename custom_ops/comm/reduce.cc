@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "comm/half.h"
@@ -57,17 +58,30 @@ void Combine<int64_t>(int64_t* acc, const int64_t* in, size_t count, ReduceOp op
   }
 }
 
+// A number that no T holds becomes the nearest: converting it is undefined.
+template <typename T>
+T Clamped(double value) {
+  using Limits = std::numeric_limits<T>;
+  if (!std::is_integral<T>::value) return static_cast<T>(value);
+  if (value != value) return T{0};
+  // The largest int64 is no double: what rounds up to it is out of range.
+  if (value >= static_cast<double>(Limits::max())) return Limits::max();
+  if (value <= static_cast<double>(Limits::lowest())) return Limits::lowest();
+  return static_cast<T>(value);
+}
+
 template <typename T>
 void ScaleInPlace(T* data, size_t count, double scale) {
   if (scale == 1.0) return;
   // The mean of integers is a division: 49 * (1.0 / 49) is a little less than 1.
   const double divisor = std::round(1.0 / scale);
-  const bool is_mean = std::abs(divisor * scale - 1.0) < 1e-12 && std::abs(divisor) < 1e9;
+  // Not by -1: the least integer divided by it ends the process.
+  const bool is_mean = std::abs(divisor * scale - 1.0) < 1e-12 && divisor > 1 && divisor < 1e9;
   if (std::is_integral<T>::value && is_mean) {
     for (size_t i = 0; i < count; ++i) data[i] /= static_cast<T>(divisor);
     return;
   }
-  for (size_t i = 0; i < count; ++i) data[i] = static_cast<T>(data[i] * scale);
+  for (size_t i = 0; i < count; ++i) data[i] = Clamped<T>(data[i] * scale);
 }
 
 // A float32 is scaled in float32: one rounding, as TensorFlow's own multiply.

@@ -85,4 +85,10 @@ TEST(Fail) {
 }  // namespace testing
 }  // namespace tfscale
 
-int main() { return tfscale::testing::RunJobTests(); }
+int main() {
+  const int failed = tfscale::testing::RunJobTests();
+  // MPI has ended, and would end the process at the next question.
+  const tfscale::EngineOptions options = tfscale::testing::SmallOptions();
+  tfscale::testing::CheckFails(tfscale_start(-1, &options), "MPI has been ended");
+  return failed;
+}

@@ -219,6 +219,14 @@ TEST(MeanOfIntegersIsExact) {
   }
 }
 
+TEST(ProductsThatNoIntegerHoldsAreClamped) {
+  const int32_t least = std::numeric_limits<int32_t>::min();
+  int32_t values[] = {least, 5};
+  ScaledCopy(values, values, 2, DType::kInt32, -1.0);
+  CHECK_EQ(values[0], std::numeric_limits<int32_t>::max());
+  CHECK_EQ(values[1], -5);
+}
+
 TEST(ScaledCopyCopiesOrScales) {
   for (DType dtype : kAllTypes) {
     const Bytes in = MakeData(dtype, 5000, 0);
