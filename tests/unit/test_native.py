@@ -66,3 +66,17 @@ def test_only_what_changed_is_compiled(tmp_path):
     assert second > first
     header.write_text("#define A 2\n")
     assert compile_it("-O1") > second
+
+
+def test_another_tensorflow_compiles_anew(tmp_path):
+    (tmp_path / "room").mkdir()
+    source = tmp_path / "room" / "a.cc"
+    source.write_text("int a = 1;\n")
+
+    def compile_with(versions):
+        made = build.compile_objects([source], tmp_path / "o", "g++", [], versions)
+        return made[0].stat().st_mtime_ns
+
+    first = compile_with("2.20.0")
+    assert compile_with("2.20.0") == first
+    assert compile_with("2.21.0") > first

@@ -35,27 +35,33 @@ def find_sources() -> Path:
     )
 
 
-def _is_current(target: Path, command: Sequence[str]) -> bool:
+def _is_current(target: Path, key: str) -> bool:
     record, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
     if not (target.exists() and deps.exists() and record.exists()):
         return False
-    if record.read_text() != shlex.join(command):
+    if record.read_text() != key:
         return False
     words = deps.read_text().replace("\\\n", " ").split()[1:]
     built = target.stat().st_mtime
     return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
 
 
-def _compile_one(source: Path, target: Path, command: list[str]) -> None:
-    if _is_current(target, command):
+def _compile_one(source: Path, target: Path, command: list[str], versions: str) -> None:
+    # Headers of the system are not among the dependencies: their versions stand for them.
+    key = f"{shlex.join(command)}\n{versions}"
+    if _is_current(target, key):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     run_quietly(command, f"Compiling {source.name}")
-    target.with_suffix(".cmd").write_text(shlex.join(command))
+    target.with_suffix(".cmd").write_text(key)
 
 
 def compile_objects(
-    sources: Sequence[Path], build_dir: Path, compiler: str, flags: Sequence[str]
+    sources: Sequence[Path],
+    build_dir: Path,
+    compiler: str,
+    flags: Sequence[str],
+    versions: str = "",
 ) -> list[Path]:
     """Compile what is not up to date, as many files at once as there are cores.
 
@@ -64,6 +70,7 @@ def compile_objects(
         build_dir: Where objects, dependency files and the commands used are kept.
         compiler: The C++ compiler.
         flags: All flags; objects made with others are made again.
+        versions: Of what else goes in: TensorFlow, MPI, compiler. Likewise.
 
     Returns:
         The objects, in the order of `sources`.
@@ -77,7 +84,7 @@ def compile_objects(
         source, target = pair
         depends = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         command = [compiler, *flags, *depends, "-c", str(source), "-o", str(target)]
-        _compile_one(source, target, command)
+        _compile_one(source, target, command, versions)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         list(pool.map(compile_one, zip(sources, objects, strict=True)))
@@ -106,10 +113,14 @@ def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
     root = find_sources()
     toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)
     base = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
+    version = run_quietly([toolchain.compiler, "--version"], "The compiler").splitlines()[0]
+    versions = ", ".join((tensorflow.version, toolchain.mpi, version))
     objects: list[Path] = []
     for room, extra in (("comm", ()), ("tf", tensorflow.compile_flags)):
         sources = sorted((root / room).glob("*.cc"))
-        objects += compile_objects(sources, build_dir, toolchain.compiler, [*base, *extra])
+        objects += compile_objects(
+            sources, build_dir, toolchain.compiler, [*base, *extra], versions
+        )
     output_dir.mkdir(parents=True, exist_ok=True)
     library = output_dir / LIBRARY_NAME
     # Relative paths keep working when the environment moves; absolute ones serve other layouts.
@@ -119,7 +130,6 @@ def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
     command = [toolchain.compiler, "-shared", *map(str, objects), "-o", str(unfinished), *link]
     run_quietly(command, "Linking libtfscale.so")
     unfinished.replace(library)
-    version = run_quietly([toolchain.compiler, "--version"], "The compiler").splitlines()[0]
     stamp = {"tensorflow": tensorflow.version, **asdict(toolchain), "compiler": version}
     stamp = {k: v for k, v in stamp.items() if not k.endswith("_flags")}
     (output_dir / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n")
