@@ -50,6 +50,12 @@ def sharded_states(model: keras.Model) -> list[Any]:
     return [kept for kept in found if kept is not None]
 
 
+def accumulators_of(model: keras.Model) -> list[Any]:
+    """Return the `Accumulator` of each optimizer that adds up gradients of several batches."""
+    found = [getattr(o, "_self_accumulator", None) for o in optimizers_of(model)]
+    return [accumulator for accumulator in found if accumulator is not None]
+
+
 def config_of(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's settings, also where its learning rate cannot be serialized.
 

@@ -73,7 +73,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             backward_passes_per_step: Batches whose gradients are added up locally before they are
                 exchanged and applied. `iterations` advances with every batch.
             average_aggregated_gradients: Divide that sum by the number of batches.
-            num_groups: Number of buckets; 0 chooses by size.
+            num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that travel together.
             process_set: Who takes part; other ranks apply their own gradients.
             scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
@@ -182,8 +182,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             Whether functions of the model must be traced anew.
         """
         self._register_local_layers()
+        update = self._update()  # first: groups exchange otherwise than what forms them
         has_changed = self._self_reducer.wire(model)
-        update = self._update()
         if update.is_sharded and trains_all(model):
             if self._self_accumulator is None and hasattr(update, "route"):
                 is_rerouted = update.route(model, self.__wrapped__)

@@ -53,15 +53,32 @@ class Sharing:
         if strategy == self._self_reducer.strategy:
             self._self_reducer.strategy = strategy
             return False
-        update = self._update()
-        if update.is_sharded and update.shards is not None:
-            self.__wrapped__ = update.undo(self.__wrapped__, self._built_for())
+        is_sharded = self._update().is_sharded
+        self.undo_shards()
         model = self._self_reducer.change_strategy(strategy)
-        if update.is_sharded or isinstance(strategy, Sharded):
+        if is_sharded or isinstance(strategy, Sharded):
             self._self_update = None
         if model is not None:
             self.wire(model)
         return True
+
+    def undo_shards(self) -> None:
+        """Let what is wrapped be an optimizer of whole variables again. Collective.
+
+        Raises:
+            ConfigError: Groups of local SGD hold its state.
+        """
+        update = self._update()
+        if not update.is_sharded or update.shards is None:
+            return
+        if not hasattr(update, "undo"):
+            raise ConfigError(
+                "Local SGD needs loss scaling inside when it is built. Received: an optimizer that "
+                "was built before tfscale.prepare(model). Write DistributedOptimizer("
+                "LossScaleOptimizer(...))."
+            )
+        self.__wrapped__ = update.undo(self.__wrapped__, self._built_for())
+        self._self_update = None
 
     def _why_uncut(self, model: keras.Model) -> str:
         """Return why parameters that are not sharded yet cannot be, or an empty string."""

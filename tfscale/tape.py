@@ -47,7 +47,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             sparse_as_dense: Make sparse gradients dense before they travel.
             op: Average or Sum.
             gradient_predivide_factor: Divides before the sum.
-            num_groups: Number of buckets; 0 chooses by size.
+            num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that travel together.
             process_set: Who takes part.
             scale_local_gradients: Divide gradients of local variables by the number of ranks.

@@ -42,6 +42,7 @@ def compare(model, expected):
 WITHIN = {
     "allreduce": "allreduce",
     "chunked": tfscale.Chunked(first_chunk_layers=1),
+    "replicated": tfscale.Chunked(replicated_dense=2),
     "sharded": tfscale.Sharded(),
     "sharded small": tfscale.Sharded(bucket_mb=1e-4),
 }
@@ -127,7 +128,7 @@ def case_groups_start_later():
     """Post-local SGD: from an epoch on, or after the first decay of the learning rate."""
     with float64():
         expected = by_hand_over_epochs(3, 1, 4, 2)
-        for within in ("allreduce", tfscale.Sharded()):
+        for within in ("allreduce", tfscale.Chunked(replicated_dense=1), tfscale.Sharded()):
             strategy = tfscale.LocalSGD(2, 4, within, start=1)
             compare(train(OPTIMIZERS["momentum"], strategy, epochs=3), expected)
         strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
@@ -152,6 +153,18 @@ def case_distance():
             assert [step for step, _ in record.distances] == [5, 10]
             assert all(agree(d) for _, d in record.distances)
             np.testing.assert_allclose(record.distances[0][1], distance_by_hand(5), rtol=1e-9)
+
+
+@sizes(4, timeout_s=120)
+def case_dense_layers_exchange_activations_within_a_group():
+    with float64():
+        for start in ("immediately", 1):
+            runtime.backend().take_events()
+            within = tfscale.Chunked(replicated_dense=1)
+            train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 4, within, start=start), epochs=2)
+            backend = runtime.backend()
+            names = {backend.slot_name(e.plan, e.slot) for e in backend.take_events() if e.plan >= 0}
+            assert any("activations" in name for name in names), names
 
 
 @sizes(4, timeout_s=120)

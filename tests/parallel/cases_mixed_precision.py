@@ -115,6 +115,30 @@ def case_loss_scaling_is_repaired_after_steps_were_traced():
 
 
 @sizes(2, 3)
+def case_loss_scaling_is_repaired_after_an_optimizer_was_cut():
+    for build in (
+        lambda optimizer, variables: optimizer.build(variables),
+        lambda optimizer, variables: optimizer.inner_optimizer.build(variables),
+    ):
+        weights = []
+        for is_cut in (True, False):
+            exchange = tfscale.Sharded(bucket_mb=1e-5) if is_cut else "allreduce"
+            with dtype_policy("mixed_float16"):
+                inner = SGD(0.01, momentum=0.9)
+                model = new_model(DistributedOptimizer(inner, exchange=exchange))
+                model.optimizer.initial_scale = 512.0
+                build(model.optimizer, model.trainable_variables)
+                tfscale.prepare(model)
+                train(model)
+            if is_cut:
+                assert model.optimizer.kept_state is not None
+            check_skipped_together(model)
+            weights.append(model.get_weights())
+        for cut, whole in zip(*weights, strict=True):
+            np.testing.assert_allclose(cut, whole, rtol=1e-6)
+
+
+@sizes(2, 3)
 def case_loss_scaling_around_ours_is_refused():
     text = ("Loss scaling must be inside", "tfscale.prepare(model)", "auto_scale_loss=False")
     for options in ({}, {"run_eagerly": True}):

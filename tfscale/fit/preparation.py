@@ -75,7 +75,10 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     distributed = scaler.inner_optimizer
     if type(distributed) is not DistributedOptimizer:
         return False
-    scaler.inner_optimizer = distributed.__wrapped__
+    distributed.undo_shards()  # they know nothing of a scale
+    scaler.inner_optimizer = inner = distributed.__wrapped__
+    if inner.built and not scaler.built:
+        scaler.build(inner._trainable_variables)
     distributed.__wrapped__ = scaler
     model.optimizer = distributed
     logger.info("Loss scaling is moved inside of the distributed optimizer.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -16,6 +17,9 @@ from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import agreement
 from tfscale.fit.lockstep import Answer, ask
 from tfscale.fit.unsynchronised import trains_apart
+from tfscale.model_optimizers import accumulators_of
+
+logger = logging.getLogger("tfscale")
 
 
 class Progress:
@@ -66,6 +70,7 @@ class Progress:
             "given_up": runtime.num_given_up(),
             "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
             "training": agreement.describe(self._model()),
+            "batches": [a.n_batches for a in self._accumulators()],
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
@@ -90,6 +95,10 @@ class Progress:
         agreement.require_equal([rank["training"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
+        if any(rank["batches"] != every[0]["batches"] for rank in every):
+            logger.info("Gradients are added up anew: ranks stopped at different batches.")
+            for accumulator in self._accumulators():
+                accumulator.begin_cycle()
         return True
 
     @property
@@ -159,6 +168,10 @@ class Progress:
                 f"{model.steps_per_execution}. Pass steps_per_epoch to fit."
             )
         return True
+
+    def _accumulators(self) -> list[Any]:
+        model = self._model()
+        return [] if model is None else accumulators_of(model)
 
     def _stop(self) -> None:
         model = self._model()

@@ -29,6 +29,7 @@ class Accumulator:
         self._is_mean = is_mean
         self._sums: list[tf.Variable] | None = None
         self._count: tf.Variable | None = None
+        self._built_for: list[tuple[int, bool]] = []
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
 
     @property
@@ -60,12 +61,26 @@ class Accumulator:
         for variable, value in zip(self._sums, sums, strict=True):
             variable.assign(value)
 
+    @property
+    def n_batches(self) -> int:
+        """Batches seen since the first one."""
+        return 0 if self._count is None else int(self._count.numpy())
+
+    def begin_cycle(self) -> None:
+        """Forget the batches of a cycle that has not ended."""
+        if self._sums is None or self._count is None:
+            return
+        self._count.assign(0)
+        for total in self._sums:
+            total.assign(tf.zeros_like(total))
+
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
         return Accumulator(self._passes, self._is_mean)
 
     def _build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         with tf.init_scope():
+            self._built_for = _described(gradients, variables)
             self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._sums = [
                 tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
@@ -90,7 +105,8 @@ class Accumulator:
             on_full: Called in the graph with the sums (or means) after the last batch of a cycle.
             on_other: Called in the graph after the other batches.
         """
-        if self._sums is None:
+        if self._sums is None or self._built_for != _described(gradients, variables):
+            # Layers were frozen or freed since: a cycle of other variables begins.
             self._build(gradients, variables)
         sums, count = self._sums, self._count
         assert sums is not None and count is not None
@@ -111,6 +127,10 @@ class Accumulator:
             full() if int(number) % self._passes == 0 else on_other()
             return
         tf.cond(tf.equal(number % self._passes, 0), _as_branch(full), _as_branch(on_other))
+
+
+def _described(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tuple[int, bool]]:
+    return [(id(v), g is None) for g, v in zip(gradients, variables, strict=True)]
 
 
 def refuse_replicated(exchange: Any) -> None:

@@ -181,6 +181,9 @@ class LocalUpdate:
         state = self.state.gather() if self.state is not None else None
         self._form_groups()
         self._is_local = True
+        model = self._reducer.change_strategy(self._reducer.strategy)
+        if model is not None:
+            self._reducer.wire(model)  # dense layers exchange within the group, too
         if state is None:
             self._begin_averaging(optimizer)
             return optimizer
