@@ -50,10 +50,10 @@ def sharded_states(model: keras.Model) -> list[Any]:
     return [kept for kept in found if kept is not None]
 
 
-def accumulators_of(model: keras.Model) -> list[Any]:
-    """Return the `Accumulator` of each optimizer that adds up gradients of several batches."""
-    found = [getattr(o, "_self_accumulator", None) for o in optimizers_of(model)]
-    return [accumulator for accumulator in found if accumulator is not None]
+def accumulating(model: keras.Model | None) -> list[Any]:
+    """List the optimizers of a model that add up gradients of several batches."""
+    found = [] if model is None else optimizers_of(model)
+    return [o for o in found if getattr(o, "_self_accumulator", None) is not None]
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             gradient_predivide_factor: Divides before the sum; size / factor divides after it.
             op: Average or Sum.
             backward_passes_per_step: Batches whose gradients are added up locally before they are
-                exchanged and applied. `iterations` advances with every batch.
+                exchanged and applied. `iterations` advances with every batch. Where one rank
+                stops amid a cycle, all go back to its beginning.
             average_aggregated_gradients: Divide that sum by the number of batches.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that travel together.
@@ -129,8 +130,8 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         self._self_accumulator.add(
             grads,
             variables,
+            iterations=self.__wrapped__.iterations,
             on_full=lambda sums: self._apply_reduced(sums, variables),
-            on_other=lambda: self.__wrapped__.iterations.assign_add(1),
         )
 
     def _apply_reduced(self, gradients: list[Any], variables: list[Any]) -> None:

@@ -26,6 +26,7 @@ class Sharing:
     __wrapped__: Any
     _self_reducer: Any
     _self_update: Any
+    _self_accumulator: Any
     _self_nonfinite: Any
     _self_local_layers: list[Any]
     wire: Callable[[keras.Model], bool]
@@ -61,6 +62,16 @@ class Sharing:
         if model is not None:
             self.wire(model)
         return True
+
+    @property
+    def n_accumulated(self) -> int:
+        """Batches whose gradients were added up since the first one; 0 without cycles."""
+        return 0 if self._self_accumulator is None else int(self._self_accumulator.n_batches)
+
+    def drop_cycle(self) -> None:
+        """Take back the batches of a cycle that has not ended."""
+        if self._self_accumulator is not None:
+            self.__wrapped__.iterations.assign_sub(self._self_accumulator.drop_cycle())
 
     def undo_shards(self) -> None:
         """Let what is wrapped be an optimizer of whole variables again. Collective.

@@ -6,6 +6,7 @@ import numpy as np
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 
 PASSES, BATCHES = 4, 12
@@ -43,12 +44,15 @@ def fit(model, batches, callbacks=()):
     )  # fmt: skip
 
 
+@sizes(2, 3, 4)
 def case_a_stop_amid_a_cycle_begins_another():
     """Ranks that stopped at different batches update together again in the next `fit`."""
     with float64():
-        for batch in (0, 3, 5):
+        for batch in (0, 3, 6, 9, 10):
             stopped, fresh = prepared(), prepared()
             fit(stopped, BATCHES, [Stop(batch)] if tfscale.rank() == 0 else [])
+            last = min(batch + 1, BATCHES) // PASSES * PASSES
+            assert int(stopped.optimizer.iterations) == last
             fresh.set_weights(stopped.get_weights())
             for model in (stopped, fresh):
                 before = model.get_weights()[0]

@@ -163,7 +163,9 @@ def case_dense_layers_exchange_activations_within_a_group():
             within = tfscale.Chunked(replicated_dense=1)
             train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 4, within, start=start), epochs=2)
             backend = runtime.backend()
-            names = {backend.slot_name(e.plan, e.slot) for e in backend.take_events() if e.plan >= 0}
+            names = {
+                backend.slot_name(e.plan, e.slot) for e in backend.take_events() if e.plan >= 0
+            }
             assert any("activations" in name for name in names), names
 
 

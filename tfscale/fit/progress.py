@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -14,12 +13,9 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.fit import agreement
+from tfscale.fit import agreement, cycles
 from tfscale.fit.lockstep import Answer, ask
 from tfscale.fit.unsynchronised import trains_apart
-from tfscale.model_optimizers import accumulators_of
-
-logger = logging.getLogger("tfscale")
 
 
 class Progress:
@@ -70,12 +66,14 @@ class Progress:
             "given_up": runtime.num_given_up(),
             "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
             "training": agreement.describe(self._model()),
-            "batches": [a.n_batches for a in self._accumulators()],
+            "cycles": cycles.state(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
         self.wants_to_stop = False
-        self._is_apart = _has_groups(self._model()) or trains_apart()
+        self._is_apart = (
+            _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())
+        )
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
         for key in ("steps", "epochs"):
@@ -95,10 +93,7 @@ class Progress:
         agreement.require_equal([rank["training"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
-        if any(rank["batches"] != every[0]["batches"] for rank in every):
-            logger.info("Gradients are added up anew: ranks stopped at different batches.")
-            for accumulator in self._accumulators():
-                accumulator.begin_cycle()
+        cycles.settle(self._model(), [rank["cycles"] for rank in every])
         return True
 
     @property
@@ -138,6 +133,7 @@ class Progress:
             if "stop" in ask(own, self._n_steps):
                 self._is_over = True
                 self._stop()
+                cycles.end(self._model())
 
     def end_training(self) -> None:
         """Tell the others that this rank's `fit` is over; the first call counts."""
@@ -168,10 +164,6 @@ class Progress:
                 f"{model.steps_per_execution}. Pass steps_per_epoch to fit."
             )
         return True
-
-    def _accumulators(self) -> list[Any]:
-        model = self._model()
-        return [] if model is None else accumulators_of(model)
 
     def _stop(self) -> None:
         model = self._model()

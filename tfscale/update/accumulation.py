@@ -66,13 +66,15 @@ class Accumulator:
         """Batches seen since the first one."""
         return 0 if self._count is None else int(self._count.numpy())
 
-    def begin_cycle(self) -> None:
-        """Forget the batches of a cycle that has not ended."""
+    def drop_cycle(self) -> int:
+        """Forget the batches of a cycle that has not ended, and return how many they were."""
         if self._sums is None or self._count is None:
-            return
-        self._count.assign(0)
+            return 0
+        n_dropped = self.n_batches % self._passes
+        self._count.assign_sub(n_dropped)
         for total in self._sums:
             total.assign(tf.zeros_like(total))
+        return n_dropped
 
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
@@ -94,16 +96,17 @@ class Accumulator:
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
+        iterations: Any,
         on_full: Callable[[list[Any]], None],
-        on_other: Callable[[], None],
     ) -> None:
         """Add the gradients of one batch.
 
         Args:
             gradients: One per variable; None stays None.
             variables: What they belong to.
-            on_full: Called in the graph with the sums (or means) after the last batch of a cycle.
-            on_other: Called in the graph after the other batches.
+            iterations: The optimizer's; advanced here by the other batches of a cycle.
+            on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
+                it advances `iterations` once they have arrived.
         """
         if self._sums is None or self._built_for != _described(gradients, variables):
             # Layers were frozen or freed since: a cycle of other variables begins.
@@ -120,13 +123,20 @@ class Accumulator:
             on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
+            # A batch whose exchange was given up, because another rank stopped, does not count.
+            with tf.control_dependencies([tf.convert_to_tensor(iterations)]):
+                count.assign_add(1)
 
-        with tf.control_dependencies([a.op for a in added if not tf.executing_eagerly()]):
-            number = count.assign_add(1)
+        def other() -> None:
+            iterations.assign_add(1)
+            count.assign_add(1)
+
         if tf.executing_eagerly():
-            full() if int(number) % self._passes == 0 else on_other()
+            full() if (int(count) + 1) % self._passes == 0 else other()
             return
-        tf.cond(tf.equal(number % self._passes, 0), _as_branch(full), _as_branch(on_other))
+        with tf.control_dependencies([a.op for a in added]):
+            is_last = tf.equal((count.read_value() + 1) % self._passes, 0)
+        tf.cond(is_last, _as_branch(full), _as_branch(other))
 
 
 def _described(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tuple[int, bool]]:
