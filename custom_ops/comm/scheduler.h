@@ -104,6 +104,7 @@ class Scheduler {
   StallWatch stalls_;
   StatusFile status_file_;
   Abandoned abandoned_;
+  bool can_answer_ = true;  // after a failure
   bool is_leaving_ = false;
   bool is_quiet_ = false;
   bool has_left_ = false;

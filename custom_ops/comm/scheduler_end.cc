@@ -23,6 +23,7 @@ void Scheduler::Fail(const std::string& why) {
 }
 
 void Scheduler::StepFailed() {
+  if (!can_answer_) return;
   try {
     // The others have yet to hear why, to see that this rank lives, and to be rid
     // of what they sent: they wait for that before they leave.
@@ -30,7 +31,7 @@ void Scheduler::StepFailed() {
     abandoned_.Step();
     DiscardAll();
   } catch (const std::exception&) {
-    // The first failure is the one that counts.
+    can_answer_ = false;  // The first failure is the one that is told.
   }
 }
 
