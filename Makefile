@@ -1,4 +1,4 @@
-# make train | test | check | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
+# make train | test | test-cpp | test-wheel | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-cpp test-wheel check lint types bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod train test test-cpp test-wheel check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks clean format
 
 venv: $(VENV)/.installed

@@ -81,7 +81,7 @@ def check_mpi(mpi: Mpi | None) -> Check:
     if mpi is None:
         path = find_tool("mpiexec")
         detail = f"{path} is of an unknown kind" if path else "no mpiexec here or on PATH"
-        return Check("mpi", "missing", detail, "pip install 'tfscale[mpich]'")
+        return Check("mpi", "missing", detail, "pip install mpich")
     return Check("mpi", "ok", f"{mpi.kind} {mpi.version}, {mpi.mpiexec}")
 
 

@@ -96,7 +96,7 @@ def _prepare(
     if mpi is not None and mpi.kind != "mpich":
         raise ConfigError(
             f"Runs in an emulated cluster need MPICH's mpiexec. Received: {mpi.kind} "
-            f"{mpi.version}. Install it: pip install 'tfscale[mpich]'"
+            f"{mpi.version}. Install it: pip install mpich"
         )
     spec = LaunchSpec(tuple(command), size, n_cores=count_cores())
     variables = commands.run_variables(str(script_path(layout.name)), size, spec.n_cores)

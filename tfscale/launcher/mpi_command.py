@@ -205,7 +205,7 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     if mpi is None:
         raise ConfigError(
             "Starting ranks needs an MPI. Received: no mpiexec in this environment or on PATH. "
-            "Install one (pip install 'tfscale[mpich]'), or use --slurm in an allocation."
+            "Install one (pip install mpich), or use --slurm in an allocation."
         )
     return _LINES[mpi.kind](spec, mpi)
 
