@@ -67,7 +67,7 @@ def named_rows() -> list[list[str]]:
 
 
 def other_rows() -> list[list[str]]:
-    """Return the other printed speedups of [T] chapter 3: nothing is fitted to them."""
+    """Return the other printed speedups of [T] chapter 3, which had little weight in the fit."""
     rows = []
     for model, value in (("vgg-128", 54.0), ("vgg-256", 61.0), ("vgg-512", 80.0)):
         found, _ = speedup(scenario_of(model, "cori-haswell-2017", 128), chunked_2017)
