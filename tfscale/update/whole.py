@@ -130,6 +130,8 @@ def choose_update(reducer: GradientReducer, optimizer: Any) -> Update:
         return WholeUpdate(reducer)
     reason = why_whole(update_rule(optimizer))
     if reason:
-        logger.info("Parameters are not sharded: %s. Gradients are allreduced.", reason)
+        # Another exchange than was asked for, so that Python shows it, once per job.
+        level = logging.WARNING if runtime.rank() == 0 else logging.INFO
+        logger.log(level, "Parameters are not sharded: %s. Gradients are allreduced.", reason)
         return WholeUpdate(reducer)
     return ShardedUpdate(reducer, strategy)
