@@ -104,7 +104,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         self._self_update = self._self_accumulator = None
         self._self_local_layers: list[keras.layers.Layer] = []
         if backward_passes_per_step > 1:
-            refuse_replicated(exchange)
+            refuse_replicated(resolve(getattr(self._self_reducer.strategy, "within", exchange)))
             self._self_accumulator = Accumulator(
                 backward_passes_per_step, average_aggregated_gradients
             )

@@ -65,8 +65,14 @@ class Sharing:
 
     @property
     def n_accumulated(self) -> int:
-        """Batches whose gradients were added up since the first one; 0 without cycles."""
-        return 0 if self._self_accumulator is None else int(self._self_accumulator.n_batches)
+        """Batches whose gradients are added up since the last exchange; 0 without cycles."""
+        return 0 if self._self_accumulator is None else int(self._self_accumulator.n_waiting)
+
+    @property
+    def is_before_exchange(self) -> bool:
+        """Whether the next batch's gradients are exchanged."""
+        accumulator = self._self_accumulator
+        return accumulator is None or accumulator.is_before_exchange
 
     def drop_cycle(self) -> None:
         """Take back the batches of a cycle that has not ended."""

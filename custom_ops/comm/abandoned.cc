@@ -10,6 +10,7 @@ namespace {
 
 // They take memory until they have arrived.
 constexpr size_t kDiscardedAtOnce = 16;
+constexpr size_t kDiscardedBytes = size_t{1} << 26;
 
 // A message that nobody wants.
 class Unwanted : public Operation {
@@ -42,7 +43,9 @@ void Abandoned::Step() {
 }
 
 void Abandoned::Discard(const Communicator& comm, int kept_tag) {
-  while (discarded_.size() < kDiscardedAtOnce) {
+  size_t n_bytes = 0;
+  for (const auto& operation : discarded_) n_bytes += operation->bytes();
+  while (discarded_.size() < kDiscardedAtOnce && n_bytes < kDiscardedBytes) {
     int is_there = 0;
     MPI_Status status;
     Check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm.get(), &is_there, &status), "MPI_Iprobe");
@@ -55,6 +58,7 @@ void Abandoned::Discard(const Communicator& comm, int kept_tag) {
     channel.max_message_bytes = size_t{1} << 31;  // as one message, however it was cut
     discarded_.push_back(std::make_unique<Unwanted>(status.MPI_SOURCE, bytes));
     discarded_.back()->Start(channel);
+    n_bytes += static_cast<size_t>(bytes);
   }
 }
 

@@ -68,7 +68,10 @@ microseconds CommThread::NextWait(bool has_moved) {
     std::this_thread::yield();
     return microseconds(0);
   }
-  return std::exchange(sleep_, std::min(2 * sleep_, is_urgent ? kLongSleep : kIdle));
+  const microseconds longest = is_urgent ? kLongSleep : kIdle;
+  const microseconds wait = std::min(sleep_, longest);
+  sleep_ = std::min(2 * wait, longest);
+  return wait;
 }
 
 void CommThread::Run() {

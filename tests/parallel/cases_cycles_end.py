@@ -2,10 +2,11 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks
+from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 
@@ -23,10 +24,11 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = self.model.stop_training or batch == self.batch
 
 
-def prepared(n_layers=1):
+def prepared(n_layers=1, has_statistics=False):
     keras.utils.set_random_seed(4)
     layers = [keras.layers.Dense(2, use_bias=False) for _ in range(n_layers)]
-    model = keras.Sequential([keras.Input((2,)), *layers])
+    statistics = [keras.layers.BatchNormalization()] if has_statistics else []
+    model = keras.Sequential([keras.Input((2,)), *layers, *statistics])
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.125), backward_passes_per_step=PASSES
     )
@@ -34,13 +36,13 @@ def prepared(n_layers=1):
     return model
 
 
-def fit(model, batches, callbacks=()):
+def fit(model, batches, callbacks=(), first=()):
     """Each batch has the same gradient on this rank, and another one on others."""
     x = np.full((batches, 2), 1.0 + tfscale.rank())
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(
         x, np.zeros((batches, 2)), batch_size=1, shuffle=False, verbose=0,
-        callbacks=[start, *callbacks],
+        callbacks=[*first, start, *callbacks],
     )  # fmt: skip
 
 
@@ -78,3 +80,44 @@ def case_other_variables_begin_another_cycle():
         np.testing.assert_array_equal(model.layers[0].kernel.numpy(), frozen)
         assert not np.array_equal(model.layers[1].kernel.numpy(), free)
         require_equal_ranks(model.trainable_variables)
+
+
+@sizes(2, 3)
+def case_a_stop_in_the_last_cycle_of_an_epoch():
+    """The others reach the last batch, or give it up, while one rank has stopped."""
+    with float64(), shared_folder() as folder:
+        for batches, batch in ((12, 8), (12, 9), (12, 10), (10, 8), (10, 9)):
+            model = prepared(has_statistics=True)
+            save = tfscale.callbacks.Checkpoint(folder / f"{batches} {batch}", every_n_steps=1)
+            stop = [Stop(batch)] if tfscale.rank() == tfscale.size() - 1 else []
+            fit(model, batches, stop, first=[save])
+            require_equal_ranks(model.variables)
+            # Where no exchange was due, nothing was given up: the cycle goes on.
+            assert int(model.optimizer.iterations) == (8 if batches == 12 else 10)
+            fit(model, batches)
+            require_equal_ranks(model.variables)
+
+
+def case_gradients_that_come_and_go_are_refused():
+    with float64():
+        first, second = (keras.Variable(np.ones(2), name=name) for name in ("first", "second"))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+        one = tf.ones([2], tf.float64)
+        optimizer.apply([one, one], [first, second])
+        require_error(
+            lambda: optimizer.apply([one, None], [first, second]),
+            "gradients of the same variables",
+            "no gradient of second",
+        )
+
+
+def case_two_sets_of_variables_have_cycles_of_their_own():
+    with float64():
+        sets = [[keras.Variable(np.ones(2), name=name)] for name in ("first", "second")]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), backward_passes_per_step=2)
+        optimizer.build([v for variables in sets for v in variables])
+        for _ in range(2):
+            for variables in sets:
+                optimizer.apply([tf.ones([2], tf.float64)], variables)
+        for (variable,) in sets:
+            np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])

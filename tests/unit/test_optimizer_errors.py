@@ -79,6 +79,16 @@ def test_cycle_without_batches(passes):
         DistributedOptimizer(SGD(), backward_passes_per_step=passes)
 
 
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize(
+    "exchange", [tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partial")], ids=str
+)
+def test_cycles_without_replicated_layers(exchange, is_within):
+    exchange = tfscale.LocalSGD(2, within=exchange) if is_within else exchange
+    with pytest.raises(ConfigError, match="exchange activations in every backward pass"):
+        DistributedOptimizer(SGD(), exchange=exchange, backward_passes_per_step=2)
+
+
 def test_local_layers_are_layers():
     with pytest.raises(ConfigError) as error:
         PartialDistributedOptimizer(SGD(), local_layers=["dense"])

@@ -11,7 +11,9 @@ from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
+from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.eager import has_exchanged_gradients
+from tfscale.fit import cycles
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.fit.unsynchronised import warn_if_unsynchronised
@@ -45,6 +47,8 @@ class Callback(keras.callbacks.Callback):
             refuse_plain_backup()
         if progress_of(self.model).begin(self.params or {}):
             save_points.agree(self.model)
+            if cycles.may_end_early(self.model):
+                put_off_stops(self.model)
             warn_if_unsynchronised(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

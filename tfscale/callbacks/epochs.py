@@ -64,7 +64,10 @@ class BeforeValidation(EpochCallback):
         """Act after the last batch."""
         super().on_train_batch_end(batch, logs)
         steps = (self.params or {}).get("steps")
-        if steps is not None and batch + 1 >= int(steps) and may_communicate():
+        # Where this step was given up, those who stopped act at the end of the epoch.
+        is_told = runtime.num_given_up() > self._n_given_up
+        is_last = steps is not None and batch + 1 >= int(steps)
+        if is_last and not is_told and may_communicate():
             self._act_once()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 
 from tfscale import collectives, runtime
 from tfscale.callbacks.epochs import BeforeValidation
-from tfscale.callbacks.stop_of_groups import StopOfGroups
-from tfscale.data.keras_pass import put_last
+from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.progress import progress_of
 from tfscale.parameters.group_view import average_models
@@ -48,9 +47,7 @@ class LocalModels(BeforeValidation):
         self._own, self._first_loss, self._first_rate = None, None, None
         if self._strategy is not None:
             self._first_rate = self._rate()
-            stop = StopOfGroups()
-            stop.set_model(self.model)
-            put_last(stop)
+            put_off_stops(self.model)
         if self._backup is not None:
             self._first_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
             self._backup = None

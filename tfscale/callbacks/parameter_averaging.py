@@ -13,8 +13,7 @@ import tensorflow as tf
 from tfscale import collectives, reduce_ops, runtime
 from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import BeforeValidation
-from tfscale.callbacks.stop_of_groups import StopOfGroups
-from tfscale.data.keras_pass import put_last
+from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.errors import ConfigError
 from tfscale.optimizer import is_distributed
 
@@ -133,9 +132,7 @@ class ParameterAveraging(BeforeValidation):
                 "optimizer itself, or remove ParameterAveraging."
             )
         if not runtime.is_single():
-            stop = StopOfGroups()
-            stop.set_model(self.model)
-            put_last(stop)
+            put_off_stops(self.model)
         self._common, self._n_before = None, self.n_averages
         if self._backup is not None:
             state, self._backup = self._backup, None

@@ -1,7 +1,8 @@
 """Cycles of `backward_passes_per_step` that a stop ends before their last batch.
 
-Nothing is exchanged in most batches of a cycle, so ranks that stop are at different ones. They go
-back to the last batch that all have exchanged.
+Nothing is exchanged in most batches of a cycle, so nobody would be told of a stop there. It is put
+off to the batch before an exchange, which the others then give up (`callbacks.stop_of_groups`), or
+to the end of the epoch. After it all go back to the last batch that was exchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import keras
 
 from tfscale import objects, runtime
-from tfscale.model_optimizers import accumulating
+from tfscale.model_optimizers import accumulating, optimizers_of
 
 logger = logging.getLogger("tfscale")
 
@@ -22,10 +23,21 @@ def may_end_early(model: keras.Model | None) -> bool:
     return bool(accumulating(model))
 
 
-def state(model: keras.Model | None) -> list[int]:
-    """Return what is equal on all ranks unless they are at different batches of a cycle."""
+def may_stop(model: keras.Model) -> bool:
+    """Return whether an exchange in the next batch will tell the others of a stop."""
+    waiting = accumulating(model)
+    return len(waiting) < len(optimizers_of(model)) or any(o.is_before_exchange for o in waiting)
+
+
+def state(model: keras.Model | None, is_lockstep: bool) -> list[int]:
+    """Return what is equal on all ranks unless they are at different batches of a cycle.
+
+    Args:
+        model: The model.
+        is_lockstep: Ranks begin each batch together or not at all, so that none was given up.
+    """
     counts = [optimizer.n_accumulated for optimizer in accumulating(model)]
-    return [runtime.num_given_up(), *counts] if counts else []
+    return [0 if is_lockstep else runtime.num_given_up(), *counts] if counts else []
 
 
 def settle(model: keras.Model | None, every: list[list[int]]) -> None:
@@ -44,6 +56,6 @@ def settle(model: keras.Model | None, every: list[list[int]]) -> None:
 
 def end(model: keras.Model | None) -> None:
     """Settle where training ends early. Collective."""
-    own: list[Any] = state(model)
+    own: list[Any] = state(model, is_lockstep=False)
     if own:
         settle(model, objects.allgather_object(own, name="end of training"))

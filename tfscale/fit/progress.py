@@ -66,10 +66,10 @@ class Progress:
             "given_up": runtime.num_given_up(),
             "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
             "training": agreement.describe(self._model()),
-            "cycles": cycles.state(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
+        own["cycles"] = cycles.state(self._model(), self._asks)
         self.wants_to_stop = False
         self._is_apart = (
             _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())

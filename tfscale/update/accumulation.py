@@ -9,13 +9,53 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.errors import ConfigError
+from tfscale.exchange.bucketed import name_of
+
+
+class _Cycle:
+    """Sums over the batches of one set of variables."""
+
+    def __init__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        self.variables = list(variables)  # kept, so that no other gets the same id
+        self.has_gradient = [g is not None for g in gradients]
+        with tf.init_scope():
+            self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.sums = [
+                tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
+                for g, v in zip(gradients, variables, strict=True)
+                if g is not None
+            ]
+
+    def require_same(self, gradients: Sequence[Any]) -> None:
+        """Check that each batch has gradients of the same variables.
+
+        Raises:
+            ConfigError: One has come or gone: ranks would exchange at different batches.
+        """
+        given = [g is not None for g in gradients]
+        if given == self.has_gradient:
+            return
+        i = next(i for i, had in enumerate(self.has_gradient) if had != given[i])
+        raise ConfigError(
+            "With backward_passes_per_step all batches must have gradients of the same variables. "
+            f"Received: {'a' if given[i] else 'no'} gradient of {name_of(self.variables[i])}, "
+            "unlike the first batch. Let all layers take part in the loss of each batch."
+        )
+
+    def drop(self, passes: int) -> int:
+        n_dropped = int(self.count.numpy()) % passes
+        self.count.assign_sub(n_dropped)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+        return n_dropped
 
 
 class Accumulator:
     """Adds up gradients of `passes` batches and hands the sum on after the last one.
 
     The sums are reset by assignment, so that an infinite gradient of one cycle is gone in the
-    next. Sparse gradients are added as dense ones.
+    next. Sparse gradients are added as dense ones. Each set of variables that is trained, as
+    before and after some are frozen, has a cycle of its own.
     """
 
     def __init__(self, passes: int, is_mean: bool) -> None:
@@ -27,21 +67,20 @@ class Accumulator:
         """
         self._passes = passes
         self._is_mean = is_mean
-        self._sums: list[tf.Variable] | None = None
-        self._count: tf.Variable | None = None
-        self._built_for: list[tuple[int, bool]] = []
+        self._cycles: dict[tuple[int, ...], _Cycle] = {}
+        self._current: _Cycle | None = None
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The sums, once there are some."""
-        return self._sums or []
+        return [total for cycle in self._cycles.values() for total in cycle.sums]
 
     def state(self) -> tuple[int, list[np.ndarray]] | None:
-        """Return the batches seen and the sums of this rank, or None before the first batch."""
-        if self._sums is None or self._count is None:
+        """Return batches and sums of the variables trained last, or None before the first batch."""
+        if self._current is None:
             return None
-        return int(self._count.numpy()), [np.array(v.numpy()) for v in self._sums]
+        return int(self._current.count.numpy()), [np.array(v.numpy()) for v in self._current.sums]
 
     def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
         """Go on where `state` was taken, now or once the first batch has told which sums there are.
@@ -51,46 +90,45 @@ class Accumulator:
             sums: This rank's.
         """
         self._restored = count, sums
-        if self._sums is not None:
-            self._take_restored()
+        if self._current is not None:
+            self._take_restored(self._current)
 
-    def _take_restored(self) -> None:
-        assert self._sums is not None and self._count is not None and self._restored is not None
+    def _take_restored(self, cycle: _Cycle) -> None:
+        assert self._restored is not None
         (count, sums), self._restored = self._restored, None
-        self._count.assign(count)
-        for variable, value in zip(self._sums, sums, strict=True):
+        cycle.count.assign(count)
+        for variable, value in zip(cycle.sums, sums, strict=True):
             variable.assign(value)
 
     @property
-    def n_batches(self) -> int:
-        """Batches seen since the first one."""
-        return 0 if self._count is None else int(self._count.numpy())
+    def n_waiting(self) -> int:
+        """Batches seen since the last exchange."""
+        return sum(int(c.count.numpy()) % self._passes for c in self._cycles.values())
+
+    @property
+    def is_before_exchange(self) -> bool:
+        """Whether the next batch is the last of its cycle."""
+        return any(
+            int(c.count.numpy()) % self._passes == self._passes - 1 for c in self._cycles.values()
+        )
 
     def drop_cycle(self) -> int:
-        """Forget the batches of a cycle that has not ended, and return how many they were."""
-        if self._sums is None or self._count is None:
-            return 0
-        n_dropped = self.n_batches % self._passes
-        self._count.assign_sub(n_dropped)
-        for total in self._sums:
-            total.assign(tf.zeros_like(total))
-        return n_dropped
+        """Forget the batches since the last exchange, and return how many they were."""
+        return sum(cycle.drop(self._passes) for cycle in self._cycles.values())
 
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
         return Accumulator(self._passes, self._is_mean)
 
-    def _build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        with tf.init_scope():
-            self._built_for = _described(gradients, variables)
-            self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._sums = [
-                tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
-                for g, v in zip(gradients, variables, strict=True)
-                if g is not None
-            ]
+    def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
+        key = tuple(map(id, variables))
+        if key not in self._cycles:
+            self._cycles[key] = _Cycle(gradients, variables)
             if self._restored is not None:
-                self._take_restored()
+                with tf.init_scope():
+                    self._take_restored(self._cycles[key])
+        self._cycles[key].require_same(gradients)
+        return self._cycles[key]
 
     def add(
         self,
@@ -108,11 +146,8 @@ class Accumulator:
             on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
                 it advances `iterations` once they have arrived.
         """
-        if self._sums is None or self._built_for != _described(gradients, variables):
-            # Layers were frozen or freed since: a cycle of other variables begins.
-            self._build(gradients, variables)
-        sums, count = self._sums, self._count
-        assert sums is not None and count is not None
+        self._current = cycle = self._cycle_of(gradients, variables)
+        sums, count = cycle.sums, cycle.count
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
         places = iter(sums)
@@ -137,10 +172,6 @@ class Accumulator:
         with tf.control_dependencies([a.op for a in added]):
             is_last = tf.equal((count.read_value() + 1) % self._passes, 0)
         tf.cond(is_last, _as_branch(full), _as_branch(other))
-
-
-def _described(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tuple[int, bool]]:
-    return [(id(v), g is None) for g, v in zip(gradients, variables, strict=True)]
 
 
 def refuse_replicated(exchange: Any) -> None:
