@@ -1,5 +1,7 @@
 """The planner: a plan for every parameter, the same on all ranks, never worse than plain."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from tfscale.plan.recommend import recommend
 from tfscale.plan.search import best_first_chunk
 from tfscale.plan.simulate import simulate
 from tfscale.plan.times import Scenario
+from tfscale.tuning.auto_scenario import _has_times
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,6 +46,21 @@ def scenario_of(layer_bytes: list[int], ready_s: list[float], latency_s: float, 
     times = LayerTimes(1, dict.fromkeys(backward, 0.0), backward)
     machine = Machine("measured", latency_s / 2, rate, 1e30, 1e30, 1e30, layer_times={"t": times})
     return Scenario(LayerTable("t", layers), machine, 2, 2)
+
+
+def test_times_of_another_model_of_the_same_name_are_refused():
+    scenario = scenario_of([8, 8], [1.0, 0.5], 0.0, 200.0)
+    times = scenario.machine.layer_times["t"]
+    for n_values, is_refused in ((0, False), (4, False), (5, True)):
+        other = dataclasses.replace(times, n_values=n_values)
+        machine = dataclasses.replace(scenario.machine, layer_times={"t": other})
+        assert _has_times(machine, scenario.table) is not is_refused
+        known = dataclasses.replace(scenario, machine=machine)
+        if is_refused:
+            with pytest.raises(PlanError, match="4 trainable values, and times of .* with 5"):
+                known.compute_s()
+        else:
+            assert known.compute_s() == scenario.compute_s()
 
 
 def test_first_chunk_is_what_ends_first():

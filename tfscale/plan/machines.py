@@ -32,6 +32,7 @@ class LayerTimes:
         rest_s: Part of a step that belongs to no layer.
         gradient_s: By name of a dense layer: rows of the whole batch, and seconds of its weight
             gradient from a rank's own rows, from all rows, and a rank's part of it from all rows.
+        n_values: Trainable values of the model; 0 where it was not noted.
     """
 
     batch: int
@@ -39,6 +40,7 @@ class LayerTimes:
     backward_s: Mapping[str, float]
     rest_s: float = 0.0
     gradient_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    n_values: int = 0
 
 
 @dataclass(frozen=True)

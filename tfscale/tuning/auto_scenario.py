@@ -138,7 +138,9 @@ def measure(
 def _has_times(machine: Machine, table: LayerTable) -> bool:
     """Return whether all layers were measured; Keras renumbers those of a model made again."""
     times = machine.layer_times.get(table.name)
-    return times is not None and all(layer.name in times.forward_s for layer in table.layers)
+    if times is None or times.n_values not in (0, table.n_values):
+        return False
+    return all(layer.name in times.forward_s for layer in table.layers)
 
 
 def _measure_layers(

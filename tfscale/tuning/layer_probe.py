@@ -205,7 +205,8 @@ def measured_machine(
         # A machine that is known has its own speed; what an update takes longer is a constant.
         rate = known.memory_bytes_per_s
         rest_s = max(0.0, found.after_s - update_bytes / rate)
-    times = LayerTimes(batch, dict(zip(names, map(float, forward), strict=True)), backward, rest_s)
+    forward_s = dict(zip(names, map(float, forward), strict=True))
+    times = LayerTimes(batch, forward_s, backward, rest_s, n_values=table.n_values)
     layer_times = {**machine.layer_times, table.name: times}
     return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)
 
