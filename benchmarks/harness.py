@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance
+from benchmarks import provenance, sessions
 from benchmarks.places import MEMORY, RunFailedError, cluster_for, run_ranks
 
 
@@ -44,15 +45,13 @@ class Cell:
         return (self.suite, self.group, self.system, self.place, self.n_ranks)
 
 
-def key_of(run: dict[str, Any]) -> tuple[str, str, str, str, int]:
-    """Return the `Cell.key` of a run in a file."""
-    return (run["suite"], run["group"], run["system"], run["place"], run["n_ranks"])
-
-
 def measure(
     cells: Sequence[Cell], n_rounds: int, path: Path, timeout_s: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run every cell `n_rounds` times and write a file, whose runs are kept unless they failed.
+
+    The same cells on the same commit and machine go on where they were interrupted; anything else
+    begins a session of its own, in which nothing is done yet.
 
     Args:
         cells: In the order in which the cells of a group take turns.
@@ -64,11 +63,9 @@ def measure(
     Returns:
         The content of the file.
     """
-    content: dict[str, Any] = {**provenance.describe(), "runs": []}
-    if path.exists():
-        runs = json.loads(path.read_text())["runs"]
-        content["runs"] = [run for run in runs if "error" not in run]
-    done = {(*key_of(run), run["round"]) for run in content["runs"]}
+    content = sessions.read(path) if path.exists() else {"sessions": {}, "runs": []}
+    content["runs"] = [run for run in content["runs"] if "error" not in run]
+    session, done = _begin(content, cells)
     groups = dict.fromkeys(cell.group for cell in cells)
     with cluster_for([cell.place for cell in cells], max(cell.n_ranks for cell in cells)):
         for group in groups:
@@ -76,12 +73,23 @@ def measure(
                 for cell in (c for c in cells if c.group == group):
                     if (*cell.key, number) in done or 0 < cell.most_rounds <= number:
                         continue
-                    run = {**asdict(cell), "round": number, **run_cell(cell, timeout_s)}
-                    content["runs"].append(run)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(content, indent=1))
+                    run = {"session": session, "round": number, **run_cell(cell, timeout_s)}
+                    run = {**asdict(cell), "arguments": list(cell.arguments), **run}
+                    sessions.add(content, run)
+                    sessions.write(path, content)
                     tell(_line(run))
     return content
+
+
+def _begin(content: dict[str, Any], cells: Sequence[Cell]) -> tuple[str, set[tuple]]:
+    """Return the session of this invocation, and what is done of it: keys with rounds."""
+    described = json.dumps([asdict(cell) for cell in cells])
+    description = provenance.describe()
+    description["cells"] = hashlib.sha256(described.encode()).hexdigest()[:12]
+    session = sessions.enter(content, description)
+    here = (session, description["commit"])  # a commit may have been made while the session ran
+    done = [run for run in content["runs"] if (run["session"], run["commit"]) == here]
+    return session, {(*sessions.key_of(run), run["round"]) for run in done}
 
 
 def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
@@ -93,12 +101,9 @@ def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
         "load" before and after; "commit" and "command". Or "error".
     """
     with tempfile.TemporaryDirectory(prefix="tfscale-bench-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.worker_{cell.suite}",
-            *("--system", cell.system, "--output", folder, *cell.arguments),
-        ]
+        program = ["-m", f"benchmarks.worker_{cell.suite}", "--system", cell.system]
+        program += cell.arguments
+        command = [sys.executable, *program, "--output", folder]
         path = os.pathsep.join(filter(None, [str(provenance.ROOT), os.environ.get("PYTHONPATH")]))
         extra = {
             "PYTHONPATH": path,
@@ -109,7 +114,7 @@ def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
         }
         before = provenance.load()
         commit = provenance.commit()
-        result: dict[str, Any] = {"commit": commit, "command": command[1:], "load": [before]}
+        result: dict[str, Any] = {"commit": commit, "command": program, "load": [before]}
         try:
             result["bytes"] = run_ranks(cell.place, cell.n_ranks, command, extra, timeout_s)
             result.update(merge(Path(folder), cell.n_ranks))
@@ -142,4 +147,4 @@ def _line(run: dict[str, Any]) -> str:
     return f"{name}: {shown}"
 
 
-__all__ = ["MEMORY", "Cell", "key_of", "measure", "merge", "run_cell"]
+__all__ = ["MEMORY", "Cell", "measure", "merge", "run_cell"]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Turn = TypeVar("Turn")
+
+# Bootstrapped over fewer rounds, an interval would be the range and cover much less than it says.
+_LEAST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -27,28 +33,51 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(middle, low, high, len(ordered))
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster something is.
+
+    Attributes:
+        median: Over rounds, of the ratio of medians.
+        low, high: Ends of the bootstrap interval over rounds, or of the range.
+        n: Number of rounds.
+        is_range: There are too few rounds for an interval.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+    is_range: bool
+
+
 def paired_ratio(
-    baseline: Sequence[Sequence[float]], ours: Sequence[Sequence[float]], level: float = 0.9
-) -> tuple[float, float, float]:
-    """Return how many times faster ours is, with a bootstrap interval over rounds.
+    baseline: Mapping[Turn, Sequence[float]],
+    ours: Mapping[Turn, Sequence[float]],
+    level: float = 0.9,
+) -> Ratio | None:
+    """Return how many times faster ours is, over the rounds that both have.
 
     Args:
-        baseline: Durations per round, in the order of rounds.
-        ours: The same for the other system; round i ran right after or before that of `baseline`.
+        baseline: Durations by round.
+        ours: The same for the other system; it ran right before or after `baseline` in a round.
         level: Probability that the interval shall hold, in (0, 1).
 
     Returns:
-        Median over rounds of the ratio of medians, and the interval's ends. With one round all
-        three are equal: there is no interval then.
+        None where no round has both.
     """
-    pairs = zip(baseline, ours, strict=False)
-    ratios = [statistics.median(a) / statistics.median(b) for a, b in pairs]
+    common = [turn for turn in baseline if turn in ours]
+    ratios = [statistics.median(baseline[turn]) / statistics.median(ours[turn]) for turn in common]
+    if not ratios:
+        return None
+    if len(ratios) < _LEAST_ROUNDS:
+        return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios), True)
     generator = random.Random(0)
     medians = sorted(
         statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(2000)
     )
     cut = int((1 - level) / 2 * len(medians))
-    return statistics.median(ratios), medians[cut], medians[-1 - cut]
+    return Ratio(statistics.median(ratios), medians[cut], medians[-1 - cut], len(ratios), False)
 
 
 def bus_bandwidth(payload_bytes: int, n_ranks: int, seconds: float) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tfscale.launcher.job import find_mpi
 
@@ -16,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("tensorflow", "keras", "numpy", "mpi4py", "horovod", "tfscale")
 
 
-def describe() -> dict[str, object]:
+def describe() -> dict[str, Any]:
     """Return machine, versions, commit and command of this process, for JSON."""
     mpi = find_mpi()
     return {
@@ -25,7 +28,6 @@ def describe() -> dict[str, object]:
             "cpu": _cpu(),
             "n_cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "kernel": platform.release(),
         },
         "versions": {
             "python": platform.python_version(),
@@ -33,14 +35,29 @@ def describe() -> dict[str, object]:
             **{name: _version(name) for name in _PACKAGES},
         },
         "commit": commit(),
-        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
+        "command": ["python", "-m", "benchmarks", *without_output(sys.argv[1:])],
     }
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, "+" behind it where files were changed since."""
+    """Return the commit of this checkout; behind it "+" and a digest of the changes since, if any.
+
+    None outside a checkout, or without git.
+    """
     number = _git("rev-parse", "HEAD")
-    return f"{number}+" if number and _git("status", "--porcelain", "-uno") else number
+    changes = _git("diff", "HEAD") if number else None
+    return f"{number}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else number
+
+
+def without_output(words: Iterable[str]) -> list[str]:
+    """Return arguments without `--output`: a path on one's machine says nothing about numbers."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--output":
+            next(rest, None)
+        elif not word.startswith("--output="):
+            kept.append(word)
+    return kept
 
 
 def load() -> float:
@@ -61,5 +78,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(*words: str) -> str | None:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, errors="replace"
+        )
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import sessions
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
 from benchmarks.step_tables import group_table, overhead_table, summary
-from benchmarks.text import milliseconds, ratio_text, table
+from benchmarks.text import milliseconds, ratio_text, table, three_digits
 from tfscale.cluster.layout import parse_rate
 
 _HEADINGS = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
@@ -22,7 +22,7 @@ _MARK = "<!-- Below: made by `python -m benchmarks.report`. -->\n"
 def _cell(row: Row, system: str) -> str:
     if system not in row.rounds:
         return "—"
-    return milliseconds([s for one in row.rounds[system] for s in one])
+    return milliseconds(row.samples(system))
 
 
 def collectives_table(rows: Sequence[Row]) -> str:
@@ -35,7 +35,7 @@ def collectives_table(rows: Sequence[Row]) -> str:
         n_bytes = int(row.case)
         sent = 2 * (row.n_ranks - 1) / row.n_ranks * n_bytes
         rate = None if row.place == MEMORY else parse_rate(row.place)
-        limit = "" if rate is None else f"{1e3 * physical_limit(0.0, sent, rate):.3g}"
+        limit = "" if rate is None else three_digits(physical_limit(0.0, sent, rate))
         line = [row.group, f"{n_bytes:,}", *(_cell(row, s) for s in systems)]
         has_ours = "tfscale" in row.rounds
         bandwidth = bus_bandwidth(n_bytes, row.n_ranks, row.median_s("tfscale")) if has_ours else 0
@@ -62,20 +62,38 @@ def other_tables(runs: Runs) -> str:
     return table(["model and links", "system", "MiB per rank", "s to the first step"], cells)
 
 
+def about(content: sessions.Content) -> str:
+    """Return a line per session that has runs, and how to read the numbers."""
+    runs = content["runs"]
+    commits: dict[str, set[str]] = {}
+    for run in runs:
+        commits.setdefault(run["session"], set()).add(str(run["commit"]))
+    described = content["sessions"]
+    lines = [_session_line(described[name], sorted(found)) for name, found in commits.items()]
+    loads = [load for run in runs for load in run["load"]]
+    reading = (
+        f"With + there were changes since. Load {min(loads)} to {max(loads)}. Medians with "
+        "quartiles in brackets. Ratios are medians over the rounds in which both took turns, with "
+        "the range of fewer than five rounds in brackets, with a 90 % interval from five on.\n"
+    )
+    return "\n".join([*dict.fromkeys(lines), "", reading])
+
+
+def _session_line(session: dict[str, Any], commits: Sequence[str]) -> str:
+    text = f"- commit {', '.join(commits)}: "
+    if "machine" not in session:
+        return f"{text}machine and versions were not recorded"
+    machine, versions = session["machine"], session["versions"]
+    text += f"{machine['cpu']}, {machine['n_cores']} cores; {versions['mpi']}; "
+    return f"{text}TensorFlow {versions['tensorflow']}; {session['created']}"
+
+
 def report(content: dict[str, Any], title: str) -> str:
     """Return the page of one file of results."""
-    machine, runs = content["machine"], content["runs"]
+    runs = content["runs"]
     failed = [f"{run['group']} {run['system']}" for run in runs if "error" in run]
-    commits = sorted({str(run["commit"]) for run in runs})
-    loads = [load for run in runs for load in run["load"]]
-    about = (
-        f"{machine['cpu']}, {machine['n_cores']} cores; {content['versions']['mpi']}; commit "
-        f"{', '.join(commits)} (+: with changes); "
-        f"{content['created']}; load {min(loads)} to {max(loads)}. Medians with quartiles in "
-        "brackets; ratios with a paired 90 % interval over rounds.\n"
-    )
     parts = [f"# {title}\n"] if title else []
-    parts += [about]
+    parts += [about(content)]
     steps = collect(runs, "step")
     collectives = collect(runs, "collectives")
     if steps:
@@ -99,7 +117,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="folder")
     options = parser.parse_args()
-    content = json.loads(options.results.read_text())
+    content = sessions.read(options.results)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "benchmarks.md"
     above, mark, _ = (path.read_text() if path.exists() else "").partition(_MARK)

@@ -14,6 +14,7 @@ MEMORY = "memory"
 IN_TURN = {"single": ("keras", "tfscale"), "report": ("without", "with")}
 _FACTS = ("n_parameters", "allreduce_bytes", "least_bytes", "predicted_s")
 Runs = Sequence[dict[str, Any]]
+Turn = tuple[str, str, int]  # session, commit, round: what ran in the same one was in turn
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Row:
         case: Bytes or model.
         place: Of the systems that exchange.
         n_ranks: Number of ranks.
-        rounds: Per system a list of rounds, each a list of durations in seconds.
+        rounds: Per system and turn the durations in seconds.
         facts: What the workers found out besides, such as "allreduce_bytes".
     """
 
@@ -33,12 +34,16 @@ class Row:
     case: str
     place: str
     n_ranks: int
-    rounds: dict[str, list[list[float]]]
+    rounds: dict[str, dict[Turn, list[float]]]
     facts: dict[str, float]
+
+    def samples(self, system: str) -> list[float]:
+        """Return the durations of all rounds."""
+        return [seconds for one in self.rounds[system].values() for seconds in one]
 
     def median_s(self, system: str) -> float:
         """Return the median over all rounds."""
-        return spread([s for one in self.rounds[system] for s in one]).median
+        return spread(self.samples(system)).median
 
 
 def collect(runs: Runs, suite: str) -> list[Row]:
@@ -55,7 +60,8 @@ def collect(runs: Runs, suite: str) -> list[Row]:
             empty = Row(run["group"], case, place, run["n_ranks"], {}, {})
             row = rows.setdefault((run["group"], case), empty)
             row.facts.update({k: run[k] for k in _FACTS if k in run})
-            row.rounds.setdefault(system, []).append(samples)
+            turn = (run["session"], run["commit"], run["round"])
+            row.rounds.setdefault(system, {})[turn] = samples
     return list(rows.values())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.numbers import paired_ratio
-from benchmarks.rows import IN_TURN, MEMORY, Row, step_limit
-from benchmarks.text import milliseconds, ratio_text, table
+from benchmarks.rows import IN_TURN, MEMORY, Row, Turn, step_limit
+from benchmarks.text import interval, milliseconds, ratio_of, ratio_text, table
 
+_AUTO = "tfscale-auto"
 NAMES = {"compute": "compute only", "horovod": "Horovod", "mwms": "MWMS", "mpi": "MPI's allreduce"}
 
 
@@ -16,40 +17,62 @@ def name_of(system: str) -> str:
     return NAMES.get(system, system.replace("tfscale-", "tfscale "))
 
 
-def best_of(row: Row) -> str | None:
-    """Return our fastest system that trains as one process does, or None where there is none.
+def eligible(row: Row) -> list[str]:
+    """Return our systems that have as many rounds together with Horovod as any other of ours.
 
-    Local SGD is not among them: it computes something else.
+    One lucky round must not win against three. Local SGD is not among them: it computes something
+    else than one process does.
     """
     ours = [s for s in row.rounds if s.startswith("tfscale-") and "local" not in s]
-    return min(ours, key=row.median_s, default=None)
+    theirs = row.rounds.get("horovod", {})
+    n_rounds = {s: len(row.rounds[s].keys() & theirs.keys()) for s in ours}
+    if not any(n_rounds.values()):  # no Horovod to be compared with, so that all rounds count
+        n_rounds = {s: len(row.rounds[s]) for s in ours}
+    return [s for s in ours if n_rounds[s] == max(n_rounds.values())]
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return one line per model and place: the limit, ours, and how it compares."""
-    head = ["model", "where", "limit ms", "fastest of tfscale", "ms", "of limit"]
+    """Return one line per model and place: the limit, "auto" and how it compares, the best fixed.
+
+    "auto" is there whatever it measures; the best fixed exchange is known only afterwards, so that
+    no interval is given.
+    """
     lines = []
     for row in rows:
-        best = best_of(row)
-        if best is None:
+        ours = eligible(row)
+        fixed = min((s for s in ours if s != _AUTO), key=row.median_s, default=None)
+        if not ours:
             continue
         limit = step_limit(row, "least_bytes")
         line = [row.case, f"{row.place}, {row.n_ranks} ranks"]
-        line += ["—" if limit is None else f"{1e3 * limit:.0f}", name_of(best)]
-        line += [f"{1e3 * row.median_s(best):.0f}"]
-        line += ["—" if limit is None else f"{limit / row.median_s(best):.0%}"]
-        others = [ratio_text(row, other, best) for other in ("horovod", "mwms")]
-        auto = [ratio_text(row, "horovod", "tfscale-auto"), _prediction(row)]
-        lines.append([*line, *others, *auto])
-    last = ["Horovod / it", "MWMS / it", "Horovod / auto", "predicted / measured (auto)"]
-    return table([*head, *last], lines)
+        line += ["—" if limit is None else f"{1e3 * limit:.0f}"]
+        line += _auto_columns(row, limit) if _AUTO in ours else ["—"] * 5
+        line += ["—"] * 3 if fixed is None else _fixed_columns(row, fixed)
+        lines.append(line)
+    head = ["model", "where", "limit ms", "auto ms", "of limit", "Horovod / auto", "MWMS / auto"]
+    head += ["predicted / measured (auto)", "best fixed", "ms", "Horovod / best fixed"]
+    return table(head, lines)
 
 
-def _prediction(row: Row) -> str:
-    """Return the planner's prediction over the median."""
-    if "predicted_s" not in row.facts or "tfscale-auto" not in row.rounds:
-        return "—"
-    return f"{row.facts['predicted_s'] / row.median_s('tfscale-auto'):.2f}"
+def _auto_columns(row: Row, limit: float | None) -> list[str]:
+    """Return median, part of the limit, ratios, and the planner's prediction over the median."""
+    seconds = row.median_s(_AUTO)
+    predicted = row.facts.get("predicted_s")
+    return [
+        f"{1e3 * seconds:.0f}",
+        "—" if limit is None else f"{limit / seconds:.0%}",
+        *(ratio_text(row, other, _AUTO) for other in ("horovod", "mwms")),
+        "—" if predicted is None else f"{predicted / seconds:.2f}",
+    ]
+
+
+def _fixed_columns(row: Row, system: str) -> list[str]:
+    """Return name, median, and the ratio with its number of rounds."""
+    ratio, text = ratio_of(row, "horovod", system), "—"
+    if ratio is not None:
+        text = f"{ratio.median:.2f}, {ratio.n} round{'s' * (ratio.n > 1)}"
+    name = system.removeprefix("tfscale-")
+    return [name, f"{1e3 * row.median_s(system):.0f}", text]
 
 
 def group_table(row: Row) -> str:
@@ -64,16 +87,14 @@ def group_table(row: Row) -> str:
     limit_line = f" Physical limits: {', '.join(told)}." if told and row.place != MEMORY else ""
     head = ["system", "ms per step", "of compute-only rate", "Horovod / it", "MWMS / it"]
     lines = []
-    for system, rounds in row.rounds.items():
-        line = [name_of(system), milliseconds([s for one in rounds for s in one])]
-        share = "—"
-        if "compute" in row.rounds:
-            share = f"{paired_ratio(row.rounds['compute'], rounds)[0]:.2f}"
+    for system in row.rounds:
+        line = [name_of(system), milliseconds(row.samples(system))]
+        share = ratio_of(row, "compute", system)
         ratios = [
             "" if system in ("compute", other) else ratio_text(row, other, system)
             for other in ("horovod", "mwms")
         ]
-        lines.append([*line, share, *ratios])
+        lines.append([*line, "—" if share is None else f"{share.median:.2f}", *ratios])
     title = f"### {row.case}, {where}, {row.n_ranks} ranks\n\n{count}.{limit_line}\n\n"
     return title + table(head, lines)
 
@@ -83,13 +104,20 @@ def overhead_table(rows: Sequence[Row], suite: str) -> str:
     names, lines = IN_TURN[suite], []
     for row in rows:
         first, second = (_by_block(row.rounds[name]) for name in names)
-        middle, low, high = paired_ratio(second, first)
-        times = [milliseconds([s for one in rounds for s in one]) for rounds in (first, second)]
-        text = f"{100 * (middle - 1):+.1f} % ({100 * (low - 1):+.1f}..{100 * (high - 1):+.1f})"
-        lines.append([row.group, *times, text])
+        ratio = paired_ratio(second, first)
+        text = "—" if ratio is None else f"{_percent(ratio.median)} %{interval(ratio, _percent)}"
+        lines.append([row.group, *(milliseconds(row.samples(name)) for name in names), text])
     return table(["model", *(f"{name} ms" for name in names), "overhead"], lines)
 
 
-def _by_block(rounds: Sequence[Sequence[float]]) -> list[list[float]]:
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}"
+
+
+def _by_block(rounds: Mapping[Turn, Sequence[float]]) -> dict[tuple[Turn, int], list[float]]:
     """Return one round per block: blocks of both took turns, so that they are pairs."""
-    return [[seconds] for one in rounds for seconds in one]
+    return {
+        (turn, number): [seconds]
+        for turn, blocks in rounds.items()
+        for number, seconds in enumerate(blocks)
+    }

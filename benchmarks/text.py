@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks.numbers import paired_ratio, spread
+from benchmarks.numbers import Ratio, paired_ratio, spread
 from benchmarks.rows import Row
 
 
@@ -17,20 +17,30 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def milliseconds(seconds: Sequence[float]) -> str:
     """Return median and quartiles as text."""
     found = spread(seconds)
-    middle, low, high = map(_three_digits, (found.median, found.low, found.high))
+    middle, low, high = map(three_digits, (found.median, found.low, found.high))
     return f"{middle} ({low}..{high})"
 
 
-def _three_digits(seconds: float) -> str:
+def three_digits(seconds: float) -> str:
     """Return milliseconds with three digits, or all those before the point."""
-    return f"{1e3 * seconds:.{3 if seconds < 1 else 0}{'g' if seconds < 1 else 'f'}}"
+    text = f"{1e3 * seconds:.3g}"
+    return text if float(text) < 1000 else f"{1e3 * seconds:.0f}"
+
+
+def ratio_of(row: Row, baseline: str, ours: str) -> Ratio | None:
+    """Return how many times faster ours is; None where they have no round in common."""
+    return paired_ratio(row.rounds.get(baseline, {}), row.rounds.get(ours, {}))
 
 
 def ratio_text(row: Row, baseline: str, ours: str) -> str:
-    """Return how many times faster ours is, with the interval; a dash where one is missing."""
-    if baseline not in row.rounds or ours not in row.rounds:
-        return "—"
-    middle, low, high = paired_ratio(row.rounds[baseline], row.rounds[ours])
-    n_pairs = min(len(row.rounds[baseline]), len(row.rounds[ours]))
-    interval = f" ({low:.2f}..{high:.2f})" if n_pairs > 1 else ""
-    return f"{middle:.2f}{interval}"
+    """Return how many times faster ours is, with the interval; a dash where that is unknown."""
+    ratio = ratio_of(row, baseline, ours)
+    return "—" if ratio is None else f"{ratio.median:.2f}{interval(ratio, '{:.2f}'.format)}"
+
+
+def interval(ratio: Ratio, show: Callable[[float], str]) -> str:
+    """Return the ends in brackets, with what they are; nothing for one round."""
+    if ratio.n == 1:
+        return ""
+    name = f"range of {ratio.n}: " if ratio.is_range else ""
+    return f" ({name}{show(ratio.low)}..{show(ratio.high)})"

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.numbers import (
+    Ratio,
     Weights,
     allreduce_bytes,
     bus_bandwidth,
@@ -21,16 +22,29 @@ def test_spread():
 
 
 def test_paired_ratio_sees_through_a_load_that_slows_both():
-    ours = [[1.0, 1.0], [10.0, 10.0], [3.0, 3.0]]
-    theirs = [[2.0, 2.0], [20.0, 20.0], [6.0, 6.0]]
-    assert paired_ratio(theirs, ours) == (2.0, 2.0, 2.0)
+    ours = {0: [1.0, 1.0], 1: [10.0, 10.0], 2: [3.0, 3.0]}
+    theirs = {0: [2.0, 2.0], 1: [20.0, 20.0], 2: [6.0, 6.0]}
+    assert paired_ratio(theirs, ours) == Ratio(2.0, 2.0, 2.0, 3, is_range=True)
+
+
+def test_paired_ratio_is_of_the_rounds_that_both_have():
+    ours, theirs = {0: [1.0], 2: [100.0]}, {0: [2.0], 1: [20.0], 2: [200.0]}
+    assert paired_ratio(theirs, ours) == Ratio(2.0, 2.0, 2.0, 2, is_range=True)
+    assert paired_ratio({0: [1.0]}, {1: [1.0]}) is None
 
 
 def test_paired_ratio_has_an_interval_around_its_median():
-    theirs = [[2.0], [2.2], [1.8], [2.4], [2.0]]
-    middle, low, high = paired_ratio(theirs, [[1.0]] * 5)
-    assert low <= middle == 2.0 <= high
-    assert low < high
+    theirs = dict(enumerate([[2.0], [2.2], [1.8], [2.4], [2.0]]))
+    ratio = paired_ratio(theirs, dict(enumerate([[1.0]] * 5)))
+    assert ratio.low <= ratio.median == 2.0 <= ratio.high
+    assert ratio.low < ratio.high
+    assert not ratio.is_range
+
+
+def test_too_few_rounds_have_a_range():
+    theirs = dict(enumerate([[1.0], [2.0], [3.0], [4.0]]))
+    ratio = paired_ratio(theirs, dict(enumerate([[1.0]] * 4)))
+    assert ratio == Ratio(2.5, 1.0, 4.0, 4, is_range=True)
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

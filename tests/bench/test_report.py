@@ -1,143 +1,137 @@
-"""The harness, the page of results, and the comparison of two files."""
+"""The page of results."""
 
-import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
-from benchmarks.cells import FULL, QUICK, SUITES, TABLE, Choice
-from benchmarks.harness import Cell, merge
-from benchmarks.places import RunFailedError
+from benchmarks import report as program
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
-from benchmarks.step_tables import overhead_table
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from compare import compare
+from benchmarks.step_tables import eligible, overhead_table, summary
+from benchmarks.text import ratio_text, three_digits
+from tests.bench.fakes import CELLS, run
 
 
-def _cell(system, place="1gbit"):
-    return Cell("step", "vgg 1gbit", system, place, 4, ("--model", "vgg"))
+def _row(runs):
+    (row,) = collect(runs, "step")
+    return row
 
 
-@pytest.fixture
-def fake_runs(monkeypatch):
-    """Runs that take no time; the list says which cells ran, in order."""
-    seconds = {"compute": 0.1, "horovod": 2.0, "tfscale-allreduce": 1.0}
-    ran = []
-
-    def run_cell(cell, timeout_s):
-        ran.append(cell.system)
-        found = {"samples": {"vgg": [seconds[cell.system]] * 3}, "bytes": {}, "load": [1.0, 2.0]}
-        numbers = {"peak_bytes": 2**30, "start_s": 5.0, "least_bytes": 1e6, "allreduce_bytes": 1e8}
-        return {**found, **numbers, "commit": "abc"}
-
-    monkeypatch.setattr(harness, "run_cell", run_cell)
-    monkeypatch.setattr(harness, "cluster_for", lambda *_: __import__("contextlib").nullcontext())
-    return ran
+def _rounds(system, *seconds):
+    return [run(system, number, s) for number, s in enumerate(seconds)]
 
 
-CELLS = [_cell("compute", "memory"), _cell("tfscale-allreduce"), _cell("horovod")]
-
-
-def test_systems_take_turns(fake_runs, tmp_path):
-    harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
-    assert fake_runs == ["compute", "tfscale-allreduce", "horovod"] * 2
-
-
-def test_an_interrupted_measurement_goes_on(fake_runs, tmp_path):
-    path = tmp_path / "results.json"
-    harness.measure(CELLS[:2], 1, path, 1.0, lambda line: None)
-    content = json.loads(path.read_text())
-    content["runs"][0]["error"] = "killed"
-    path.write_text(json.dumps(content))
-    fake_runs.clear()
-    content = harness.measure(CELLS, 1, path, 1.0, lambda line: None)
-    assert fake_runs == ["compute", "horovod"]
-    assert len(content["runs"]) == 3
-
-
-def test_some_cells_need_fewer_rounds(fake_runs, tmp_path):
-    cells = [CELLS[0], dataclasses.replace(CELLS[1], most_rounds=1)]
-    content = harness.measure(cells, 3, tmp_path / "results.json", 1.0, lambda line: None)
-    seen = [(run["system"], run["round"]) for run in content["runs"]]
-    first, second = CELLS[0].system, CELLS[1].system
-    assert seen == [(first, 0), (second, 0), (first, 1), (first, 2)]
-
-
-def test_a_failed_run_is_recorded_with_its_output(monkeypatch):
-    def fail(*_):
-        raise RunFailedError("exit code 1. Traceback")
-
-    monkeypatch.setattr(harness, "run_ranks", fail)
-    assert harness.run_cell(_cell("horovod"), 1.0)["error"] == "exit code 1. Traceback"
-
-
-def test_the_slowest_rank_counts(tmp_path):
-    for rank, samples in enumerate(([1.0, 5.0], [2.0, 3.0])):
-        content = {"samples": {"a": samples}, "peak_bytes": rank, "start_s": 2 - rank, "facts": {}}
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
-    merged = merge(tmp_path, 2)
-    assert merged["samples"] == {"a": [2.0, 5.0]}
-    assert (merged["peak_bytes"], merged["start_s"]) == (1, 2)
+def _summary_of(*runs):
+    head, _, line = summary([_row([r for some in runs for r in some])]).splitlines()
+    names, cells = ([word.strip() for word in text.split(" | ")] for text in (head, line))
+    return dict(zip(names, cells, strict=True))
 
 
 def test_the_page_names_ratios_and_limits(fake_runs, tmp_path):
     content = harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
-    (row,) = collect(content["runs"], "step")
+    row = _row(content["runs"])
     assert step_limit(row, "least_bytes") == 0.1
     assert step_limit(row, "allreduce_bytes") == pytest.approx(0.8)
     page = report(content, "Benchmarks")
     assert "Physical limits: 800 ms with summing up all gradients, 100 ms with the least" in page
-    assert "| vgg | 1gbit, 4 ranks | 100 | tfscale allreduce | 1000 | 10% | 2.00 (" in page
+    assert "| vgg | 1gbit, 4 ranks | 100 | — | — | — | — | — | allreduce | 1000 |" in page
+    assert "| allreduce | 1000 | 2.00, 2 rounds |" in page
     assert "| Horovod | 2000 (2000..2000) | 0.05 |" in page
-    assert "abc" in page
 
 
-def test_every_suite_compares_systems_within_its_groups():
-    for extent in (QUICK, TABLE, FULL):
-        for suite in ("collectives", "step", "fc1", "gathers"):
-            cells = SUITES[suite](Choice(extent))
-            for group in {cell.group for cell in cells}:
-                assert len({cell.system for cell in cells if cell.group == group}) >= 2
-            assert len({cell.key for cell in cells}) == len(cells)
+def test_the_page_names_each_session_once():
+    machine = {"cpu": "A", "n_cores": 2}
+    about = {"machine": machine, "versions": {"mpi": "mpich", "tensorflow": "2.21"}}
+    described = {
+        "one": {**about, "created": "Monday"},
+        "two": {**about, "created": "Tuesday"},
+        "old": {"commit": "ghi"},
+        "unused": {**about, "created": "Sunday"},
+    }
+    runs = [*_rounds("horovod", 2.0, 2.0), run("horovod", 2, 2.0, commit="def")]
+    for one in runs:
+        one |= {"session": "one", "peak_bytes": 1, "start_s": 1.0}
+    runs += [{**runs[0], "session": "two"}, {**runs[0], "session": "old", "commit": "ghi"}]
+    page = report({"sessions": described, "runs": runs}, "")
+    assert [line for line in page.splitlines() if line.startswith("- ")] == [
+        "- commit abc, def: A, 2 cores; mpich; TensorFlow 2.21; Monday",
+        "- commit abc: A, 2 cores; mpich; TensorFlow 2.21; Tuesday",
+        "- commit ghi: machine and versions were not recorded",
+    ]
 
 
-def test_a_choice_of_cells():
-    assert {c.place for c in SUITES["step"](Choice(places=["memory"]))} == {"memory"}
-    chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
-    assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
-    only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
-    assert {c.system for c in only} == {"compute"}
+def test_a_failed_round_shifts_no_pairs():
+    ours = [run("tfscale-auto", number, s) for number, s in ((0, 1.0), (2, 100.0))]
+    row = _row(_rounds("horovod", 2.0, 20.0, 200.0) + ours)
+    assert ratio_text(row, "horovod", "tfscale-auto") == "2.00 (range of 2: 2.00..2.00)"
 
 
-def test_local_sgd_is_measured_over_whole_intervals():
-    cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
-    blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
-    assert blocks == {"tfscale-local8": "8", "tfscale-local16": "16"}
+def test_a_page_of_failed_runs_only(tmp_path, monkeypatch):
+    failed = {**run("horovod", 0, 2.0), "error": "killed"}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"sessions": {"s": {"commit": "abc"}}, "runs": [failed]}))
+    monkeypatch.setattr(sys, "argv", ["report", str(path), "--output", str(tmp_path / "page")])
+    program.main()
+    assert "Failed: vgg 1gbit horovod." in (tmp_path / "page" / "benchmarks.md").read_text()
+
+
+def test_the_interval_says_what_it_is():
+    ours = _rounds("tfscale-auto", *[1.0] * 5)
+    few = _row(_rounds("horovod", 1.0, 2.0, 3.0) + ours)
+    assert ratio_text(few, "horovod", "tfscale-auto") == "2.00 (range of 3: 1.00..3.00)"
+    many = _row(_rounds("horovod", 1.0, 2.0, 2.0, 2.0, 3.0) + ours)
+    assert ratio_text(many, "horovod", "tfscale-auto").startswith("2.00 (1.00..")
+    one = _row(_rounds("horovod", 2.0) + ours)
+    assert ratio_text(one, "horovod", "tfscale-auto") == "2.00"
+    assert ratio_text(one, "mwms", "tfscale-auto") == "—"
+
+
+def test_auto_is_the_headline_and_the_best_fixed_has_no_interval():
+    horovod = _rounds("horovod", 2.0, 2.2, 2.4)
+    auto, chunked = (_rounds(f"tfscale-{n}", s, s, s) for n, s in (("auto", 1.0), ("chunked", 0.5)))
+    line = _summary_of(horovod, auto, chunked)
+    assert line["Horovod / auto"] == "2.20 (range of 3: 2.00..2.40)"
+    assert (line["auto ms"], line["best fixed"]) == ("1000", "chunked")
+    assert line["Horovod / best fixed |"] == "4.40, 3 rounds |"
+
+
+def test_one_round_does_not_win_against_three():
+    horovod = _rounds("horovod", 2.0, 2.2, 2.4)
+    auto, slow = (_rounds(f"tfscale-{n}", s, s, s) for n, s in (("auto", 1.0), ("allreduce", 1.9)))
+    line = _summary_of(horovod, auto, slow, _rounds("tfscale-sharded", 0.1))
+    assert line["best fixed"] == "allreduce"
+    line = _summary_of(horovod, slow, _rounds("tfscale-auto", 0.1))
+    assert (line["auto ms"], line["Horovod / auto"]) == ("—", "—")
+    # Of another session are as many rounds, but none beside Horovod's.
+    apart = [run("tfscale-sharded", number, 0.1, session="t") for number in range(3)]
+    assert _summary_of(horovod, auto, slow, apart)["best fixed"] == "allreduce"
+
+
+def test_without_horovod_all_rounds_count():
+    slow, lucky = _rounds("tfscale-allreduce", 1.0, 1.0), _rounds("tfscale-sharded", 0.1)
+    assert eligible(_row(slow + lucky + _rounds("tfscale-local8", 0.1, 0.1))) == [
+        "tfscale-allreduce"
+    ]
+    assert _summary_of(slow, lucky)["Horovod / best fixed |"] == "— |"
+
+
+def _overhead(keras, ours):
+    where = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
+    samples = {"samples": {"keras": keras, "tfscale": ours}, "session": "s", "commit": "abc"}
+    return overhead_table(collect([{**where, **samples}], "single"), "single")
 
 
 def test_overhead_of_one_process_pairs_the_blocks():
-    samples = {"keras": [1.0, 2.0, 4.0], "tfscale": [1.1, 2.2, 4.4]}
-    run = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
-    (row,) = collect([{**run, "samples": samples}], "single")
-    assert "+10.0 % (+10.0..+10.0)" in overhead_table([row], "single")
+    text = _overhead([1.0, 2.0, 4.0], [1.1, 2.2, 4.4])
+    assert "+10.0 % (range of 3: +10.0..+10.0)" in text
+    assert "+10.0 % (+10.0..+10.0)" in _overhead([1.0] * 5, [1.1] * 5)
 
 
-def _content(seconds, system="tfscale-allreduce"):
-    run = {"suite": "step", "group": "g", "system": system, "samples": {"vgg": seconds}}
-    return {"runs": [run]}
-
-
-def test_compare_tells_slower_from_noise():
-    old = _content([1.0, 1.1, 1.2])
-    assert compare(old, _content([1.0, 1.5, 2.0]), 0.1)[1] is False  # spreads overlap
-    lines, has_slower = compare(old, _content([2.0, 2.1, 2.2]), 0.1)
-    assert has_slower
-    assert lines[0].endswith("SLOWER")
-    assert compare(_content([2.0], "horovod"), _content([9.0], "horovod"), 0.1)[1] is False
-    assert "faster" in compare(old, _content([0.5, 0.5, 0.5]), 0.1)[0][0]
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9997, "1000"), (0.9994, "999"), (2.1503, "2150"), (0.0731, "73.1"), (3.4e-6, "0.0034")],
+)
+def test_milliseconds_have_no_exponent(seconds, text):
+    assert three_digits(seconds) == text

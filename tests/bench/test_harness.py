@@ -1,0 +1,54 @@
+"""The harness, and the cells of each suite."""
+
+import dataclasses
+import json
+
+from benchmarks import harness
+from benchmarks.cells import FULL, QUICK, SUITES, TABLE, Choice
+from benchmarks.harness import merge
+from tests.bench.fakes import CELLS
+
+
+def test_systems_take_turns(fake_runs, tmp_path):
+    harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
+    assert fake_runs == ["compute", "tfscale-allreduce", "horovod"] * 2
+
+
+def test_some_cells_need_fewer_rounds(fake_runs, tmp_path):
+    cells = [CELLS[0], dataclasses.replace(CELLS[1], most_rounds=1)]
+    content = harness.measure(cells, 3, tmp_path / "results.json", 1.0, lambda line: None)
+    seen = [(run["system"], run["round"]) for run in content["runs"]]
+    first, second = CELLS[0].system, CELLS[1].system
+    assert seen == [(first, 0), (second, 0), (first, 1), (first, 2)]
+
+
+def test_the_slowest_rank_counts(tmp_path):
+    for rank, samples in enumerate(([1.0, 5.0], [2.0, 3.0])):
+        content = {"samples": {"a": samples}, "peak_bytes": rank, "start_s": 2 - rank, "facts": {}}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    merged = merge(tmp_path, 2)
+    assert merged["samples"] == {"a": [2.0, 5.0]}
+    assert (merged["peak_bytes"], merged["start_s"]) == (1, 2)
+
+
+def test_every_suite_compares_systems_within_its_groups():
+    for extent in (QUICK, TABLE, FULL):
+        for suite in ("collectives", "step", "fc1", "gathers"):
+            cells = SUITES[suite](Choice(extent))
+            for group in {cell.group for cell in cells}:
+                assert len({cell.system for cell in cells if cell.group == group}) >= 2
+            assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_a_choice_of_cells():
+    assert {c.place for c in SUITES["step"](Choice(places=["memory"]))} == {"memory"}
+    chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
+    assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
+    only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
+    assert {c.system for c in only} == {"compute"}
+
+
+def test_local_sgd_is_measured_over_whole_intervals():
+    cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
+    blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
+    assert blocks == {"tfscale-local8": "8", "tfscale-local16": "16"}

@@ -1,0 +1,152 @@
+"""Sessions: what goes on, what is measured anew, and which runs are pairs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, provenance, sessions
+from benchmarks.rows import collect
+from benchmarks.text import ratio_of
+from tests.bench.fakes import CELLS, cell, run
+
+
+@pytest.fixture
+def measure(fake_runs, tmp_path):
+    """Measure into one file; returns what ran, and the content of the file."""
+
+    def measure(cells, n_rounds=1):
+        fake_runs.clear()
+        content = harness.measure(cells, n_rounds, tmp_path / "r.json", 1.0, lambda line: None)
+        assert json.loads((tmp_path / "r.json").read_text()) == content
+        return list(fake_runs), content
+
+    return measure
+
+
+SYSTEMS = [c.system for c in CELLS]
+
+
+def test_an_interrupted_measurement_goes_on(fake_runs, measure, monkeypatch):
+    def interrupted(cell, timeout_s):
+        if len(fake_runs) == 2:
+            raise KeyboardInterrupt
+        return fake_runs.run_cell(cell, timeout_s)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(harness, "run_cell", interrupted)
+        measure(CELLS)
+    ran, content = measure(CELLS)
+    assert ran == SYSTEMS[2:]
+    assert len({run["session"] for run in content["runs"]}) == len(content["sessions"]) == 1
+    assert measure(CELLS, 2)[0] == SYSTEMS  # a round more
+    assert measure(CELLS, 2)[0] == []
+
+
+def test_a_failed_run_is_measured_again(fake_runs, measure, monkeypatch):
+    def failing(cell, timeout_s):
+        return {"commit": "abc", "error": "killed", "load": [1.0, 1.0]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "run_cell", failing)
+        measure(CELLS)
+    ran, content = measure(CELLS)
+    assert ran == SYSTEMS
+    assert len(content["runs"]) == 3
+
+
+def test_another_commit_is_measured_anew(fake_runs, measure):
+    measure(CELLS, 2)
+    fake_runs.commit = "def"
+    ran, content = measure(CELLS)
+    assert ran == SYSTEMS
+    # Medians are over all runs of a cell: none of the other commit is left.
+    assert [run["commit"] for run in content["runs"]] == ["def"] * 3
+    assert [s["commit"] for s in content["sessions"].values()] == ["abc", "def"]
+
+
+def test_other_arguments_are_measured_anew(measure):
+    measure(CELLS)
+    others = [dataclasses.replace(c, arguments=("--model", "vgg", "--repeats", "3")) for c in CELLS]
+    ran, content = measure(others)
+    assert ran == SYSTEMS
+    assert {tuple(run["arguments"]) for run in content["runs"]} == {others[0].arguments}
+
+
+def test_another_machine_or_other_versions_are_a_session_of_their_own(measure, monkeypatch):
+    measure(CELLS)
+    (before,) = measure(CELLS)[1]["sessions"].values()
+    monkeypatch.setattr(provenance, "_version", lambda package: "9.9")
+    ran, content = measure(CELLS)
+    assert ran == SYSTEMS
+    first, second = content["sessions"].values()
+    assert first == before
+    assert second["versions"]["tensorflow"] == "9.9"
+
+
+def test_cells_that_are_added_later_are_no_pairs_of_earlier_ones(measure):
+    measure(CELLS, 3)
+    ran, content = measure([CELLS[2]])
+    assert ran == ["horovod"]
+    (row,) = collect(content["runs"], "step")
+    assert [len(row.rounds[system]) for system in SYSTEMS] == [3, 3, 4]
+    assert ratio_of(row, "horovod", "tfscale-allreduce").n == 3
+    ran, content = measure([cell("tfscale-allreduce")])
+    (row,) = collect(content["runs"], "step")
+    assert ratio_of(row, "horovod", "tfscale-allreduce").n == 3
+
+
+def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monkeypatch):
+    def committing(cell, timeout_s):
+        fake_runs.commit = "def" if len(fake_runs) == 2 else fake_runs.commit
+        return fake_runs.run_cell(cell, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "run_cell", committing)
+        _, content = measure(CELLS, 2)
+    (row,) = collect(content["runs"], "step")
+    assert ratio_of(row, "horovod", "tfscale-allreduce").n == 1
+    # Going on, what the later commit measured amid the session is not done for the earlier one.
+    fake_runs.commit = "abc"
+    ran, content = measure(CELLS, 2)
+    assert ran == ["horovod", *SYSTEMS]
+    assert len(content["runs"]) == 6
+
+
+def test_older_files_have_a_session_per_commit(tmp_path):
+    runs = [run("horovod", 0, 2.0), run("tfscale-auto", 0, 1.0, commit="abc+")]
+    runs += [run("tfscale-chunked", 0, 1.0)]
+    for one in runs:
+        del one["session"]
+    last = {"created": "then", "machine": {}, "versions": {}, "commit": "abc+", "command": []}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**last, "runs": runs}))
+    content = sessions.read(path)
+    assert content["sessions"] == {"abc": {"commit": "abc"}, "abc+": last}
+    (row,) = collect(content["runs"], "step")
+    assert ratio_of(row, "horovod", "tfscale-auto") is None
+    assert ratio_of(row, "horovod", "tfscale-chunked").n == 1
+
+
+def test_older_files_are_never_gone_on_with(measure, tmp_path):
+    _, content = measure(CELLS)
+    (last,) = content.pop("sessions").values()
+    del last["cells"]
+    (tmp_path / "r.json").write_text(json.dumps({**last, **content}))
+    assert measure(CELLS)[0] == SYSTEMS
+
+
+def test_a_file_is_whole_when_its_writer_dies(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "results.json"
+    sessions.write(path, {"runs": [1]})
+    write = Path.write_text
+
+    def half(self, text):
+        write(self, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        sessions.write(path, {"runs": [1, 2]})
+    assert json.loads(path.read_text()) == {"runs": [1]}
