@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.cells import EXCHANGES, FULL, MODELS, QUICK, SUITES, TABLE, Choice
+from benchmarks.cells import EXCHANGES, FULL, MODELS, QUICK, SUITES, TABLE, Choice, cells_of
 from benchmarks.harness import measure
 from benchmarks.provenance import ROOT
 from tfscale.cluster.running import leave_on_sigterm
@@ -18,7 +18,10 @@ def tell(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    # Whole names only: `--output` is left out of what the results record.
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("suites", nargs="+", choices=SUITES)
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="fewer sizes, models and rounds")
@@ -31,19 +34,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 250mbit")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one run")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench" / "results.json")
+    default = "JSON; default: build/bench/ with quick.json, table.json or full.json"
+    parser.add_argument("--output", type=Path, help=default)
     return parser
 
 
 def main() -> int:
     """Run the suites asked for; 1 if a run failed."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     leave_on_sigterm()
     extent = QUICK if options.quick else FULL if options.full else TABLE
     choice = Choice(extent, options.places, options.models, options.exchanges, options.systems)
-    cells = [cell for suite in options.suites for cell in SUITES[suite](choice)]
+    try:
+        cells = cells_of(options.suites, choice)
+    except ValueError as error:
+        parser.error(str(error))
+    path = options.output or ROOT / "build" / "bench" / f"{extent}.json"
     rounds = options.rounds or (1 if options.quick else 3)
-    content = measure(cells, rounds, options.output, options.timeout, tell=tell)
+    content = measure(cells, rounds, path, options.timeout, tell=tell)
     return 1 if any("error" in run for run in content["runs"]) else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness import MEMORY, Cell
 
@@ -161,3 +161,25 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "single": single_cells,
     "report": report_cells,
 }
+
+
+def cells_of(suites: Sequence[str], choice: Choice) -> list[Cell]:
+    """Return the cells of several suites.
+
+    Args:
+        suites: Names among `SUITES`.
+        choice: What of them is measured.
+
+    Raises:
+        ValueError: `choice.systems` has a name that none of the suites has.
+    """
+    everything = replace(choice, systems=())
+    known = dict.fromkeys(cell.system for suite in suites for cell in SUITES[suite](everything))
+    unknown = [system for system in choice.systems if system not in known]
+    if unknown:
+        raise ValueError(
+            "systems must be among those of the suites, models, places and exchanges asked for. "
+            f"Received: {', '.join(unknown)}. Choose from {', '.join(known)}; --exchanges adds "
+            "others of tfscale, `make horovod` adds horovod."
+        )
+    return [cell for suite in suites for cell in SUITES[suite](choice)]
