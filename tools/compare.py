@@ -10,9 +10,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import sessions
 from benchmarks.numbers import Spread, spread
+from benchmarks.rows import IN_TURN
 
 Key = tuple[str, str, str, str]
+_OTHERS = ("compute", "horovod", "keras", "mpi", "mpi4py", "mwms")  # systems that are not ours
 
 
 def medians(content: dict[str, Any]) -> dict[Key, Spread]:
@@ -26,7 +29,7 @@ def medians(content: dict[str, Any]) -> dict[Key, Spread]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> tuple[list[str], bool]:
-    """Compare what both files have.
+    """Compare what both files have, and name what failed or is missing in the later one.
 
     Args:
         old: Content of a file.
@@ -35,37 +38,63 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> tuple
             not overlap either: noise is no regression.
 
     Returns:
-        One line per case, and whether anything of ours became slower.
+        One line per case, and whether something of ours became slower, or a case failed or is
+        missing.
     """
     before, after = medians(old), medians(new)
-    lines, has_slower = [], False
+    lines = _missing(before, after, new)
+    is_worse = bool(lines)
     for key in sorted(before.keys() & after.keys()):
         ratio = after[key].median / before[key].median
         verdict = ""
         if ratio > 1 + threshold and after[key].low > before[key].high:
             verdict = "SLOWER"
-            has_slower = has_slower or key[3].startswith("tfscale")
+            is_worse = is_worse or _is_ours(key)
         elif ratio < 1 / (1 + threshold) and after[key].high < before[key].low:
             verdict = "faster"
         times = f"{1e3 * before[key].median:10.2f} -> {1e3 * after[key].median:10.2f} ms"
         lines.append(f"{' '.join(key):60s} {times}  x{ratio:.2f} {verdict}".rstrip())
-    return lines, has_slower
+    return lines, is_worse
+
+
+def _is_ours(key: Key) -> bool:
+    suite, _, case, system = key
+    # Suites in turn measure two systems in one run, as its cases.
+    return (case if suite in IN_TURN else system) not in _OTHERS
+
+
+def _missing(before: dict[Key, Spread], after: dict[Key, Spread], new: dict[str, Any]) -> list[str]:
+    """Return a line per system with failed runs in the new file, and per case that is not there."""
+    failed = dict.fromkeys(
+        (run["suite"], run["group"], run["system"]) for run in new["runs"] if "error" in run
+    )
+    gone = [key for key in sorted(before.keys() - after.keys()) if (*key[:2], key[3]) not in failed]
+    return [f"{' '.join(name):60s} FAILED" for name in failed] + [
+        f"{' '.join(key):60s} MISSING" for key in gone
+    ]
 
 
 def main() -> int:
-    """Print the comparison; 1 if something of ours became slower."""
+    """Print the comparison; 1 if something of ours is slower, or a case failed or is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--threshold", type=float, default=0.1)
     options = parser.parse_args()
-    old, new = (json.loads(path.read_text()) for path in (options.old, options.new))
-    lines, has_slower = compare(old, new, options.threshold)
+    old, new = (sessions.read(path) for path in (options.old, options.new))
+    lines, is_worse = compare(old, new, options.threshold)
     print("\n".join(lines) or "The two files have no case in common.")
     for name in ("machine", "versions"):
-        if old[name] != new[name]:
-            print(f"Note: {name} differs: {old[name]} / {new[name]}")
-    return 1 if has_slower else 0
+        told = [_described(content, name) for content in (old, new)]
+        if told[0] != told[1]:
+            print(f"Note: {name} differs: {' / '.join(map(', '.join, told))}")
+    return 1 if is_worse else 0
+
+
+def _described(content: dict[str, Any], name: str) -> list[str]:
+    """Return what the sessions of a file say, without duplicates."""
+    found = (session[name] for session in content["sessions"].values() if name in session)
+    return sorted({json.dumps(one) for one in found})
 
 
 if __name__ == "__main__":
