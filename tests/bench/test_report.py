@@ -2,16 +2,19 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import harness, sessions
 from benchmarks import report as program
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
 from benchmarks.step_tables import eligible, overhead_table, summary
 from benchmarks.text import ratio_text, three_digits
 from tests.bench.fakes import CELLS, run
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def _row(runs):
@@ -135,3 +138,17 @@ def test_overhead_of_one_process_pairs_the_blocks():
 )
 def test_milliseconds_have_no_exponent(seconds, text):
     assert three_digits(seconds) == text
+
+
+def test_the_committed_page_is_up_to_date():
+    """Write it anew with `python -m benchmarks.report docs/benchmarks.json --output docs`."""
+    page = (DOCS / "benchmarks.md").read_text()
+    assert page.endswith("\n" + report(sessions.read(DOCS / "benchmarks.json"), ""))
+
+
+def test_committed_results_name_no_paths_of_a_machine():
+    content = sessions.read(DOCS / "benchmarks.json")
+    commands = [one["command"] for one in content["runs"]]
+    commands += [one["command"] for one in content["sessions"].values() if "command" in one]
+    assert not [word for words in commands for word in words if word.startswith(("/", "--output"))]
+    assert not [one for one in content["sessions"].values() if "kernel" in one.get("machine", {})]
