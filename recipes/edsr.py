@@ -127,7 +127,8 @@ def show_restored(model: keras.Model, valid: phantom.Pairs, path: Path) -> None:
     for i, (top, left) in zip(range(len(restored)), ((80, 80), (10, 80), (150, 80)), strict=False):
         patch = np.s_[i, top : top + 96, left : left + 96]
         rows.append(plots.Restoration(valid.corrupted[patch], restored[patch], valid.truth[patch]))
-    plots.restorations(rows, path)
+    with plots.failure_is_a_warning(path):
+        plots.restorations(rows, path)
 
 
 def early_stopping() -> keras.callbacks.Callback:

@@ -1,10 +1,12 @@
 """Pictures of a run. Drawn without pyplot, so they need no display and keep no global state."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from absl import logging
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -22,18 +24,33 @@ class Restoration(NamedTuple):
     truth: np.ndarray
 
 
+@contextlib.contextmanager
+def failure_is_a_warning(path: Path) -> Iterator[None]:
+    """Log a failure to draw: a run is not lost for a picture.
+
+    Args:
+        path: File that would have been written.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is, the numbers are in the other files
+        logging.warning("%s was not drawn: %s: %s.", path, type(error).__name__, error)
+
+
 def learning_curve(
     lines: Sequence[Mapping[str, float]], path: Path, baselines: Mapping[str, float] | None = None
 ) -> None:
     """Draw every metric against the epoch, training and validation together.
 
     Args:
-        lines: One per epoch, with `epoch` and, for a metric m, `m` and perhaps `val_m`.
+        lines: One per epoch, with `epoch` and, for a metric m, `m` and perhaps `val_m`. An epoch
+            without a metric leaves a gap: some are not measured in every epoch.
         path: PNG file to write.
         baselines: Value of the metric m to draw as a dotted line: what it is without training.
     """
     others = {"epoch", "seconds", "train_seconds", "learning_rate", "batch_size"}
-    metrics = [m for m in lines[0] if m not in others and not m.startswith("val_")]
+    names = dict.fromkeys(name for line in lines for name in line)
+    metrics = [m for m in names if m not in others and not m.startswith("val_")]
     metrics.sort(key=lambda m: (m != "loss", m))
     figure = Figure(figsize=(5.2 * len(metrics), 3.8), layout="constrained")
     all_axes = figure.subplots(1, len(metrics), squeeze=False)[0]
@@ -43,8 +60,9 @@ def learning_curve(
             (metric, "training", "o"),
             (f"val_{metric}", "validation", "s"),
         ):
-            if name in lines[0]:
-                axes.plot(epochs, [line[name] for line in lines], marker, ls="-", ms=4, label=label)
+            if name in names:
+                values = [line.get(name, np.nan) for line in lines]
+                axes.plot(epochs, values, marker, ls="-", ms=4, label=label)
         if metric in (baselines or {}):
             value = (baselines or {})[metric]
             axes.axhline(value, color="0.4", ls=":", label=f"corrupted input ({value:.1f})")

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 import plots
+import whole_files
 
 
 class RunFolder(keras.callbacks.Callback):
@@ -68,7 +69,7 @@ class RunFolder(keras.callbacks.Callback):
             before_s = self._lines[-1]["seconds"] if self._lines else 0.0
             self._started_s = self._epoch_began_s - before_s
             text = "".join(json.dumps(line) + "\n" for line in self._lines)
-            (self.folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+            whole_files.write(self.folder / "metrics.jsonl", text)
 
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Stop the clock of the epoch: validation is not training."""
@@ -90,12 +91,12 @@ class RunFolder(keras.callbacks.Callback):
             file.write(json.dumps(line) + "\n")
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Draw `learning_curve.png`, and say in `run.json` that the run is whole."""
+        """Say in `run.json` that the run is whole, then draw `learning_curve.png`."""
         if self._lines:
-            path = self.folder / "learning_curve.png"
-            plots.learning_curve(self._lines, path, self._baselines)
             self._write_settings({**self._settings, "seconds": self._lines[-1]["seconds"]})
+            path = self.folder / "learning_curve.png"
+            with plots.failure_is_a_warning(path):
+                plots.learning_curve(self._lines, path, self._baselines)
 
     def _write_settings(self, content: dict[str, Any]) -> None:
-        text = json.dumps(content, indent=2) + "\n"
-        (self.folder / "run.json").write_text(text, encoding="utf-8")
+        whole_files.write(self.folder / "run.json", json.dumps(content, indent=2) + "\n")

@@ -1,18 +1,23 @@
 """PSNR, pictures, run folder and flags of the recipes."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import plots
+import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
 from command_line import flags_parser
+from datasets import phantom
 from metrics import psnr, psnr_of_enlarged
 from run_folder import RunFolder
 
@@ -79,6 +84,20 @@ def test_learning_curve_has_one_panel_per_metric(tmp_path):
     assert two == 2 * one and height == same_height
 
 
+def test_a_metric_that_some_epochs_lack_leaves_a_gap(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda own, *_, **__: figures.append(own))
+    base = {"seconds": 2.0, "loss": 0.5}
+    some = {2: {"model_distance": 0.8}, 3: {"model_distance": 0.9, "val_loss": 0.6}}
+    lines = [{"epoch": epoch, **base, **some.get(epoch, {})} for epoch in (1, 2, 3, 4)]
+    plots.learning_curve(lines, tmp_path / "some.png")
+    loss, distance = figures[0].axes
+    curves = [curve.get_ydata() for curve in (*loss.lines, *distance.lines)]
+    gap = np.nan
+    expected = [[0.5, 0.5, 0.5, 0.5], [gap, gap, 0.6, gap], [gap, 0.8, 0.9, gap]]
+    np.testing.assert_array_equal(curves, expected)
+
+
 def test_restorations_have_one_row_per_picture(tmp_path):
     row = plots.Restoration(*(RANDOM.random((8, 8, 1)).astype(np.float32) for _ in range(3)))
     for count in (1, 3):
@@ -127,6 +146,50 @@ def test_run_folder_holds_settings_one_line_per_epoch_and_a_picture(tmp_path):
     rates = [line["learning_rate"] for line in lines]
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
     assert _size_of_png(folder / "learning_curve.png")[0] > 0
+
+
+def test_a_run_whose_picture_fails_is_whole_all_the_same(tmp_path, monkeypatch, caplog):
+    seen = []
+
+    def fail(lines, path, baselines):
+        seen.append(json.loads((path.parent / "run.json").read_text()))
+        raise KeyError("model_distance")
+
+    monkeypatch.setattr(plots, "learning_curve", fail)
+    _fit(tmp_path, epochs=2)
+    assert "seconds" in seen[0]  # noted first
+    assert "learning_curve.png was not drawn: KeyError: 'model_distance'." in caplog.text
+
+
+def test_edsr_goes_on_where_its_picture_fails(tmp_path, monkeypatch, caplog):
+    def fail(rows, path):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plots, "restorations", fail)
+    whole = np.zeros((1, 256, 256, 1), np.float32)
+    model = SimpleNamespace(predict=lambda x, **_: x)
+    with flagsaver.flagsaver():  # which forgets the recipe's own flags afterwards
+        edsr = runpy.run_path(str(Path(plots.__file__).with_name("edsr.py")))
+    edsr["show_restored"](model, phantom.Pairs(whole, whole), tmp_path / "restored.png")
+    assert "restored.png was not drawn: OSError: no space left." in caplog.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+def test_files_of_a_run_are_whole_whatever_ends_it(tmp_path, monkeypatch, name):
+    _fit(tmp_path, epochs=2)
+    before = (tmp_path / name).read_text()
+    write = Path.write_text
+
+    def torn(path, text, **options):
+        if path.name.startswith(name):
+            write(path, text[:5], **options)
+            raise KeyboardInterrupt
+        write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(tmp_path, epochs=3, initial_epoch=1)
+    assert (tmp_path / name).read_text() == before
 
 
 @pytest.fixture
