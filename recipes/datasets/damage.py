@@ -20,7 +20,8 @@ def find(
 ) -> list[int]:
     """Return the positions of the records that cannot be decoded.
 
-    Each rank decodes its share once, in parallel. What was found is kept in `cache_dir`.
+    Each rank decodes its share once, in parallel. What was found is kept in `cache_dir`; where
+    that cannot be written it is found anew by every run.
 
     Collective: all ranks must call it, with the same arguments.
 
@@ -40,12 +41,24 @@ def find(
     shares = tfscale.allgather_object(set(own) - sound, name="damaged pictures")
     damaged = sorted(set().union(*shares))
     if tfscale.rank() == 0:
+        _keep(damaged, known)
+    return damaged
+
+
+def _keep(damaged: Sequence[int], known: Path) -> None:
+    """Write what was found, so that the next run need not look; data sets may be read-only."""
+    try:
         known.parent.mkdir(parents=True, exist_ok=True)
         (known.parent / ".gitignore").write_text("*\n")
         temporary = known.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(damaged))
         os.replace(temporary, known)
-    return damaged
+    except OSError as error:
+        logging.warning(
+            "Damaged pictures cannot be noted in %s (%s): the next run looks for them again.",
+            known.parent,
+            error,
+        )
 
 
 def _sound(

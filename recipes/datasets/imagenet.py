@@ -1,8 +1,9 @@
 """ImageNet: 1.28 million training and 50000 validation pictures in a thousand classes.
 
 Two layouts are read: `train/<class>/*` and `val/<class>/*` (or `validation/`), where the sorted
-names of the folders are the classes; or the TFRecords `train-*-of-*` and `validation-*-of-*`.
-The folder may as well hold any other set of pictures that is laid out like this.
+names of the folders in `train/` are the classes, and those in `val/` must be the same; or the
+TFRecords `train-*-of-*` and `validation-*-of-*`. Folders whose names begin with a dot are no
+classes. The folder may as well hold any other set of pictures that is laid out like this.
 
 A picture is scaled until its shorter side has 256 pixels, cut to 224x224 (in training at a random
 place, mirrored or not), and the mean colour is subtracted: [T] 4.4, without its preparation of
@@ -58,17 +59,15 @@ def load(data_dir: str, *, batch_size: int, seed: int, size: int = 224) -> Image
 
     Raises:
         FileNotFoundError: There is neither layout.
-        ValueError: More than 1 % of the pictures are damaged, or there is no class.
+        ValueError: More than 1 % of the pictures are damaged, there is no class, or training and
+            validation have different ones.
     """
     if on_first_rank(lambda: tfrecords.is_there(data_dir)):
         parts = [tfrecords.open_part(data_dir, part, decode) for part in tfrecords.PARTS]
         classes = 1000
     else:
-        train, valid = on_first_rank(
-            lambda: (_list(data_dir, ("train",)), _list(data_dir, _VALIDATION))
-        )
+        train, valid, classes = on_first_rank(lambda: _list_both(data_dir))
         parts = [_records(files, data_dir) for files in (train, valid)]
-        classes = max(train.labels) + 1
     (records, read), (valid_records, read_valid) = parts
 
     def train_picture(*record: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -125,18 +124,47 @@ def _scaled(picture: tf.Tensor, size: int) -> tf.Tensor:
     return tf.image.resize(picture, target, antialias=True)
 
 
-def _list(data_dir: str, names: tuple[str, ...]) -> Files:
-    """Return the pictures of the first of some folders that is there."""
+def _list_both(data_dir: str) -> tuple[Files, Files, int]:
+    """Return the pictures of training and validation, and the number of classes."""
+    folder = _find(data_dir, ("train",))
+    classes = _classes(folder)
+    train = _list(folder, classes)
+    valid_folder = _find(data_dir, _VALIDATION)
+    there = set(_classes(valid_folder))
+    missing, further = sorted(set(classes) - there), sorted(there - set(classes))
+    if missing or further:
+        raise ValueError(
+            f"{valid_folder} must have the folders of {folder}, whose places in the sorted list "
+            f"are the labels. Received: {_first(missing)} missing, {_first(further)} besides. Add "
+            "or remove folders."
+        )
+    return train, _list(valid_folder, classes), len(classes)
+
+
+def _first(names: list[str]) -> str:
+    """Return how many there are, and the first five."""
+    return f"{len(names)} ({', '.join(names[:5])})" if names else "none"
+
+
+def _find(data_dir: str, names: tuple[str, ...]) -> Path:
+    """Return the first of some folders that is there."""
     for folder in (Path(data_dir) / name for name in names):
         if folder.is_dir():
-            break
-    else:
-        raise FileNotFoundError(
-            "ImageNet must have the folders train/<class>/ and val/<class>/, or the files "
-            f"train-*-of-* and validation-*-of-*. Received: no {' or '.join(names)} in {data_dir}. "
-            "Pass --data-dir."
-        )
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+            return folder
+    raise FileNotFoundError(
+        "ImageNet must have the folders train/<class>/ and val/<class>/, or the files "
+        f"train-*-of-* and validation-*-of-*. Received: no {' or '.join(names)} in {data_dir}. "
+        "Pass --data-dir."
+    )
+
+
+def _classes(folder: Path) -> list[str]:
+    """Return the sorted names of the classes; what other programs hide beside them is none."""
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _list(folder: Path, classes: list[str]) -> Files:
+    """Return the pictures of a folder; a label is the place of a class in the list."""
     paths, labels = [], []
     for label, name in enumerate(classes):
         own = sorted(p for p in (folder / name).iterdir() if p.suffix.lower() in _SUFFIXES)

@@ -1,6 +1,7 @@
 """ImageNet as folders and as TFRecords: layouts, preparation, damage, sharing out."""
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -169,6 +170,51 @@ def test_more_than_one_percent_is_an_error(folder):
         assert tfrecords.index([path]).lost == 3
     with pytest.raises(ValueError, match=rf"At most 1 % .*Received: [23] of {COUNT} pictures"):
         _load(folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "further", "told"),
+    [
+        ("n02", "", r"1 \(n02\) missing, none besides"),
+        ("", "n00", r"none missing, 1 \(n00\) besides"),
+        ("n02", "n04", r"1 \(n02\) missing, 1 \(n04\) besides"),
+    ],
+)
+def test_validation_has_the_classes_of_training(tmp_path, missing, further, told):
+    val = _write_folders(tmp_path) / "val"
+    if missing:
+        shutil.rmtree(val / missing)
+    if further:
+        (val / further).mkdir()
+        (val / further / "x.JPEG").write_bytes(_picture(1))
+    with pytest.raises(ValueError, match=rf"val must have the folders of .*train.*{told}"):
+        _load(tmp_path)
+
+
+def test_hidden_folders_are_no_classes(tmp_path):
+    _write_folders(tmp_path)
+    for part in ("train", "val"):
+        (tmp_path / part / ".thumbnails").mkdir()
+        (tmp_path / part / ".thumbnails" / "x.JPEG").write_bytes(_picture(1))
+    data = _load(tmp_path)
+    assert (data.train.samples, data.valid.samples, data.classes) == (COUNT, 9, 3)
+    labels = np.concatenate([np.asarray(labels) for _, labels in data.valid])
+    assert sorted(labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_class_without_training_pictures_is_one(tmp_path):
+    _write_folders(tmp_path)
+    for path in (tmp_path / "train" / "n03").iterdir():
+        path.unlink()
+    assert _load(tmp_path).classes == 3
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(folder, caplog):
+    (folder / ".checked").touch()  # a file: no folder can be made, not even by root
+    name = _damage_one(folder)
+    assert _load(folder).train.samples == COUNT - 1
+    assert f"pictures are damaged: {name}" in caplog.text
+    assert "Damaged pictures cannot be noted in" in caplog.text
 
 
 def test_a_missing_layout_is_told(tmp_path):
