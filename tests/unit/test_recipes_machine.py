@@ -1,0 +1,55 @@
+"""What is told of the machine and the commit that made a result."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import machine
+
+
+def test_the_machine_is_told_without_names_of_hosts_or_folders():
+    told = machine.describe()
+    assert set(told) == {"commit", "machine", "load", "versions"}
+    assert "cores" in told["machine"] and "GiB" in told["machine"]
+    assert "tensorflow 2." in told["versions"]
+    text = " ".join(told.values())
+    assert os.uname().nodename not in text and str(Path.home()) not in text
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one file in each room."""
+
+    def git(*words):
+        names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", tmp_path, *names, *words], check=True, capture_output=True)
+
+    for room in ("tfscale", "custom_ops", "recipes", "docs"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "file").touch()
+    try:
+        git("init")
+    except FileNotFoundError:
+        pytest.skip("no git here")
+    git("add", ".")
+    git("commit", "-m", "all")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "recipes" / "machine.py"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("room", ["tfscale", "custom_ops", "recipes"])
+def test_changes_to_what_results_depend_on_are_told(checkout, room):
+    (checkout / "docs" / "file").write_text("changed")
+    assert not machine.describe()["commit"].endswith("+")
+    (checkout / room / "file").write_text("changed")
+    assert machine.describe()["commit"].endswith("+")
+
+
+def test_without_git_there_is_no_checkout(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.describe()["commit"] == "no checkout"
