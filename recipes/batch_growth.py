@@ -11,13 +11,17 @@ import tfscale.keras as hvd
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer(
-    "adaptive_batch", 0, "Let batch and rate grow with theta up to this batch; 0: do not.",
+    "adaptive_batch", 0,
+    "Let batch and rate grow with theta up to this batch, without --schedule; 0: do not.",
     lower_bound=0,
 )  # fmt: skip
 flags.DEFINE_integer(
-    "adaptive_interval", 0, "Epochs from one growth to the next; 0: read off theta.", lower_bound=0
+    "adaptive_interval", 0,
+    "With --adaptive-batch, epochs from one growth to the next; 0: read off theta.", lower_bound=0,
+)  # fmt: skip
+flags.DEFINE_list(
+    "batch_schedule", [], "Batches set beforehand, at a constant rate, as in 30:512,60:1024."
 )
-flags.DEFINE_list("batch_schedule", [], "Batches set beforehand, as in 30:512,60:1024.")
 flags.DEFINE_integer(
     "warmup_epochs", 0,
     "With --schedule constant, epochs in which the rate rises from --learning-rate to that of the "

@@ -11,6 +11,7 @@ from absl import flags
 
 import batch_growth
 import command_line
+import flag_rules
 import tfscale
 import tfscale.keras as hvd
 from run_folder import RunFolder
@@ -22,7 +23,8 @@ flags.DEFINE_integer("batch_size", 128, "Samples of a step, all ranks together."
 flags.DEFINE_float("learning_rate", 0.1, "Peak rate for the recipe's batch.", lower_bound=0.0)
 flags.DEFINE_enum(
     "schedule", "cosine", ["cosine", "steps", "constant"],
-    "cosine: warm-up of 5 %, then half a cosine to 0. steps: a tenth after 50 and 75 %. constant.",
+    "cosine: warm-up of 5 %, then half a cosine to 0. steps: a tenth after 50 and 75 %. constant: "
+    "always so with --adaptive-batch and --batch-schedule.",
 )  # fmt: skip
 flags.DEFINE_enum(
     "scaling", "linear", ["linear", "sqrt", "none"],
@@ -36,12 +38,12 @@ flags.DEFINE_string(
 )  # fmt: skip
 flags.DEFINE_integer(
     "average_every", 0,
-    "Train the ranks on their own and average parameters every n epochs; 0: exchange gradients.",
-    lower_bound=0,
+    "Train the ranks on their own, without --exchange or --groups, and average parameters every n "
+    "epochs; 0: exchange gradients.", lower_bound=0,
 )  # fmt: skip
 flags.DEFINE_float(
     "distance_weights", 0.0,
-    "Parameter averaging: lambda, by which ranks count less the further they have moved; 0: alike.",
+    "With --average-every: lambda, by which ranks that moved far count less; 0: all alike.",
     lower_bound=0.0,
 )  # fmt: skip
 flags.DEFINE_integer(
@@ -74,7 +76,11 @@ def start() -> bool:
 
     Returns:
         Whether this is rank 0.
+
+    Raises:
+        SystemExit: The command line has flags without effect, see `flag_rules`.
     """
+    flag_rules.check()
     hvd.init()
     keras.utils.set_random_seed(FLAGS.seed)
     if FLAGS.mixed_precision != "none":
@@ -195,9 +201,7 @@ def fit(
         Values of each metric, one per epoch of this call; the same on all ranks.
     """
     folder, is_first = run_folder(), hvd.rank() == 0
-    settings = {"ranks": hvd.size(), "parameters": model.count_params()}
-    settings |= {"recipe": Path(sys.argv[0]).stem, **command_line.recipe_settings()}
-    last = [RunFolder(folder, settings, baselines, train)] if is_first else []
+    last = [RunFolder(folder, _settings(model), baselines, train)] if is_first else []
     stopping = [stop()] if stop and FLAGS.patience else []
     history = model.fit(
         train,
@@ -207,6 +211,14 @@ def fit(
         verbose=1 if is_first and sys.stdout.isatty() else 2 if is_first else 0,
     )
     return history.history
+
+
+def _settings(model: keras.Model) -> dict[str, Any]:
+    """Return what is noted in `run.json`: flags, and what became of them."""
+    settings = {"ranks": hvd.size(), "parameters": model.count_params()}
+    settings |= {"recipe": Path(sys.argv[0]).stem, **command_line.recipe_settings()}
+    # Such methods take the place of a schedule, that of the defaults included.
+    return {**settings, **({"schedule": "constant"} if batch_growth.is_used() else {})}
 
 
 def _callbacks(

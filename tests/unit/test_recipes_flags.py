@@ -1,0 +1,155 @@
+"""Flags of the recipes: what is refused, what is noted, and that published commands are taken."""
+
+import contextlib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import flag_rules
+import training
+from command_line import flags_parser
+
+RECIPES = Path(flag_rules.__file__).parent
+FLAGS = flags.FLAGS
+PAPERS = {"resnet": 1e-4, "vgg": 5e-4}  # L2 of He et al., of Simonyan and Zisserman
+
+
+@contextlib.contextmanager
+def _recipe(name, words):
+    """Read a recipe's flags from words, and give what it defines."""
+    with flagsaver.flagsaver():  # which forgets the recipe's own flags afterwards
+        names = runpy.run_path(str(RECIPES / f"{name}.py"))
+        flags_parser()([name, *words])
+        yield names
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setattr(training.hvd, "init", lambda: None)
+    monkeypatch.setattr(training.hvd, "rank", lambda: 0)
+    monkeypatch.setattr(training.hvd, "size", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--adaptive-batch 256 --schedule cosine", "Received: --schedule cosine. Leave"),
+        ("--adaptive-batch 256 --schedule steps", "--adaptive-batch takes the place of a schedule"),
+        ("--batch-schedule 3:256 --schedule steps", "--batch-schedule takes the place"),
+        ("--average-every 1 --groups 2", "exchange no gradients. Received: --groups 2"),
+        ("--average-every 1 --interval 8", "Received: --interval 8"),
+        ("--average-every 1 --exchange sharded", "Received: --exchange sharded"),
+        ("--distance-weights 1", "--distance-weights needs --average-every"),
+        ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
+        ("--batch-schedule 3:256 --adaptive-interval 3", "needs --adaptive-batch"),
+    ],
+)
+def test_flags_without_effect_are_refused(words, told):
+    with _recipe("lenet", words.split()), pytest.raises(SystemExit, match=told):
+        training.start()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--adaptive-batch 256 --adaptive-interval 3",
+        "--adaptive-batch 256 --schedule constant",
+        "--batch-schedule 3:256 --schedule constant",
+        "--average-every 1 --groups 1 --distance-weights 10",
+        "--average-every 0 --distance-weights 0 --exchange sharded",
+        "--groups 2 --interval 4 --exchange chunked",
+        "--groups 1 --interval 4",  # as studies of local SGD have it
+    ],
+)
+@pytest.mark.parametrize("recipe", ["lenet", "resnet"])  # by default constant, and cosine
+def test_other_flags_are_not(recipe, words):
+    with _recipe(recipe, words.split()):
+        flag_rules.check()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "told"),
+    [
+        ("resnet", "--images 100", "--images 100"),
+        ("resnet", "--test-images 100", "--test-images 100"),
+        ("resnet", "--noaugment", "--noaugment"),
+        ("vgg", "--images 100 --test-images 9", "--images 100, --test-images 9"),
+    ],
+)
+def test_imagenet_is_used_whole(recipe, words, told):
+    with _recipe(recipe, f"--data imagenet --data-dir nowhere {words}".split()) as names:
+        load = names["load_imagenet" if recipe == "resnet" else "load"]
+        with pytest.raises(SystemExit, match=f"ImageNet is used whole.*Received: {told}. Leave"):
+            load()
+
+
+def test_sizes_of_smoke_are_no_flags_of_the_command_line():
+    with _recipe("vgg", ["--smoke", "--data", "imagenet"]) as names:
+        flags_parser(names["SMOKE"])(["vgg", "--smoke", "--data", "imagenet"])
+        assert FLAGS.images == 320
+        flag_rules.refuse("ImageNet is used whole.", {"images": 0})
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [("", "cosine"), ("--adaptive-batch 256", "constant"), ("--batch-schedule 3:9", "constant")],
+)
+def test_the_schedule_that_a_run_has_had_is_noted(words, schedule, monkeypatch):
+    def given():  # as the flags of the script that was started
+        return {"schedule": FLAGS.schedule}
+
+    monkeypatch.setattr(training.command_line, "recipe_settings", given)
+    with _recipe("resnet", words.split()):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        assert training._settings(model)["schedule"] == schedule
+
+
+def _read_commands():
+    """Return the rows of README's table that have a command: recipe, words, is published."""
+    table = (RECIPES / "README.md").read_text().split("## Studies")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    found = []
+    for _, _, _, command, published, _ in rows:
+        for recipe, words in re.findall(r"`(\w+)\.py (.*?)`", command):
+            found.append((recipe, words.split(), published.strip() != "-"))
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "words", "published"), _read_commands())
+def test_commands_that_are_published_are_taken(recipe, words, published, monkeypatch):
+    with _recipe(recipe, words) as names:
+        flag_rules.check()
+        if recipe not in PAPERS:
+            return
+        monkeypatch.setattr(training, "distributed", lambda optimizer: optimizer)
+        options = (128,) if recipe == "resnet" else ()
+        optimizer = names["build_optimizer"](*options, 100)
+        times = 1 / (1 - optimizer.momentum) if published else 1
+        assert optimizer.weight_decay == pytest.approx(PAPERS[recipe] * times)
+
+
+def test_ten_times_the_decay_is_what_l2_comes_to_through_a_momentum():
+    decay, rate, steps = 1e-3, 0.1, 300
+    own, weight = keras.Variable(1.0), keras.Variable(1.0)
+    decoupled = keras.optimizers.SGD(rate, momentum=0.9, weight_decay=10 * decay)
+    coupled = keras.optimizers.SGD(rate, momentum=0.9)
+    for _ in range(steps):
+        decoupled.apply([keras.ops.zeros(())], [own])
+        coupled.apply([decay * weight.value], [weight])
+    assert float(own.value) < 0.8
+    np.testing.assert_allclose(np.log(own.value), np.log(weight.value), rtol=0.05)
+
+
+def test_the_table_has_commands():
+    recipes = {recipe for recipe, _, _ in _read_commands()}
+    assert recipes == {"edsr", "resnet", "vgg", "lenet", "mlp"}
