@@ -6,8 +6,12 @@
 
 Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;
 what was interrupted goes on after its last epoch; what was run with other flags is run anew. A
-run that fails is reported, and the next one begins. Results go to `recipes/results/<study>.md`,
-`.png` and `.json`; the file `.json` holds every epoch of every run.
+run that fails is reported, and the next one begins. Ctrl-C and SIGTERM end the run as well; a
+second study.py in the same folder is refused. Results go to `recipes/results/<study>.md`, `.png`
+and `.json`; the file `.json` holds every epoch of every run.
+
+`study.json` in the folder of a run notes its flags, commit, machine and load; of a run that was
+interrupted the last part's, and under `parts` those of all.
 
 A study is a Python file, `recipes/studies/<study>.py` or any other path, that defines:
 
@@ -36,14 +40,17 @@ in convergence. Validation is in neither. Compare times of configurations of equ
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
 
 import study_picture
+import study_process
 import study_report
 import study_runs
 from command_line import flags_parser
+from study_runs import Run
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Run the configurations whose names contain this.")
@@ -61,13 +68,9 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"A study must be named. Received: {arguments[1:]}. See --help.")
     study = study_runs.load(arguments[1])
     folder = Path(FLAGS.run_dir) / study.name
-    failed = 0
-    for run in study_runs.runs(study, folder):
-        is_chosen = FLAGS.only in run.configuration
-        is_chosen &= not FLAGS.seeds or str(run.seed) in FLAGS.seeds
-        if FLAGS.draw or not is_chosen:
-            continue
-        failed += not study_runs.finish(run, [f"--data_dir={FLAGS.data_dir}"])
+    every = list(study_runs.runs(study, folder))
+    chosen = study_runs.choose(study, every, FLAGS.only, FLAGS.seeds)
+    failed = 0 if FLAGS.draw else _finish(every, chosen, folder)
     outcomes = study_runs.outcomes(study, folder)
     if outcomes:
         where = Path(FLAGS.results_dir) / study.name
@@ -77,6 +80,16 @@ def main(arguments: list[str]) -> None:
         print(f"{text}\nResults are in {where}.md, .png and .json.")
     if failed or not outcomes:
         sys.exit(f"{failed} runs failed, {len(outcomes)} are there.")
+
+
+def _finish(every: Sequence[Run], chosen: Sequence[Run], folder: Path) -> int:
+    """Do what is left of some runs; return how many failed."""
+    study_process.end_on_signals()
+    with study_process.only_one(folder) as lock:
+        for run in every:  # what cannot be read is told now, not after hours
+            study_runs.is_finished(run)
+        extra = [f"--data_dir={FLAGS.data_dir}"]
+        return sum(not study_runs.finish(run, extra, lock) for run in chosen)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 import study_report
 from study_runs import Outcome, Study
 
+_LINES = ("-", "--", ":", "-.")  # another one after every ten configurations, as colours repeat
+
 
 def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
     """Write a PNG file.
@@ -24,8 +26,8 @@ def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
     names = [s.name for s in study_report.summaries(study, outcomes)]
     for number, name in enumerate(names):
         own = [outcome for outcome in outcomes if outcome.run.configuration == name]
-        _curve(by_epoch, study.metric, own, f"C{number % 10}", is_by_time=False)
-        _curve(by_time, study.metric, own, f"C{number % 10}", is_by_time=True)
+        _curve(by_epoch, study.metric, own, number, is_by_time=False)
+        _curve(by_time, study.metric, own, number, is_by_time=True)
     by_epoch.set_xlabel("Epoch")
     by_time.set_xlabel("Seconds of training, without validation")
     for axes in (by_epoch, by_time):
@@ -39,15 +41,17 @@ def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _curve(
-    axes: Axes, metric: str, own: Sequence[Outcome], colour: str, *, is_by_time: bool
+    axes: Axes, metric: str, own: Sequence[Outcome], number: int, *, is_by_time: bool
 ) -> None:
     """Draw the mean over seeds, and a band from the lowest to the highest."""
+    colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
     count = min(len(outcome.epochs) for outcome in own)
     values = np.array([[line[metric] for line in o.epochs[:count]] for o in own])
     seconds = np.array([[line["train_seconds"] for line in o.epochs[:count]] for o in own])
     at = np.cumsum(seconds, axis=1).mean(axis=0) if is_by_time else np.arange(1, count + 1)
     label = own[0].run.configuration
-    axes.plot(at, values.mean(axis=0), color=colour, marker="o", ms=2.5, lw=1.3, label=label)
+    mean = values.mean(axis=0)
+    axes.plot(at, mean, color=colour, ls=dashes, marker="o", ms=2.5, lw=1.3, label=label)
     if len(own) > 1:
         axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15)
 

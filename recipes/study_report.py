@@ -121,7 +121,8 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
             "configuration": outcome.run.configuration,
             "command": " ".join(command(outcome.run)),
             "ranks": outcome.run.ranks,
-            **outcome.made,
+            **(outcome.made[-1] if outcome.made else {}),
+            **({"parts": outcome.made} if len(outcome.made) > 1 else {}),
             "epochs": outcome.epochs,
         }
         for outcome in outcomes
@@ -173,7 +174,8 @@ def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
         ("Commit", "commit"), ("Machine", "machine"), ("Load when runs began", "load"),
         ("Versions", "versions"),
     ):  # fmt: skip
-        values = sorted({outcome.made.get(key, "unknown") for outcome in outcomes})
+        parts = [part for outcome in outcomes for part in outcome.made]
+        values = sorted({part.get(key, "unknown") for part in parts})
         lines.append(f"* {title}: {'; '.join(values)}")
     seeds = sorted({outcome.run.seed for outcome in outcomes})
     lines += [f"* Seeds: {', '.join(map(str, seeds))}", "", "Runs of the first seed:", "", "```"]

@@ -4,14 +4,15 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import machine
+import study_note
+import study_process
 
 RECIPES = Path(__file__).resolve().parent
 Column = Callable[[list[dict[str, float]]], float | None]
@@ -54,13 +55,14 @@ class Outcome:
         run: Which one.
         epochs: Lines of `metrics.jsonl`.
         steps: Recorded steps of all ranks, see `CommunicationReport`; none on one process.
-        made: Commit, machine and versions, see `machine.describe`.
+        made: Commit, machine, load and versions of each part of it, oldest first: of one, unless
+            it was interrupted. See `machine.describe`.
     """
 
     run: Run
     epochs: list[dict[str, float]]
     steps: list[dict[str, Any]]
-    made: dict[str, str]
+    made: list[dict[str, str]]
 
 
 def load(name: str) -> Study:
@@ -70,7 +72,8 @@ def load(name: str) -> Study:
         name: Of a file in `recipes/studies/`, or the path of another one.
 
     Raises:
-        SystemExit: There is no such file, or it lacks something.
+        SystemExit: There is no such file, it lacks something, or two of its configurations would
+            share a folder.
     """
     path = Path(name) if name.endswith(".py") else RECIPES / "studies" / f"{name}.py"
     if not path.is_file():
@@ -83,9 +86,19 @@ def load(name: str) -> Study:
     try:
         if unknown:
             raise TypeError(f"it defines {', '.join(unknown)}")
-        return Study(name=path.stem, **given)
+        study = Study(name=path.stem, **given)
     except TypeError as error:
         sys.exit(f"A study must define what recipes/study.py lists. Received: {path}: {error}.")
+    names_of: dict[str, list[str]] = {}
+    for configuration in study.configurations:
+        names_of.setdefault(_slug(configuration), []).append(configuration)
+    for alike in names_of.values():
+        if len(alike) > 1:
+            sys.exit(
+                "Configurations must have names that differ in letters or digits, since their "
+                f"folders are named by those. Received: {path}: {alike}. Rename all but one."
+            )
+    return study
 
 
 def runs(study: Study, folder: Path) -> Iterator[Run]:
@@ -100,8 +113,36 @@ def runs(study: Study, folder: Path) -> Iterator[Run]:
             flags = {**study.flags, **own, "seed": seed}
             ranks = flags.pop("ranks", study.ranks)
             recipe = flags.pop("recipe", study.recipe)
-            slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-            yield Run(name, seed, ranks, recipe, flags, folder / f"{slug}-seed{seed}")
+            yield Run(name, seed, ranks, recipe, flags, folder / f"{_slug(name)}-seed{seed}")
+
+
+def choose(study: Study, every: Sequence[Run], only: str, seeds: Sequence[str]) -> list[Run]:
+    """Return some of the runs.
+
+    Args:
+        study: Whose they are.
+        every: All of them.
+        only: What the names of configurations must contain.
+        seeds: Seeds; all if it is empty.
+
+    Raises:
+        SystemExit: No configuration is called so, or the study has no such seed.
+    """
+    unknown = sorted(set(seeds) - {str(seed) for seed in study.seeds})
+    if unknown:
+        sys.exit(
+            f"--seeds must be among those of the study. Received: {', '.join(unknown)}. "
+            f"Choose from {', '.join(map(str, study.seeds))}."
+        )
+    names = [name for name in study.configurations if only in name]
+    if not names:
+        sys.exit(
+            f"--only must be part of a configuration's name. Received: {only}. Choose from: "
+            f"{'; '.join(study.configurations)}."
+        )
+    return [
+        run for run in every if run.configuration in names and (not seeds or str(run.seed) in seeds)
+    ]
 
 
 def command(run: Run) -> list[str]:
@@ -114,37 +155,44 @@ def command(run: Run) -> list[str]:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run was finished with these flags."""
-    settings = _read(run.folder / "run.json")
-    return "seconds" in settings and _read(run.folder / "study.json").get("key") == _key(run)
+    """Whether the run was finished with these flags.
+
+    Raises:
+        SystemExit: Its folder does not tell with which flags it was begun.
+    """
+    is_own = study_note.read(run.folder).get("key") == _key(run)
+    return is_own and "seconds" in _settings(run.folder)
 
 
-def finish(run: Run, extra: Sequence[str] = ()) -> bool:
+def finish(run: Run, extra: Sequence[str] = (), lock: IO[str] | None = None) -> bool:
     """Do what is left of a run.
 
     Args:
         run: Which one.
         extra: More arguments of the recipe.
+        lock: See `study_process.call`.
 
     Returns:
         Whether it is finished now.
+
+    Raises:
+        SystemExit: Its folder does not tell with which flags it was begun.
+        OSError: Its folder is of other flags and cannot be removed, or it cannot be written.
     """
     if is_finished(run):
         print(f"{run.folder.name}: finished before.", flush=True)
         return True
-    if _read(run.folder / "study.json").get("key") != _key(run):
-        shutil.rmtree(run.folder, ignore_errors=True)  # of other flags
+    if study_note.read(run.folder).get("key", _key(run)) != _key(run):
+        shutil.rmtree(run.folder)  # of other flags
     run.folder.mkdir(parents=True, exist_ok=True)
-    note = {"key": _key(run), **machine.describe()}
-    (run.folder / "study.json").write_text(json.dumps(note, indent=2) + "\n")
+    study_note.write(run.folder, _key(run), machine.describe())
     launch = ["-m", "tfscale.cli", "run", "-np", str(run.ranks), sys.executable]
     words = [sys.executable, *(launch if run.ranks > 1 else []), str(RECIPES / f"{run.recipe}.py")]
     words += [*command(run)[1:], *extra, "--resume", *(["--report"] if run.ranks > 1 else [])]
     words += [f"--run_dir={run.folder.parent}", f"--run_name={run.folder.name}"]
     log = run.folder / "log.txt"
     print(f"{run.folder.name}: {' '.join(command(run))} on {run.ranks} rank(s)", flush=True)
-    with open(log, "a", encoding="utf-8") as file:
-        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    code = study_process.call(words, log, lock)
     if code:
         print(f"{run.folder.name}: failed with exit code {code}, see {log}.", flush=True)
     return code == 0 and is_finished(run)
@@ -161,17 +209,22 @@ def _outcome(run: Run) -> Outcome:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     steps = [line for line in lines("communication.jsonl") if line["kind"] == "step"]
-    note = _read(run.folder / "study.json")
-    made = {name: str(value) for name, value in note.items() if name != "key"}
+    made = study_note.parts(study_note.read(run.folder))
     return Outcome(run, lines("metrics.jsonl"), steps, made)
+
+
+def _slug(name: str) -> str:
+    """Return a configuration's name as its folder has it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _key(run: Run) -> str:
     return f"{run.ranks} {' '.join(command(run))}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return `run.json`; a run is continued where it is missing or damaged."""
     try:
-        return json.loads(path.read_text())
+        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}

@@ -1,5 +1,6 @@
 """Studies: what is run, what is not run again, and the numbers of the table."""
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -13,52 +14,27 @@ from absl.testing import flagsaver
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import batch_growth
-import machine
+import flag_rules
 import study_picture
 import study_report
 import study_runs
+import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
 
+from tests.helpers import fake_study
+from tests.helpers.fake_study import STUDY
 from tfscale.data import GlobalBatches
 
-STUDY = """
-TITLE = "Two batches"
-SHOWS = "Nothing."
-RECIPE = "fake"
-FLAGS = {"epochs": 3, "augment": False}
-CONFIGURATIONS = {"small batch": {"batch_size": 4}, "Large: 16": {"batch_size": 16, "report": True}}
-SEEDS = (1, 2)
-METRIC = "val_accuracy"
-THRESHOLD = ("val_loss", 0.5)
-COLUMNS = {
-    "largest batch": lambda epochs: max(line["batch_size"] for line in epochs),
-    "unknown of small ones": lambda epochs: None if epochs[0]["batch_size"] == 4 else 7,
-}
-"""
-# Halves its loss per epoch; fails where a file says so.
-FAKE = """
-import json, pathlib, sys
-flags = dict(a[2:].split("=") for a in sys.argv[1:] if "=" in a)
-folder = pathlib.Path(flags["run_dir"]) / flags["run_name"]
-with open(folder / "metrics.jsonl", "w") as file:
-    for epoch in range(1, 4):
-        batch = int(flags["batch_size"])
-        line = {"epoch": epoch, "train_seconds": 8 / batch, "batch_size": batch}
-        line |= {"val_loss": batch / 4 / 2**epoch, "val_accuracy": 0.5 + 0.1 * int(flags["seed"])}
-        file.write(json.dumps(line) + "\\n")
-if (pathlib.Path(__file__).parent / "fail").exists():
-    sys.exit(3)
-(folder / "run.json").write_text(json.dumps({"seconds": 1.0}))
-with open(folder / "calls", "a") as file:
-    file.write("x")
-"""
+ADAPTIVE_KEY = (
+    "2 recipes/resnet.py --data=fashion_mnist --images=20000 --depth=8 --epochs=30 "
+    "--schedule=constant --learning_rate=0.1 --batch_size=64 --batch_schedule=8:128,15:256,22:512 "
+    "--seed=1"
+)
 
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     monkeypatch.setattr(study_runs, "RECIPES", tmp_path)
-    (tmp_path / "fake.py").write_text(FAKE)
-    (tmp_path / "mine.py").write_text(STUDY)
-    return study_runs.load(str(tmp_path / "mine.py"))
+    return study_runs.load(fake_study.write(tmp_path))
 
 
 def _calls(runs):
@@ -136,7 +112,7 @@ def test_a_configuration_of_which_one_seed_misses_the_threshold_has_no_total_spe
     run = study_runs.Run("small batch", 1, 1, "fake", {}, Path())
     line = {"val_accuracy": 0.5, "train_seconds": 1.0, "batch_size": 1}
     hit, miss = ([{**line, "val_loss": loss}] for loss in (0.1, 0.9))
-    outcomes = [study_runs.Outcome(run, epochs, [], {}) for epochs in (hit, miss)]
+    outcomes = [study_runs.Outcome(run, epochs, [], []) for epochs in (hit, miss)]
     (summary,) = study_report.summaries(study, outcomes)
     assert summary.epochs_to_threshold is None and summary.seconds_to_threshold is None
 
@@ -151,15 +127,42 @@ def test_files_that_are_no_study_are_refused(tmp_path, study):
             study_runs.load(str(path))
 
 
-def test_the_machine_is_told_without_names_of_hosts_or_folders():
-    import os
+def test_names_that_would_share_a_folder_are_refused(tmp_path, study):
+    path = tmp_path / "alike.py"
+    path.write_text(STUDY.replace("small batch", "large (16)"))
+    with pytest.raises(SystemExit, match=r"differ in letters.*\['large \(16\)', 'Large: 16'\]"):
+        study_runs.load(str(path))
 
-    told = machine.describe()
-    assert set(told) == {"commit", "machine", "load", "versions"}
-    assert "cores" in told["machine"] and "GiB" in told["machine"]
-    assert "tensorflow 2." in told["versions"]
-    text = " ".join(told.values())
-    assert os.uname().nodename not in text and str(Path.home()) not in text
+
+def test_configurations_and_seeds_that_are_not_there_are_refused(study, tmp_path):
+    every = list(study_runs.runs(study, tmp_path))
+    assert study_runs.choose(study, every, "", []) == every
+    assert study_runs.choose(study, every, "batch", ["2"]) == [every[2]]
+    with pytest.raises(SystemExit, match="Received: 7. Choose from 1, 2"):
+        study_runs.choose(study, every, "", ["1", "7"])
+    with pytest.raises(SystemExit, match="Received: typo. Choose from: small batch; Large: 16"):
+        study_runs.choose(study, every, "typo", [])
+
+
+def test_runs_on_disk_are_recognised_by_the_key_that_they_have():
+    study = study_runs.load("adaptive_batch")
+    keys = [study_runs._key(run) for run in study_runs.runs(study, Path("runs"))]
+    assert keys[2] == ADAPTIVE_KEY
+
+
+def test_curves_differ_however_many_there_are(study, tmp_path, monkeypatch):
+    names = [str(number) for number in range(25)]
+    line = {"val_accuracy": 0.5, "val_loss": 0.1, "train_seconds": 1.0, "batch_size": 1}
+    outcomes = [
+        study_runs.Outcome(study_runs.Run(n, 1, 1, "fake", {}, tmp_path), [line], [], [])
+        for n in names
+    ]
+    figures = []
+    monkeypatch.setattr(study_picture.Figure, "savefig", lambda own, *_, **__: figures.append(own))
+    many = dataclasses.replace(study, configurations={name: {} for name in names})
+    study_picture.draw(many, outcomes, tmp_path / "many.png")
+    curves = figures[0].axes[0].lines
+    assert len({(curve.get_color(), curve.get_linestyle()) for curve in curves}) == 25
 
 
 @pytest.mark.parametrize(
@@ -180,4 +183,5 @@ def test_committed_studies_load_and_their_recipes_know_what_they_ask_for(path):
 def _require_flags(command):
     rest = flags.FLAGS(command)  # an error where there is no such flag, or no such value
     assert rest == command[:1]
+    flag_rules.check()
     batch_growth.callbacks(GlobalBatches(np.zeros((4096, 1)), batch_size=8), 8, Path("runs"))
