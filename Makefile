@@ -41,7 +41,8 @@ train: export TF_CPP_MIN_LOG_LEVEL ?= 2
 train: build
 	@$(BIN)/tfscale run -np $(NP) $(BIN)/python $(SCRIPT) --data $(DATA) $(ARGS)
 
-wheel: venv
+# After `build`, which the wheel shares its objects with: make -j must not compile both at once.
+wheel: build
 	@rm -rf build/lib build/lib.* build/bdist.* dist
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
 	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale.so > /dev/null

@@ -223,6 +223,7 @@ def main() -> None:
     subprocess.run([*PIP, "install", "--force-reinstall", "--no-deps", str(wheel)], check=True)
     subprocess.run([*PIP, "install", "cloudpickle", "psutil", "pyyaml", "packaging"], check=True)
     install_launcher()
+    FOLDER.mkdir(parents=True, exist_ok=True)  # a wheel that was there needed none
     subprocess.run([sys.executable, "-c", CHECK], check=True, cwd=FOLDER)
 
 

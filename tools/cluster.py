@@ -1,8 +1,8 @@
 """An emulated cluster on this machine: a network namespace per node, links with a rate.
 
-    sudo tools/cluster.py up -n 4
-    sudo tools/cluster.py run -np 4 --rate 1gbit -- python train.py
-    sudo tools/cluster.py down
+    sudo .venv/bin/python tools/cluster.py up -n 4
+    sudo .venv/bin/python tools/cluster.py run -np 4 --rate 1gbit -- .venv/bin/python train.py
+    sudo .venv/bin/python tools/cluster.py down
 
 `run` makes a cluster for itself where none is up, and removes it afterwards. The bytes that each
 node sent and received are printed as JSON. See docs/cluster.md.

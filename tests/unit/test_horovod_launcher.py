@@ -63,3 +63,21 @@ def test_forwarding_header(tool, tmp_path):
     environment = tool.build_environment(tmp_path, 3)
     assert environment["MAKEFLAGS"] == "-j3"
     assert environment["CPLUS_INCLUDE_PATH"].startswith(str(tmp_path))
+
+
+def test_a_wheel_that_is_there_is_installed_without_the_folder_of_a_build(
+    tool, monkeypatch, tmp_path
+):
+    folders = []
+
+    def run(words, **options):
+        folders.append(options.get("cwd"))
+        assert options.get("cwd") is None or options["cwd"].is_dir()
+
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "build" / "horovod")
+    monkeypatch.setattr(tool, "build_wheel", lambda wheels, jobs: wheels / "horovod.whl")
+    monkeypatch.setattr(tool, "install_launcher", lambda: None)
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(tool.sys, "argv", ["build_horovod.py", "--wheel-dir", str(tmp_path)])
+    tool.main()
+    assert folders[-1] == tool.FOLDER

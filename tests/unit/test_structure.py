@@ -178,6 +178,25 @@ def test_links_between_documents_lead_somewhere():
     assert not wrong
 
 
+def test_commands_in_tools_can_be_typed():
+    """A file that cannot be executed is named behind an interpreter."""
+    wrong = []
+    for path in (ROOT / "tools").glob("*.py"):
+        for line in (ast.get_docstring(parse(path)) or "").splitlines():
+            words = line.split() if line.startswith("    ") else []
+            named = [n for n, word in enumerate(words) if word == f"tools/{path.name}"]
+            if named and "python" not in words[named[0] - 1] and not path.stat().st_mode & 0o100:
+                wrong.append(f"{relative(path)}: {line.strip()}")
+    assert not wrong
+
+
+def test_the_library_is_compiled_by_one_target():
+    """Two of them at once, under make -j, would write the same objects."""
+    text = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^([\w-]+): (.*)$", text, re.MULTILINE))
+    assert "build" in needs["wheel"].split() and "build" in needs["horovod"].split()
+
+
 def test_versions_agree():
     """The supported TensorFlow is written once per place that needs it."""
     project = (ROOT / "pyproject.toml").read_text()

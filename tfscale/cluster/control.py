@@ -75,7 +75,7 @@ def existing(name: str) -> State:
     if state is None:
         raise ConfigError(
             f"The cluster must be up. Received: name={name!r}, which is not. "
-            "Run: tools/cluster.py up"
+            "Run: python tools/cluster.py up"
         )
     return state
 
