@@ -109,8 +109,8 @@ def reduce_results(model: keras.Model, snapshot: Snapshot) -> dict[str, Any]:
 def average_logs(model: keras.Model, logs: dict[str, Any], snapshots: dict[str, Snapshot]) -> None:
     """Replace the values of `logs` by those of all ranks together, in place.
 
-    A value made by metrics is recomputed from their reduced states. Any other number is averaged,
-    each rank counting the same; values that are no numbers are left alone.
+    A value made by metrics, a number or an array, is recomputed from their reduced states. Any
+    other number is averaged, each rank counting the same; all else is left alone.
 
     Collective: all ranks must call this, in the same order.
 
@@ -152,6 +152,7 @@ def average_logs(model: keras.Model, logs: dict[str, Any], snapshots: dict[str, 
 
 
 def _is_number(value: Any) -> bool:
+    """Tell whether a value is a number, or an array of them."""
     return np.asarray(value).dtype.kind in "fiu"
 
 
@@ -183,7 +184,8 @@ def _reduce(snapshot: Snapshot) -> list[np.ndarray]:
 
 def _kind(key: str, value: Any, snapshots: dict[str, Snapshot]) -> str:
     """Tell where a value comes from: "metric", "number" or "other"."""
-    if not isinstance(value, (int, float)):
+    is_number = isinstance(value, (int, float))
+    if not is_number and not (np.ndim(value) and _is_number(value)):
         return "other"
     for prefix, snapshot in snapshots.items():
         name = key.removeprefix(prefix)
@@ -193,9 +195,16 @@ def _kind(key: str, value: Any, snapshots: dict[str, Snapshot]) -> str:
         # A metric that returns its variable unchanged (keras.metrics.Sum) shows the validation's
         # value under the training's key, as Keras keeps a tensor that shares the buffer.
         for result in (taken.results.get(name) for taken in snapshots.values()):
-            if isinstance(result, float) and np.isclose(value, result, rtol=1e-5, equal_nan=True):
+            if _is_close(value, result):
                 return "metric"
-    return "number"
+    return "number" if is_number else "other"
+
+
+def _is_close(value: Any, result: Any) -> bool:
+    """Tell whether a value of the logs is what a metric gave, rounded at most."""
+    if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
+        return False
+    return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))
 
 
 def _mean(numbers: list[float]) -> float:
