@@ -143,6 +143,22 @@ def test_warmup_formula(size, capsys):
     assert "Epoch 3: finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("together", [2, 3, 8])
+def test_warmup_ends_where_steps_are_executed_together(together, momentum, capsys):
+    """Eight steps per epoch: the rate is that of the first one of each execution."""
+    model = model_with(keras.optimizers.SGD(0.4, momentum=momentum))
+    model.compile(model.optimizer, "mse", steps_per_execution=together)
+    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=2, factor=4, verbose=1)
+    rates, history = fit(model, [warmup], epochs=3, batch_size=1)
+    first = np.array([together * (batch // together) for batch in range(8)])[::together]
+    reached = np.concatenate([epoch + (first + 1) / 8 for epoch in (0, 1)])
+    expected = [*(0.1 * (reached * 3 / 2 + 1)), *[0.4] * len(first)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    assert history["lr"][1] == pytest.approx(0.4)
+    assert "finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
+
+
 def test_a_learning_rate_schedule_object_is_refused():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     model = model_with(keras.optimizers.SGD(schedule))

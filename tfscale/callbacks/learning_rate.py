@@ -30,7 +30,8 @@ class LearningRateScheduleCallback(Callback):
         start_epoch: First epoch, counted from 0, in which the callback acts.
         end_epoch: First epoch in which it does not act any more; None for no end.
         staircase: Whether the rate changes at the first batch of each epoch only. Otherwise it
-            changes at every batch, and the multiplier is given fractions of epochs. A multiplier
+            changes at every batch, or once per execution under `steps_per_execution`, and the
+            multiplier is given fractions of epochs, those of the batch that comes. A multiplier
             that is a number is always a staircase.
         momentum_correction: Whether to correct the momentum; see above.
         steps_per_epoch: Batches per epoch where `staircase` is False; by default what `fit` knows.
@@ -88,8 +89,7 @@ class LearningRateScheduleCallback(Callback):
         is_over = self.end_epoch is not None and self._epoch >= self.end_epoch
         if self._epoch < self.start_epoch or is_over or (self.staircase and batch > 0):
             return
-        fraction = 0.0 if self.staircase else batch / self._steps()
-        self._set_rate(self.initial_lr * self.multiplier(self._epoch + fraction))
+        self._set_rate_of_batch(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the rate to the logs as `lr`."""
@@ -113,6 +113,10 @@ class LearningRateScheduleCallback(Callback):
         if self._variable is None:
             self._variable = Rate(model, self.momentum_correction)
         return self._variable
+
+    def _set_rate_of_batch(self, batch: int) -> None:
+        fraction = 0.0 if self.staircase else batch / self._steps()
+        self._set_rate(self.initial_lr * self.multiplier(self._epoch + fraction))
 
     def _set_rate(self, rate: float) -> None:
         self._rate_of(self.model).set(rate)

@@ -16,8 +16,8 @@ class LearningRateScaling(LearningRateScheduleCallback):
 
     The target is `initial_lr * batch_size / base_batch_size` ("linear") or `initial_lr` times the
     root of that ("sqrt"). In batch b of epoch e of the warm-up the rate is
-    `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`. It does not depend on
-    the number of ranks.
+    `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`; under
+    `steps_per_execution` it changes once per execution. It does not depend on the number of ranks.
 
     Collective: all ranks must pass it to `fit`, with the same arguments.
 

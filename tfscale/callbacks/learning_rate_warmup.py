@@ -15,6 +15,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     In batch b of epoch e the multiplier is `(x * (factor - 1) / warmup_epochs + 1) / factor` with
     x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up gets `initial_lr`.
+    Under `steps_per_execution` the rate changes once per execution, to that of its first batch, and
+    is `initial_lr` once the last epoch of the warm-up has ended.
     By default the factor is the number of ranks, so with one process the rate is `initial_lr`
     throughout. For local SGD with G groups pass `initial_lr=G * lr, factor=G`, or the square root
     of G in both places.
@@ -55,7 +57,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say that the warm-up is over, if it is."""
+        """End the warm-up, if this was its last epoch."""
+        if epoch + 1 == self.end_epoch and self.model.steps_per_execution > 1:
+            # Its last batch had the rate of the first one of its execution.
+            self._set_rate_of_batch(self._steps() - 1)
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and runtime.rank() == 0:
             io_utils.print_msg(
