@@ -7,9 +7,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.errors import ConfigError
+
+_STRINGS = "USTO"  # kinds of dtypes; of objects only strings are let in
 
 
 class ArraySource:
@@ -22,7 +25,8 @@ class ArraySource:
         """Look the arrays over.
 
         Args:
-            x: Array of shape (samples, ...), or nested dict, tuple, list of them.
+            x: Array of shape (samples, ...), of numbers or strings, a list of strings, or nested
+                dict, tuple, list of these.
             y: The same for the targets, or None.
             sample_weight: The same for the weights, or None; needs `y`.
             is_shuffled: Take the samples in another order each epoch.
@@ -57,9 +61,11 @@ class ArraySource:
         return read
 
 
-def _take(array: np.ndarray, rows: Any) -> np.ndarray:
+def _take(array: np.ndarray, rows: Any) -> Any:
     """Return some rows, floats as `keras.config.floatx()` as `fit` on arrays gives them."""
     batch = array[rows] if isinstance(rows, slice) else np.take(array, rows, axis=0)
+    if batch.dtype.kind in _STRINGS:
+        return tf.constant(batch.astype(object), tf.string)
     is_float = np.issubdtype(batch.dtype, np.floating)
     return batch.astype(keras.config.floatx(), copy=False) if is_float else batch
 
@@ -69,15 +75,20 @@ def _as_arrays(structure: Any) -> Any:
     if isinstance(structure, dict):
         return {key: _as_arrays(value) for key, value in structure.items()}
     if isinstance(structure, (list, tuple)):
+        if structure and all(isinstance(value, (str, bytes)) for value in structure):
+            return np.array(structure, dtype=object)
         return tuple(_as_arrays(value) for value in structure)
     if not hasattr(structure, "shape"):
         raise ConfigError(
-            "x, y and sample_weight must be arrays, or dict, tuple, list of arrays. "
-            f"Received: {type(structure).__name__}. Convert it with numpy.asarray, or use "
+            "x, y and sample_weight must be arrays, lists of strings, or dict, tuple, list of "
+            f"these. Received: {type(structure).__name__}. Convert it with numpy.asarray, or use "
             "GlobalBatches.from_dataset for streams of records."
         )
     array = np.asarray(structure)
-    if array.ndim == 0 or array.dtype == object:
+    is_other = array.dtype == object and not all(
+        isinstance(value, (str, bytes)) for value in array.flat
+    )
+    if array.ndim == 0 or is_other:
         raise ConfigError(
             "Arrays must have a first axis that counts the samples and a numeric or string type. "
             f"Received: shape={array.shape}, dtype={array.dtype}. Use "

@@ -52,7 +52,8 @@ class GlobalBatches(keras.utils.PyDataset):
 
         Args:
             x: Array of shape (samples, ...), or nested dict, tuple, list of them. The
-                whole data on every rank (memory-mapped files cost nothing).
+                whole data on every rank (memory-mapped files cost nothing). Arrays and
+                lists of strings are served as string tensors.
             y: The same for the targets.
             batch_size: Samples of one step over all ranks; a multiple of their number.
             seed: Non-negative, the same on all ranks.
