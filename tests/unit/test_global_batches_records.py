@@ -215,6 +215,16 @@ def test_a_dataset_shorter_than_its_size_is_reported(files):
 
 
 @pytest.mark.parametrize(
+    ("served_by", "batch_size", "size", "drop", "step"),
+    [((0, 1), 20, 60, True, 3), ((0, 2), 16, 64, True, 4), ((0, 1), 44, 56, False, 2)],
+)
+def test_a_last_batch_that_is_cut_short_is_reported(files, served_by, batch_size, size, drop, step):
+    options = {"batch_size": batch_size, "size": size, "drop_remainder": drop}
+    with pytest.raises(ConfigError, match=f"ended at step {step} of {step}, with size={size}"):
+        list(from_files(files, served_by, **options))
+
+
+@pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
         (tf.data.Dataset.range(4).repeat(), {}, "Received: an infinite dataset. Remove repeat"),

@@ -158,12 +158,12 @@ class _EpochReader:
 
     def read(self, step: int) -> tuple:
         """Return this rank's slice of a step as (x,), (x, y) or (x, y, sample_weight)."""
-        self._slices.bounds(step)  # raises if the step is outside the epoch
+        start, stop = self._slices.bounds(step)  # raises if the step is outside the epoch
         with self._lock:
             if step in self._first_batches:
                 return self._first_batches[step]
             reader = self._take_reader(step)
-            batch = _as_batch(self._next(reader, step))
+            batch = _as_batch(self._next(reader, step, stop - start))
             if step < _KEPT_STEPS:
                 self._first_batches[step] = batch
             if step + 1 < self._slices.steps:
@@ -192,15 +192,15 @@ class _EpochReader:
         with tf.device("CPU:0"):
             return iter(dataset.with_options(options))
 
-    def _next(self, reader: Iterator, step: int) -> Any:
-        try:
-            return next(reader)
-        except StopIteration:
+    def _next(self, reader: Iterator, step: int, length: int) -> Any:
+        batch = next(reader, None)
+        if batch is None or any(part.shape[0] != length for part in tf.nest.flatten(batch)[:1]):
             raise ConfigError(
                 "The dataset must give the same number of records in every epoch. "
                 f"Received: it ended at step {step + 1} of {self._slices.steps}, with "
                 f"size={self._slices.samples}. Correct size, or leave it out."
-            ) from None
+            )
+        return batch
 
 
 def _as_batch(element: Any) -> tuple:
