@@ -125,6 +125,24 @@ def test_evaluation_on_the_same_data_changes_nothing():
     assert data.epoch == 3 and len(model.tested) == 4 * (3 + 3 + 1 + 1)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_batch_size_of_validation_data_changes_inside_one_fit(by_hand, capsys):
+    data, model = make(40, batch_size=10), Recorder()
+    valid = make(12, batch_size=4, shuffle=False, drop_remainder=False)
+
+    def change(callback, epoch):
+        valid.batch_size = (4, 6, 5)[epoch]
+
+    def evaluate(callback, epoch):
+        callback.model.evaluate(valid, verbose=0)
+
+    callbacks = [At(on_epoch_begin=change), *([At(on_epoch_end=evaluate)] if by_hand else [])]
+    options = {} if by_hand else {"validation_data": valid}
+    model.fit(data, epochs=3, verbose=0, callbacks=callbacks, **options)
+    assert [len(batch) for batch in model.tested] == [4, 4, 4, 6, 6, 5, 5, 2]
+    assert model.trained == expected(40, [10] * 3)
+
+
 def test_epochs_count_on_over_fits_and_respect_initial_epoch():
     data, model = make(40, batch_size=10), Recorder()
     model.fit(data, epochs=2, verbose=0)

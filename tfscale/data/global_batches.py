@@ -10,7 +10,7 @@ import keras
 
 from tfscale.data.arrays import ArraySource
 from tfscale.data.epochs import Epochs
-from tfscale.data.keras_pass import argument_of_fit, current_pass
+from tfscale.data.keras_pass import argument_of_fit, current_pass, data_of_fit
 from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
 from tfscale.data.step_count import StepCount
@@ -130,8 +130,9 @@ class GlobalBatches(keras.utils.PyDataset):
     def batch_size(self) -> int:
         """Samples of one step over all ranks.
 
-        Set it on all ranks alike. Inside `fit` the next epoch uses it: in a callback's
-        `on_epoch_begin` that is the epoch that begins. Elsewhere it holds at once.
+        Set it on all ranks alike. Inside `fit` the next epoch uses it, in a callback's
+        `on_epoch_begin` the one that begins; for data that is not trained on, the next
+        evaluation. Elsewhere it holds at once.
         """
         return self._epochs.batch_size
 
@@ -223,7 +224,7 @@ class GlobalBatches(keras.utils.PyDataset):
         caller = current_pass()
         caller.keep_order()
         if not caller.is_training:
-            if not caller.is_inside_fit:
+            if data_of_fit() is not self:  # or a training epoch may be under way
                 self._epochs.refresh()
             return
         caller.require_whole_epochs()
