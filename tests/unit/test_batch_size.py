@@ -73,6 +73,22 @@ def test_noise_scale_is_near_that_of_single_samples():
     assert stage.noise_scale == pytest.approx(expected, rel=0.25)
 
 
+def test_a_model_is_built_from_the_data():
+    def model_of(*first):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([*first, *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    built, other = model_of(keras.Input((3,))), model_of()
+    before = built.get_weights()
+    stages = [measure(model, make_data(), (8, 64), SAMPLES) for model in (built, other)]
+    assert stages[0] == stages[1]
+    for own, value in zip(other.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(own, value)
+
+
 def test_nothing_is_trained_or_moved():
     keras.utils.set_random_seed(0)
     layers = keras.layers

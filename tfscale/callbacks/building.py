@@ -67,20 +67,33 @@ def build_from_data(model: keras.Model) -> None:
     Raises:
         ConfigError: The shapes of the data do not suffice.
     """
+    # A dataset, whatever Keras calls it.
+    build_from_spec(model, lambda: epochs_of_fit()._get_iterator().element_spec)
+
+
+def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
+    """Build model, losses and metrics.
+
+    Args:
+        model: A compiled model.
+        spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
+
+    Raises:
+        ConfigError: These do not suffice.
+    """
     try:
-        dataset = epochs_of_fit()._get_iterator()  # a dataset, whatever Keras calls it
-        spec = keras.tree.map_structure(_symbol, dataset.element_spec)
-        model._symbolic_build(data_batch=spec)
+        model._symbolic_build(data_batch=keras.tree.map_structure(symbol_of, spec_of_data()))
     except Exception as error:
         raise ConfigError(
-            "The model must be built before its first update, so that all ranks start equal, and "
-            f"its shapes cannot be told from the data. Received: model={model.name!r} and "
+            "The model must be built before its first update, and its shapes cannot be told from "
+            f"the data. Received: model={model.name!r} and "
             f"{type(error).__name__}: {error}. Call the model on one batch before fit(), or use "
             "tfscale.prepare(model, sample_batch=...)."
         ) from error
 
 
-def _symbol(spec: Any) -> keras.KerasTensor | None:
+def symbol_of(spec: Any) -> keras.KerasTensor | None:
+    """Return the symbol of an array, or of what has shape and dtype of one; else None."""
     if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
         return None
     return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)

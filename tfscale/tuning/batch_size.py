@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfscale.callbacks import building
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.reading import read_batches
 from tfscale.errors import ConfigError
@@ -70,7 +71,8 @@ def measure(
     statistics and states of random numbers are as before afterwards.
 
     Args:
-        model: Compiled and built; its loss is what `compute_loss` returns.
+        model: Compiled; its loss is what `compute_loss` returns. It is built from the data, where
+            it is not built yet.
         data: What it trains on.
         batch_sizes: Two sizes or more.
         samples: Used for each size; at least the largest size.
@@ -81,7 +83,8 @@ def measure(
         One stage; the mean gradient g is that over batches of the largest size.
 
     Raises:
-        ConfigError: The sizes do not fit each other, the samples or the data.
+        ConfigError: The sizes do not fit each other, the samples or the data; or these do not
+            suffice to build the model.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the noise scale.
     """
@@ -93,6 +96,8 @@ def measure(
             f"Received: batch_sizes={list(batch_sizes)}, samples={samples}. Use smaller sizes, or "
             "more samples."
         )
+    if not building.is_built(model):
+        building.build_from_spec(model, lambda: _spec_of(next(read_batches(data, 1, seed))))
     kept = [(v, v.numpy()) for v in model.non_trainable_variables]
     try:
         gradient = _gradient_of(model)
@@ -144,6 +149,13 @@ def _gradient_of(model: keras.Model) -> Any:
         ]
 
     return gradient
+
+
+def _spec_of(batch: tuple) -> Any:
+    """Return the shapes of a batch of any size."""
+    return keras.tree.map_structure(
+        lambda part: tf.TensorSpec((None, *part.shape[1:]), part.dtype), batch
+    )
 
 
 def _unpack(batch: tuple) -> tuple:

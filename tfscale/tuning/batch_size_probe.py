@@ -15,6 +15,7 @@ import keras
 
 from tfscale import runtime
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.reading import weigh_classes
 from tfscale.errors import ConfigError
 from tfscale.tuning.batch_size import Stage, measure
 
@@ -25,7 +26,8 @@ class BatchSizeProbe(keras.callbacks.Callback):
     Args:
         data: What `fit` trains on.
         batch_sizes: See `measure`.
-        at_epochs: Epochs trained before each measurement; 0 is before the first step.
+        at_epochs: Epochs that this `fit` trained before each measurement; 0 is before its first
+            step, whatever number that epoch has.
         samples: See `measure`.
     """
 
@@ -37,16 +39,19 @@ class BatchSizeProbe(keras.callbacks.Callback):
         self.stages: list[Stage] = []
         self._data, self._sizes, self._samples = data, batch_sizes, samples
         self._left = sorted(set(at_epochs))
+        self._n_trained = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measure before this epoch, if that is asked for."""
-        self._measure(epoch)
+        self._measure()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measure after the last epoch that counts; the next one need not begin."""
-        self._measure(epoch + 1)
+        self._n_trained += 1
+        self._measure()
 
-    def _measure(self, epoch: int) -> None:
+    def _measure(self) -> None:
+        epoch = self._n_trained
         if self._left and self._left[0] == epoch:
             self._left.pop(0)
             self.stages.append(
@@ -135,23 +140,39 @@ def _probed(make_probe: Any) -> Iterator[None]:
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
         given = inspect.signature(fit).bind(model, *args, **options).arguments
-        data = _readable(given.get("x"), given.get("y"), given.get("sample_weight"))
-        given["callbacks"] = [*(given.get("callbacks") or []), make_probe(data)]
+        callbacks = given.get("callbacks") or []
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        given["callbacks"] = [*keras.tree.flatten(callbacks), make_probe(_readable(given))]
         return fit(**given)
 
     with mock.patch.object(keras.Model, "fit", probed_fit):
         yield
 
 
-def _readable(x: Any, y: Any, weights: Any) -> GlobalBatches:
+def _readable(given: dict[str, Any]) -> GlobalBatches:
+    """Return what `fit` is given to train on, with its weights."""
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
             "Gradients are measured in one process. Received: "
             f"{runtime.size()} ranks. Run `tfscale tune batch-size` without a launcher."
         )
+    if given.get("validation_split") and given.get("validation_data") is None:
+        raise ConfigError(
+            "The samples that are trained on must be known. Received: "
+            f"validation_split={given['validation_split']}. Split the data in the script, and pass "
+            "validation_data to fit."
+        )
+    data = _batches(given.get("x"), given.get("y"), given.get("sample_weight"))
+    weights = given.get("class_weight")
+    return data if weights is None else weigh_classes(data, weights)
+
+
+def _batches(x: Any, y: Any, weights: Any) -> GlobalBatches:
     if isinstance(x, GlobalBatches):
         return x
-    if hasattr(x, "shape") and y is not None:
+    is_array = hasattr(x, "shape") or isinstance(x, dict | list | tuple)
+    if is_array and y is not None:
         return GlobalBatches(x, y, sample_weight=weights, batch_size=1)
     raise ConfigError(
         "The script must train on data that can be read in batches of any size. Received: "
