@@ -22,6 +22,10 @@ class MetricAverageCallback(EpochCallback):
     attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. Numbers that no metric
     made are averaged, each rank counting the same.
 
+    One kind of state does not know its samples: the losses of single outputs, which Keras shows
+    for models with several, count each batch alike, whatever its size, unless that is known
+    beforehand (with `tfscale.data.GlobalBatches` it never is). Their sum, `loss`, counts samples.
+
     Callbacks that use metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) and callbacks
     that call `evaluate` themselves come after it. Within `fit` ranks communicate when an epoch
     ends and at no other time, so one rank may validate alone as long as it keeps the results out

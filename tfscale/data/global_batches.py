@@ -34,6 +34,10 @@ class GlobalBatches(keras.utils.PyDataset):
     that was broken off is served again. Evaluation, prediction and `for batch in data`
     read the present epoch's batches and never move it on. `batch_size` may be set
     between epochs, inside one `fit`: the next epoch uses it and Keras's progress bar
+
+    Where batches differ in size (`drop_remainder=False`) losses and metrics are those of
+    all samples, but for the losses of single outputs that Keras shows for models with
+    several: in those each batch counts alike.
     follows.
     """
 

@@ -30,8 +30,8 @@ _HINTS = {
     "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
     "ranks waits for them. To run a Keras callback on one rank, wrap it in "
     "tfscale.callbacks.RankZero on all of them.",
-    "batch size": "Give fit the same batch_size, or use tfscale.data.GlobalBatches, which weights "
-    "parts of different size.",
+    "batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
+    "which gives them equal parts of each batch.",
     "versions": "Install the same packages on every host.",
 }
 _HINT = "Run the same code with the same settings on every rank."
