@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import Watch, arrays, make_data, make_model
+from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks import BatchSizeSchedule, LearningRateScaling
 from tfscale.errors import ConfigError
 
@@ -42,8 +43,16 @@ def test_schedules_without_sense(sizes, text):
 
 
 def test_sizes_beyond_the_data():
-    with pytest.raises(ConfigError, match="Received: max_batch_size=49, samples=48"):
+    with pytest.raises(ConfigError, match="Received: size=49, samples=48. Use a smaller size"):
         make_model().fit(make_data(), verbose=0, callbacks=[BatchSizeSchedule({1: 49})])
+
+
+def test_sizes_that_the_ranks_cannot_share():
+    data = as_rank(make_data(), 0, 2)
+    with pytest.raises(ConfigError, match="batch_size=9, size=2") as error:
+        make_model().fit(data, verbose=0, callbacks=[BatchSizeSchedule({1: 9})])
+    assert "Name sizes that are multiples" in str(error.value)
+    assert "max_batch_size" not in str(error.value) and "active_ranks" not in str(error.value)
 
 
 def test_other_data():

@@ -22,6 +22,10 @@ from tfscale.tuning.growth_settings import GrowthSettings
 
 JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
+GROWTH_REMEDY = (
+    "Choose start_batch_size, factor and max_batch_size accordingly, or "
+    'active_ranks="grow", where a batch may be smaller than the number of ranks.'
+)
 
 
 def check_data(data: Any) -> None:
@@ -39,17 +43,28 @@ def check_data(data: Any) -> None:
         )
 
 
-def check_sizes(data: GlobalBatches, sizes: Sequence[int]) -> None:
+def check_sizes(
+    data: GlobalBatches,
+    sizes: Sequence[int],
+    name: str = "max_batch_size",
+    remedy: str = GROWTH_REMEDY,
+) -> None:
     """Refuse batch sizes that the data or the ranks cannot serve.
+
+    Args:
+        data: What is trained on.
+        sizes: Samples over all ranks, ascending.
+        name: What the user knows the largest size as.
+        remedy: What to do about a size that the ranks cannot share.
 
     Raises:
         ConfigError: The maximum is above the data, or a size cannot be shared out.
     """
     if sizes[-1] > data.samples:
         raise ConfigError(
-            "max_batch_size must not be larger than the number of samples, or an epoch has no "
-            f"step. Received: max_batch_size={sizes[-1]}, samples={data.samples}. Use a smaller "
-            "max_batch_size, or more data."
+            f"{name} must not be larger than the number of samples, or an epoch has no "
+            f"step. Received: {name}={sizes[-1]}, samples={data.samples}. Use a smaller "
+            f"{name}, or more data."
         )
     for size in sizes:
         try:
@@ -57,8 +72,7 @@ def check_sizes(data: GlobalBatches, sizes: Sequence[int]) -> None:
         except ConfigError as error:
             raise ConfigError(
                 f"Every batch size on the way, {list(sizes)}, must suit the ranks. Received: "
-                f"{error} Choose start_batch_size, factor and max_batch_size accordingly, or "
-                'active_ranks="grow", where a batch may be smaller than the number of ranks.'
+                f"{error} {remedy}"
             ) from error
 
 

@@ -50,7 +50,8 @@ class BatchSizeSchedule(Callback):
         check_data(data)
         if data is not self._data:
             self._data, self._first_size = data, data.batch_size
-        check_sizes(data, sorted({self._first_size, *self.sizes.values()}))
+        sizes = sorted({self._first_size, *self.sizes.values()})
+        check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the size of the epoch."""
