@@ -1,6 +1,7 @@
 """What AdaptiveBatchSize refuses, with the remedy."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -110,18 +111,30 @@ def test_a_backup_behind(tmp_path):
     )
 
 
-def test_a_model_that_is_not_built():
-    class Deferred(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.out = keras.layers.Dense(1)
+class Deferred(keras.Model):
+    """Knows its shapes from the first batch only."""
 
-        def call(self, x):
-            return self.out(x)
+    def __init__(self, looks_at_values=False):
+        super().__init__()
+        self.out, self.looks_at_values = keras.layers.Dense(1), looks_at_values
+        self.compile("sgd", "mse")
 
-    model = Deferred()
-    model.compile("sgd", "mse")
-    assert "Call it on a batch" in refused("which is not built", model=model)
+    def call(self, x):
+        return self.out(x[x.numpy()[0, 0] > 0 :] if self.looks_at_values else x)
+
+
+def test_a_model_that_is_not_built_is_built_from_the_data():
+    data, model = make_data(), Deferred()
+    first, look = [], keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: first.append(model.out.kernel.numpy())
+    )  # fmt: skip
+    history = model.fit(data, epochs=3, verbose=0, callbacks=[adaptive(data), look]).history
+    assert history["batch_size"] == [6, 6, 12] and np.all(np.isfinite(history["theta"]))
+    assert first[0].shape == (4, 1)
+
+
+def test_a_model_that_cannot_be_built_from_the_data():
+    assert "Call the model on one batch" in refused("its shapes cannot", model=Deferred(True))
 
 
 def test_noise_scale_on_one_process():

@@ -158,6 +158,8 @@ def check_fit(callback: Any, data: GlobalBatches, warmup_epochs: int) -> None:
         data: What it controls.
         warmup_epochs: Epochs in which another callback may set the learning rate.
 
+    A model that is not built is built from the data.
+
     Raises:
         ConfigError: With the remedy.
     """
@@ -167,12 +169,9 @@ def check_fit(callback: Any, data: GlobalBatches, warmup_epochs: int) -> None:
             f"another object, {type(data_of_fit()).__name__}, in fit. Pass the same GlobalBatches "
             "to both."
         )
-    if not building.is_built(callback.model):
-        raise ConfigError(
-            "The first parameters must be known when training begins. Received: "
-            f"model={callback.model.name!r}, which is not built. Call it on a batch before fit, "
-            "or use tfscale.prepare(model, sample_batch=...)."
-        )
+    if not building.is_built(callback.model):  # the first parameters must be known
+        building.build_from_data(callback.model)
+        building.build_optimizer(callback.model)
     check_rate(type(callback).__name__, callback.model)
     _check_order(callback, callbacks_of_fit(), warmup_epochs)
 
