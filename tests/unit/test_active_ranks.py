@@ -20,7 +20,7 @@ def served(data):
 def make(rank, size, batch_size, **options):
     x = np.arange(24, dtype="float32")
     data = as_rank(GlobalBatches(x, -x, batch_size=size, seed=3, **options), rank, size)
-    use_active_ranks(data, "grow")
+    use_active_ranks(data)
     data.batch_size = batch_size
     return data
 
@@ -69,7 +69,7 @@ def test_records():
     for rank, factor in ((0, 2.0), (2, 0.0)):
         data = GlobalBatches.from_dataset(records, batch_size=4, shuffle_buffer=0)
         as_rank(data, rank, 4)
-        use_active_ranks(data, "grow")
+        use_active_ranks(data)
         x, _, w = served(data)[0]
         assert x.tolist() == [0.0, 1.0]
         assert w.tolist() == [0.5 * factor] * 2
@@ -80,12 +80,12 @@ def test_an_epoch_opened_before_gets_weights_too():
     data = GlobalBatches(x, x, batch_size=4)
     as_rank(data)
     assert len(data[0]) == 2
-    use_active_ranks(data, "grow")
+    use_active_ranks(data)
     assert len(data[0]) == 3
 
 
 def test_data_without_targets_are_refused():
     data = as_rank(GlobalBatches(np.arange(8.0), batch_size=4), 0, 4)
-    use_active_ranks(data, "grow")
+    use_active_ranks(data)
     with pytest.raises(ConfigError, match="Received: data without y"):
         data[0]

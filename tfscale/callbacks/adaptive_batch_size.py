@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tfscale import runtime
 from tfscale.callbacks.adaptive_checks import bounds_of, check_data, check_fit, check_settings
 from tfscale.callbacks.adaptive_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.adaptive_rate import AdaptiveRate
 from tfscale.callbacks.adaptive_record import AdaptiveRecord
 from tfscale.callbacks.epochs import EpochCallback
-from tfscale.data.active_ranks import count_active, use_active_ranks
+from tfscale.callbacks.growing_ranks import begin_with_surplus
+from tfscale.data.active_ranks import may_have_surplus
+from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit
 from tfscale.tuning.growth import GrowthControl
@@ -32,8 +33,9 @@ class AdaptiveBatchSize(EpochCallback):
     How everything is defined:
 
     * F of an epoch is its mean training loss (`logs["loss"]`, regularization included), averaged
-      over ranks; F_0 the loss of the first global batch. w_0 are the trainable variables before
-      the first step, after any broadcast. theta = (F_0 - F) / ||w_0 - w|| at the end of an epoch.
+      over ranks; F_0 that of the first global batch, or of all batches of the first execution
+      under `steps_per_execution`. w_0 are the trainable variables before the first step, after
+      any broadcast. theta = (F_0 - F) / ||w_0 - w|| at the end of an epoch.
     * Epochs n count from 1, which is the first epoch of the `fit` behind `warmup_epochs`. Those do
       not count for anything, and the rate is left alone in them: a warm-up callback may set it.
       The rate they end with is the initial one.
@@ -58,7 +60,8 @@ class AdaptiveBatchSize(EpochCallback):
 
     Collective: all ranks must pass it to `fit`, at the same place. Order: BackupAndRestore,
     broadcast, MetricAverageCallback, this, then what uses metrics. Each `fit` starts afresh,
-    except with a backup to go on from.
+    except with a backup to go on from. At its end the data has its own batch size again; the rate
+    stays, and is the initial one for another instance.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
@@ -126,20 +129,20 @@ class AdaptiveBatchSize(EpochCallback):
         """
         super().__init__()
         check_data(data)
+        put_back_settings(data)  # of a `fit` that broke off
         self.data = data
-        low, high = bounds_of(interval, signal)
         self._settings = GrowthSettings(
             sizes=ladder(start_batch_size or data.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
-            rule=IntervalRule(rule, tolerance, low, high),
+            rule=IntervalRule(rule, tolerance, *bounds_of(interval, signal)),
             saturation=saturation,
             decay=decay,
             decay_epochs=tuple(decay_epochs),
             warmup_epochs=warmup_epochs,
         )
-        self._has_surplus = use_active_ranks(data, active_ranks)
+        self._has_surplus = may_have_surplus(active_ranks)
         self._momentum_correction = momentum_correction
         self._record = AdaptiveRecord(log_path, verbose)
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
@@ -157,7 +160,10 @@ class AdaptiveBatchSize(EpochCallback):
         if settings.rule.high is None:
             settings = with_largest_interval(settings, epochs and epochs - first)
         check_fit(self, self.data, settings.warmup_epochs)
-        check_settings(settings, self.data, first, self._has_surplus)
+        with keep_settings(self.data):
+            if self._has_surplus:
+                begin_with_surplus(self.data)
+            check_settings(settings, self.data, first, self._has_surplus)
         self._control = GrowthControl(settings)
         self._measures.start()
         former = getattr(self, "_rate", None)
@@ -198,9 +204,11 @@ class AdaptiveBatchSize(EpochCallback):
         if self.is_void:
             return
         self._n_warmup_left = max(0, self._n_warmup_left - 1)
-        batch, rate = self._batch(), self._rate.value()
+        control = self._control
+        batch = EpochBatch.of(control.batch_size, control.next_size, self._has_surplus)
+        rate = self._rate.value()
         measures = self._measures.end_epoch(self.model, logs, batch)
-        decision = self._control.end_epoch(epoch, measures)
+        decision = control.end_epoch(epoch, measures)
         shown = {"batch_size": batch.size, "learning_rate": rate, "theta": decision.theta}
         if self._settings.signal == "noise_scale":
             shown["noise_scale"] = measures.noise_scale
@@ -212,6 +220,11 @@ class AdaptiveBatchSize(EpochCallback):
         )
         if logs is not None:
             logs.update(shown)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Give the data its own batch size back."""
+        super().on_train_end(logs)
+        put_back_settings(self.data)
 
     def backup_state(self) -> dict[str, Any]:
         """Return all that decides what comes, for `BackupAndRestore`."""
@@ -232,12 +245,3 @@ class AdaptiveBatchSize(EpochCallback):
         """Return what another number of ranks goes on with, given the states of all ranks."""
         measures = self._measures.merge([state["measures"] for state in states])
         return {**states[0], "measures": measures}
-
-    def _batch(self) -> EpochBatch:
-        def active(batch_size: int) -> int:
-            size = runtime.size()
-            return count_active(batch_size, size) if self._has_surplus else size
-
-        size, larger = self._control.batch_size, self._control.next_size
-        next_local = None if larger is None else larger // active(larger)
-        return EpochBatch(size, active(size), next_local)

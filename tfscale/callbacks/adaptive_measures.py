@@ -12,6 +12,7 @@ import numpy as np
 
 from tfscale import objects, runtime
 from tfscale.callbacks import model_state
+from tfscale.data.active_ranks import count_active
 from tfscale.errors import ConfigError
 from tfscale.tuning.growth import Measures
 from tfscale.tuning.memory import MemoryGuard
@@ -32,6 +33,21 @@ class EpochBatch:
     size: int
     active: int
     next_local: int | None
+
+    @classmethod
+    def of(cls, size: int, larger: int | None, has_surplus: bool) -> EpochBatch:
+        """Return how the ranks of this job share batches.
+
+        Args:
+            size: Samples over all ranks.
+            larger: Of the next larger batch; None if there is none.
+            has_surplus: Whether ranks may be left over.
+        """
+
+        def active(batch_size: int) -> int:
+            return count_active(batch_size, runtime.size()) if has_surplus else runtime.size()
+
+        return cls(size, active(size), None if larger is None else larger // active(larger))
 
     @property
     def local(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tfscale.callbacks.adaptive_checks import check_data, check_sizes
 from tfscale.callbacks.base import Callback
+from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
@@ -17,8 +18,8 @@ class BatchSizeSchedule(Callback):
     """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
 
     The learning rate is left alone: growing the batch takes the place of its decay. Before the
-    first epoch named, the data's own batch size holds. `fit` must train on
-    `tfscale.data.GlobalBatches`. The size is added to the logs as `batch_size`.
+    first epoch named, the data's own batch size holds; the data has it again when `fit` ends. `fit`
+    must train on `tfscale.data.GlobalBatches`. The size is added to the logs as `batch_size`.
 
     Collective: all ranks must pass it to `fit`, with the same arguments.
 
@@ -48,10 +49,10 @@ class BatchSizeSchedule(Callback):
         super().on_train_begin(logs)
         data = data_of_fit()
         check_data(data)
-        if data is not self._data:
+        with keep_settings(data):
             self._data, self._first_size = data, data.batch_size
-        sizes = sorted({self._first_size, *self.sizes.values()})
-        check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
+            sizes = sorted({data.batch_size, *self.sizes.values()})
+            check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the size of the epoch."""
@@ -64,6 +65,12 @@ class BatchSizeSchedule(Callback):
         super().on_epoch_end(epoch, logs)
         if logs is not None:
             logs["batch_size"] = self.size_of(epoch)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Give the data its own batch size back."""
+        super().on_train_end(logs)
+        assert self._data is not None
+        put_back_settings(self._data)
 
     def size_of(self, epoch: int) -> int:
         """Return the batch size of an epoch."""

@@ -29,27 +29,27 @@ def count_active(batch_size: int, size: int) -> int:
     return next((n for n in divisors if batch_size % n == 0), 1)
 
 
-def use_active_ranks(data: Any, active_ranks: str) -> bool:
-    """Let batches be shared by as many ranks as they feed, from the next pass on.
-
-    Args:
-        data: GlobalBatches; with "grow" it needs targets and serves sample weights from now on.
-        active_ranks: "grow", or "all" to change nothing.
-
-    Returns:
-        Whether there may be surplus ranks.
+def may_have_surplus(active_ranks: str) -> bool:
+    """Return whether ranks may be left over, given what a user chose.
 
     Raises:
-        ConfigError: `active_ranks` is neither.
+        ConfigError: It is neither "all" nor "grow".
     """
     if active_ranks not in ("all", "grow"):
         raise ConfigError(
             f"active_ranks must be 'all' or 'grow'. Received: active_ranks={active_ranks!r}. "
             "Use 'all' if in doubt."
         )
-    if active_ranks == "grow":
-        data._epochs.allow_surplus_ranks()
     return active_ranks == "grow"
+
+
+def use_active_ranks(data: Any) -> None:
+    """Let batches be shared by as many ranks as `count_active` says, from the next pass on.
+
+    Args:
+        data: GlobalBatches; it needs targets and serves sample weights from now on.
+    """
+    data._epochs.allow_surplus_ranks()
 
 
 def active_slices(slices: BatchSlices) -> BatchSlices:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from tfscale.data.active_ranks import active_slices, weighted
 from tfscale.data.slices import BatchSlices, check_integer, check_slices
 from tfscale.data.step_count import StepCount
+from tfscale.errors import ConfigError
 
 
 class BatchSource(Protocol):
@@ -47,6 +48,7 @@ class Epochs:
         self.has_surplus_ranks = False  # a batch may be shared by fewer ranks than there are
         self.steps = StepCount()  # of the epoch being served
         self.rank_and_size: tuple[int, int] | None = None  # set by tests only
+        self.kept: tuple[int, bool] | None = None  # what a `fit` that changes settings began with
         self._open: OpenEpoch | None = None
 
     def present(self) -> OpenEpoch:
@@ -74,9 +76,43 @@ class Epochs:
         return self._open
 
     def allow_surplus_ranks(self) -> None:
-        """Share a batch among as many ranks as it feeds; the others get weight 0."""
+        """Let fewer ranks than there are share a batch; the others get weight 0."""
         self.has_surplus_ranks = True
         self._open = None
+
+    def keep(self) -> None:
+        """Remember batch size and surplus ranks, which a `fit` is about to change."""
+        self.put_back()
+        self.kept = self.batch_size, self.has_surplus_ranks
+
+    def put_back(self) -> None:
+        """Return to what `keep` remembered, also where the `fit` in between broke off."""
+        if self.kept is not None:
+            (self.batch_size, self.has_surplus_ranks), self.kept = self.kept, None
+            self._open = None
+
+    def state(self) -> dict[str, int]:
+        """Return what decides the coming batches."""
+        return {
+            "epoch": self.number,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "samples": self.source.samples,
+        }
+
+    def restore_order(self, state: dict[str, int]) -> None:
+        """Take seed and number of the epoch from a `state`.
+
+        Raises:
+            ConfigError: It belongs to data of another length.
+        """
+        if state["samples"] != self.source.samples:
+            raise ConfigError(
+                "The state must come from the same data. Received: "
+                f"state['samples']={state['samples']}, samples={self.source.samples}. Start afresh."
+            )
+        self.seed = check_integer("seed", state["seed"], 0)
+        self.number = check_integer("epoch", state["epoch"], 0)
 
     def slices(self, batch_size: Any) -> BatchSlices:
         """Return how this rank would share in batches of another size.

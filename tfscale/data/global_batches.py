@@ -14,7 +14,6 @@ from tfscale.data.keras_pass import argument_of_fit, current_pass, data_of_fit
 from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
 from tfscale.data.step_count import StepCount
-from tfscale.errors import ConfigError
 
 
 class GlobalBatches(keras.utils.PyDataset):
@@ -34,11 +33,11 @@ class GlobalBatches(keras.utils.PyDataset):
     that was broken off is served again. Evaluation, prediction and `for batch in data`
     read the present epoch's batches and never move it on. `batch_size` may be set
     between epochs, inside one `fit`: the next epoch uses it and Keras's progress bar
+    follows.
 
     Where batches differ in size (`drop_remainder=False`) losses and metrics are those of
     all samples, but for the losses of single outputs that Keras shows for models with
     several: in those each batch counts alike.
-    follows.
     """
 
     def __init__(
@@ -146,6 +145,8 @@ class GlobalBatches(keras.utils.PyDataset):
         if self._epochs.is_ready():
             self._epochs.slices(value)
         self._epochs.batch_size = value
+        if current_pass().caller is None:
+            self._epochs.kept = None  # whatever a `fit` that broke off began with
         self._refresh_if_idle()
 
     @property
@@ -173,12 +174,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def state(self) -> dict[str, int]:
         """Return what decides the coming batches, for a checkpoint."""
-        return {
-            "epoch": self.epoch,
-            "batch_size": self.batch_size,
-            "seed": self._epochs.seed,
-            "samples": self.samples,
-        }
+        return self._epochs.state()
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue where `state()` was taken, also at another number of ranks.
@@ -187,13 +183,7 @@ class GlobalBatches(keras.utils.PyDataset):
             ConfigError: The state belongs to data of another length, or its batch size
                 does not suit the number of ranks.
         """
-        if state["samples"] != self.samples:
-            raise ConfigError(
-                "The state must come from the same data. Received: "
-                f"state['samples']={state['samples']}, samples={self.samples}. Start afresh."
-            )
-        self._epochs.seed = check_integer("seed", state["seed"], 0)
-        self._epochs.number = check_integer("epoch", state["epoch"], 0)
+        self._epochs.restore_order(state)
         self.batch_size = state["batch_size"]
 
     # What Keras calls.

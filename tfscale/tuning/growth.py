@@ -19,7 +19,7 @@ class Measures:
     """What all ranks together saw of an epoch.
 
     Attributes:
-        first_cost: Loss of the first global batch of the run.
+        first_cost: Loss of the first global batch of the run, or of its first execution.
         cost: Mean loss of the epoch.
         distance: ||w_0 - w|| at its end.
         noise_scale: In samples; NaN where it was not measured.
