@@ -116,8 +116,9 @@ class AdaptiveBatchSize(EpochCallback):
                 once per `interval` (1 if None). It needs two ranks and an exchange that sums whole
                 gradients.
             active_ranks: "grow" lets a batch be smaller than 2 samples per rank: the surplus ranks
-                repeat another rank's slice with weight 0 and join as the batch grows. Metrics
-                without weights count these repetitions.
+                repeat another rank's slice with weight 0 and join as the batch grows. It needs
+                losses that are means. Metrics without weights and losses that layers add, such as
+                activity regularizers, count these repetitions.
             momentum_correction: As in `LearningRateScheduleCallback`.
             log_path: JSON lines, one per epoch, written by rank 0; None: none.
             verbose: 1 writes a line on rank 0 whenever something changes.
@@ -125,7 +126,8 @@ class AdaptiveBatchSize(EpochCallback):
         Raises:
             ConfigError: An argument does not fit. When training begins, also if `fit` trains on
                 other data, a batch size does not suit the ranks, the learning rate is a schedule
-                outside of `tfscale.ScalableSchedule`, or callbacks contradict each other.
+                outside of `tfscale.ScalableSchedule`, callbacks contradict each other, or with
+                "grow" there is `class_weight` or a loss that is no mean.
         """
         super().__init__()
         check_data(data)
@@ -162,7 +164,7 @@ class AdaptiveBatchSize(EpochCallback):
         check_fit(self, self.data, settings.warmup_epochs)
         with keep_settings(self.data):
             if self._has_surplus:
-                begin_with_surplus(self.data)
+                begin_with_surplus(self.data, self.model)
             check_settings(settings, self.data, first, self._has_surplus)
         self._control = GrowthControl(settings)
         self._measures.start()

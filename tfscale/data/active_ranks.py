@@ -43,13 +43,15 @@ def may_have_surplus(active_ranks: str) -> bool:
     return active_ranks == "grow"
 
 
-def use_active_ranks(data: Any) -> None:
+def use_active_ranks(data: Any, weighs_samples: bool = True) -> None:
     """Let batches be shared by as many ranks as `count_active` says, from the next pass on.
 
     Args:
         data: GlobalBatches; it needs targets and serves sample weights from now on.
+        weighs_samples: Serve one weight for each sample. False: one for the whole batch, which
+            suits losses of any shape.
     """
-    data._epochs.allow_surplus_ranks()
+    data._epochs.allow_surplus_ranks(weighs_samples)
 
 
 def active_slices(slices: BatchSlices) -> BatchSlices:
@@ -68,7 +70,9 @@ def active_slices(slices: BatchSlices) -> BatchSlices:
     )
 
 
-def weighted(read: Callable[[int], Any], rank: int, active: int, size: int) -> Callable[[int], Any]:
+def weighted(
+    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool = True
+) -> Callable[[int], Any]:
     """Return a reader whose sample weights make the mean over all ranks that of the active ones.
 
     Args:
@@ -76,6 +80,7 @@ def weighted(read: Callable[[int], Any], rank: int, active: int, size: int) -> C
         rank: This rank.
         active: Number of active ranks, those below it.
         size: Number of ranks.
+        weighs_samples: Whether weights that are made here have shape (samples,), or (1,).
 
     Returns:
         A function returning (x, y, sample_weight). Weights of active ranks are multiplied by
@@ -94,7 +99,9 @@ def weighted(read: Callable[[int], Any], rank: int, active: int, size: int) -> C
         if len(batch) == 3:
             weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
             return x, y, weight
-        count = len(keras.tree.flatten(x)[0])
+        # Keras aligns weights with the last axes of a loss, so (samples,) suits losses of that
+        # shape only.
+        count = len(keras.tree.flatten(x)[0]) if weighs_samples else 1
         return x, y, np.full((count,), factor, dtype=keras.config.floatx())
 
     return read_weighted

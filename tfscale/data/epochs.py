@@ -46,6 +46,7 @@ class Epochs:
         self.number = 0
         self.batch_size = 1
         self.has_surplus_ranks = False  # a batch may be shared by fewer ranks than there are
+        self.weighs_samples = True  # their weights: one for each sample, or one for the batch
         self.steps = StepCount()  # of the epoch being served
         self.rank_and_size: tuple[int, int] | None = None  # set by tests only
         self.kept: tuple[int, bool] | None = None  # what a `fit` that changes settings began with
@@ -70,14 +71,18 @@ class Epochs:
             read = self.source.open_epoch(*key)
             if self.has_surplus_ranks:
                 rank, size = self._rank_and_size()
-                read = weighted(read, rank, key[2].size, size)
+                read = weighted(read, rank, key[2].size, size, self.weighs_samples)
             self._open = OpenEpoch(*key, read)
             self.steps.value = self._open.slices.steps
         return self._open
 
-    def allow_surplus_ranks(self) -> None:
-        """Let fewer ranks than there are share a batch; the others get weight 0."""
-        self.has_surplus_ranks = True
+    def allow_surplus_ranks(self, weighs_samples: bool = True) -> None:
+        """Let fewer ranks than there are share a batch; the others get weight 0.
+
+        Args:
+            weighs_samples: Serve one weight for each sample; False: one for the whole batch.
+        """
+        self.has_surplus_ranks, self.weighs_samples = True, weighs_samples
         self._open = None
 
     def keep(self) -> None:

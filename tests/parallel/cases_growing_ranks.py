@@ -1,0 +1,112 @@
+"""Ranks that join as the batch grows: losses of sequences, fits that follow, what is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tfscale.callbacks import (
+    AdaptiveBatchSize,
+    BatchSizeSchedule,
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+)
+from tfscale.data.slices import epoch_order
+
+SAMPLES, STEPS, RATE = 48, 5, 0.0625
+SIZES = (2, 4, 8)
+
+
+def arrays():
+    random = np.random.default_rng(3)
+    return random.normal(size=(SAMPLES, STEPS, 3)), random.integers(0, 4, (SAMPLES, STEPS))
+
+
+def compiled(loss=None, wrap=tfscale.DistributedOptimizer, shape=(STEPS, 3)):
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential([keras.Input(shape)] if shape else [])
+    model.add(keras.layers.Dense(4))
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(wrap(keras.optimizers.SGD(RATE)), loss)
+    return model
+
+
+def make_data():
+    return tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
+
+
+def fit(model, data, **options):
+    """Train with a fresh callback whose batch doubles after each epoch."""
+    growth = {"interval": 1, "momentum_correction": False, "log_path": None}
+    callbacks = [
+        BroadcastGlobalVariablesCallback(0),
+        MetricAverageCallback(),
+        AdaptiveBatchSize(
+            data, SIZES[-1], start_batch_size=SIZES[0], active_ranks="grow", **growth
+        ),
+    ]
+    options = {"epochs": len(SIZES), "verbose": 0, **options}
+    return model.fit(data, callbacks=callbacks, **options).history
+
+
+def by_hand(n_fits):
+    """Train one plain model; the rate grows with the batch, from where the fit before left it."""
+    model = compiled(wrap=lambda optimizer: optimizer)
+    x, y = arrays()
+    rate = RATE
+    for epoch in range(n_fits * len(SIZES)):
+        size = SIZES[epoch % len(SIZES)]
+        model.optimizer.learning_rate = rate * size / SIZES[0]
+        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
+            model.train_on_batch(x[rows], y[rows])
+        if size == SIZES[-1]:
+            rate *= SIZES[-1] / SIZES[0]
+    return model
+
+
+@sizes(1, 2, 3, 4, timeout_s=120)
+def case_losses_of_sequences_equal_one_process_in_each_fit():
+    with float64():
+        model, data = compiled(), make_data()
+        for n_fits in (1, 2):
+            history = fit(model, data)
+            assert tuple(history["batch_size"]) == SIZES
+            assert data.batch_size == 24 and len(data[0]) == 2
+            alone = by_hand(n_fits)
+            for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
+                np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+        require_equal_ranks(model.variables)
+
+
+@sizes(1, 2, 3, 4, timeout_s=120)
+def case_a_model_without_shapes_grows_as_one_with_them():
+    with float64():
+        model, deferred = compiled(), compiled(shape=None)
+        expected, history = fit(model, make_data()), fit(deferred, make_data())
+    assert history["batch_size"] == expected["batch_size"]
+    for own, other in zip(deferred.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
+
+
+@sizes(1, 2, 3, 4)
+def case_a_schedule_begins_with_the_size_of_the_data():
+    model, data = compiled(), make_data()
+    for _ in range(2):
+        callbacks = [BroadcastGlobalVariablesCallback(0), BatchSizeSchedule({1: 48})]
+        history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+        assert history["batch_size"] == [24, 48]
+        assert data.batch_size == 24
+
+
+@sizes(1, 2, 3, 4)
+def case_weights_that_would_not_count_are_refused():
+    data = make_data()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    require_error(lambda: fit(compiled(loss), data), "reduction='sum'")
+    weights = dict.fromkeys(range(4), 1.0)
+    require_error(lambda: fit(compiled(), data, class_weight=weights), "class_weight in fit")
+    assert len(data[0]) == 2

@@ -1,0 +1,112 @@
+"""Losses, metrics and options of fit where some ranks have weight 0."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.unit.callback_models import single_job  # noqa: F401
+from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
+from tests.unit.test_global_batches import as_rank
+from tfscale.callbacks.growing_ranks import has_wide_losses
+from tfscale.data import GlobalBatches
+from tfscale.data.active_ranks import count_active, use_active_ranks
+from tfscale.errors import ConfigError
+
+BATCH = 4  # feeds two ranks
+RANDOM = np.random.default_rng(0)
+SEQUENCES = RANDOM.normal(size=(8, 5, 3)).astype("float32")
+IMAGES = RANDOM.normal(size=(8, 2, 3, 3)).astype("float32")  # as wide as a slice has samples
+CLASSES = RANDOM.integers(0, 7, (8, 5))
+MANY = RANDOM.integers(0, 2, (8, 5, 7)).astype("float32")
+CASES = {
+    "one value": (SEQUENCES[:, 0], SEQUENCES[:, 0, :1], 1, "mse"),
+    "vectors": (SEQUENCES[:, 0], SEQUENCES[:, 0], 3, "mse"),
+    "sequences": (SEQUENCES, SEQUENCES[..., :2], 2, "huber"),
+    "classes": (SEQUENCES, CLASSES, 7, "sparse_categorical_crossentropy"),
+    "many classes": (SEQUENCES, MANY, 7, "binary_crossentropy"),
+    "images": (IMAGES, IMAGES[..., :1], 1, "mse"),
+}
+
+
+def model_of(x, units, loss, is_subclass):
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.Dense(units, "sigmoid")
+    if is_subclass:
+
+        class Subclass(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.layer = layer
+
+            def call(self, x):
+                return self.layer(x)
+
+        model = Subclass()
+    else:
+        model = keras.Sequential([keras.Input(x.shape[1:]), layer])
+    metric = "sparse_categorical_crossentropy" if loss.startswith("sparse") else "mae"
+    others = [keras.metrics.AUC(), keras.metrics.Recall()] if loss.startswith("binary") else []
+    model.compile("sgd", loss, weighted_metrics=[metric, *others])
+    return model
+
+
+@pytest.mark.parametrize("is_subclass", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_mean_over_ranks_is_the_loss_of_the_batch(case, is_subclass):
+    x, y, units, loss = CASES[case]
+    model, wide = model_of(x, units, loss, is_subclass), []
+    look = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: wide.append(has_wide_losses(model))
+    )
+    alone = as_rank(GlobalBatches(x, y, batch_size=BATCH, shuffle=False))
+    model.fit(alone, verbose=0, callbacks=[look])
+    assert wide == [x.ndim > 2]
+    expected = model.evaluate(alone, verbose=0)
+    results = []
+    for rank in range(5):
+        data = as_rank(GlobalBatches(x, y, batch_size=5, shuffle=False), rank, 5)
+        use_active_ranks(data, weighs_samples=not wide[0])
+        data.batch_size = BATCH
+        results.append(model.evaluate(data, verbose=0))
+    losses, averages, *_ = zip(*results, strict=True)
+    assert count_active(BATCH, 5) == 2 and losses[2:] == (0.0, 0.0, 0.0)
+    assert np.mean(losses) == pytest.approx(expected[0], rel=1e-5)
+    assert np.mean(averages[:2]) == pytest.approx(expected[1], rel=1e-5)
+
+
+def refused(text, loss="mse", **options):
+    data, model = make_data(), make_model()
+    model.compile("sgd", loss)
+    with pytest.raises(ConfigError, match=text) as error:
+        callback = adaptive(data, active_ranks="grow")
+        model.fit(data, verbose=0, callbacks=[callback], **options)
+    assert len(data[0]) == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum", "none", None])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_losses_that_are_no_means(reduction, is_nested):
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    text = f"reduction={reduction!r} of 'mean_squared_error'"
+    assert "Use reduction='sum_over_batch_size'" in refused(text, [loss] if is_nested else loss)
+
+
+def test_weights_of_classes():
+    text = refused("Received: class_weight in fit", class_weight={0: 1.0})
+    assert "GlobalBatches(sample_weight=)" in text
+
+
+def test_data_without_targets():
+    x, _ = arrays()
+    data = GlobalBatches(x, batch_size=6)
+    with pytest.raises(ConfigError, match="Received: data without y"):
+        make_model().fit(data, verbose=0, callbacks=[adaptive(data, active_ranks="grow")])
+    assert len(data[0]) == 1
+
+
+def test_losses_that_are_means():
+    for loss in (keras.losses.MeanSquaredError(), keras.losses.mean_squared_error, ["mse"]):
+        data, model = make_data(), make_model()
+        model.compile("sgd", loss)
+        model.fit(data, verbose=0, callbacks=[adaptive(data, active_ranks="grow")])
