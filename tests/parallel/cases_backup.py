@@ -80,6 +80,43 @@ def case_a_sharded_run_goes_on_after_an_interruption():
     interrupt_and_go_on(tfscale.Sharded)
 
 
+def train_twice(backup, *others, seed=4, is_first_run=True):
+    """Return weights, and the numbers of the second fit's epochs.
+
+    A program that is started again leaves out its first fit, which is over.
+    """
+    keras.utils.set_random_seed(6)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=seed)
+    start, numbers = BroadcastGlobalVariablesCallback(0), []
+    if is_first_run:
+        model.fit(data, epochs=2, verbose=0, callbacks=[start])
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: numbers.append(data.epoch)
+    )
+    with contextlib.suppress(Interruption):
+        callbacks = [*([BackupAndRestore(backup)] if backup else []), *others, start, note]
+        model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
+    return [v.numpy() for v in model.variables], numbers[::5]
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_a_later_fit_goes_on_with_its_order():
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    with float64():
+        expected, numbers = train_twice(None)
+        train_twice(own_folder, InterruptAfter(2))
+        restored, rest = train_twice(own_folder, seed=9, is_first_run=False)
+    assert numbers == [2, 3, 4, 5]
+    assert rest == numbers[2:]
+    for own, value in zip(restored, expected, strict=True):
+        np.testing.assert_array_equal(own, value)
+
+
 @sizes(2)
 def case_keras_own_backup_is_refused():
     try:

@@ -33,8 +33,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     With `save_freq="epoch"` a backup is written when the next epoch begins: all callbacks have
     then ended theirs. Beside weights and optimizer it holds the states of callbacks such as
-    `AdaptiveBatchSize`, and of the layers' random numbers (dropout), so that a run goes on bit by
-    bit where operations are deterministic.
+    `AdaptiveBatchSize`, of the layers' random numbers (dropout), and seed and epoch of
+    `tfscale.data.GlobalBatches`, so that a run goes on bit by bit where operations are
+    deterministic, also in a later `fit` on the same data.
 
     Under local SGD rank 0 also writes each group's own model, optimizer state and place within the
     interval, when the first step of the next epoch begins; with `ParameterAveraging` those of each
@@ -139,6 +140,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         states = [c.backup_state() for c in backup_state.resumable_callbacks()]
         own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
         own["keras_callbacks"] = read_keras_callbacks()
+        own["data"] = backup_state.data_state()
         backup_state.write_state(self.backup_dir, place, [own, *states])
         if self.double_checkpoint:
             backup_files.copy_aside(self._weights_path, self._prev_weights_path)
@@ -192,6 +194,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"{own['callbacks']}. Pass the same callbacks, or remove the backup."
             )
         self._numbers = own.get("keras_callbacks", ())
+        backup_state.restore_order(own.get("data"))
         # Each rank's own seed, as the backup knows it; a rank that was not there keeps what it has.
         rank, known = runtime.rank(), own["seeds"]
         self._seeds = [*known, *self._seeds[len(known) :]][: runtime.size()]

@@ -1,4 +1,4 @@
-"""What a backup holds beside weights and optimizer: states of callbacks, and of random numbers.
+"""What a backup holds beside weights and optimizer: of callbacks, random numbers and data.
 
 One file for each `Place`, whose name it bears, so that the file that belongs to the weights is
 known whatever was interrupted; see `backup_files`.
@@ -7,6 +7,7 @@ known whatever was interrupted; see `backup_files`.
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
@@ -15,10 +16,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfscale import runtime
 from tfscale.callbacks.backup_files import STATES, Place
 from tfscale.checkpoints.parts import write_aside
-from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.errors import ConfigError
+
+logger = logging.getLogger("tfscale")
 
 State = dict[str, Any]
 
@@ -87,6 +92,34 @@ def restore_seeds(variables: list[keras.Variable], seeds: list[int], drawn: list
     """Go on with a seed of one's own, as many numbers in as the backup was."""
     for variable, seed, count in zip(variables, seeds, drawn, strict=False):
         variable.assign(np.array([seed, count], dtype=np.uint32))
+
+
+def data_state() -> dict[str, int] | None:
+    """Return the state of the `GlobalBatches` that the running `fit` trains on; else None."""
+    data = data_of_fit()
+    return data.state() if isinstance(data, GlobalBatches) else None
+
+
+def restore_order(state: dict[str, int] | None) -> None:
+    """Let the data of the running `fit` go on with the order of samples that it had.
+
+    The batch size is for callbacks to set. Other data than before keeps its own order.
+
+    Args:
+        state: What `data_state` returned; None in backups that do not tell.
+    """
+    data = data_of_fit()
+    if state is None or not isinstance(data, GlobalBatches):
+        return
+    if state["samples"] == data.samples:
+        data.restore({**state, "batch_size": data.batch_size})
+    elif runtime.rank() == 0:
+        logger.warning(
+            "The run goes on with other data than before: %d samples, and %d in the backup. Their "
+            "order begins anew.",
+            data.samples,
+            state["samples"],
+        )
 
 
 def _path(folder: str, place: Place) -> Path:
