@@ -25,7 +25,7 @@ def test_changes_are_a_commit_of_their_own(monkeypatch, changes):
 
 
 def test_no_paths_and_no_kernel_are_recorded(monkeypatch):
-    words = ["step", "--output", "/home/me/r.json", "--rounds", "5", "--output=/home/me/r.json"]
+    words = ["step", "--output", "/data/me/r.json", "--rounds", "5", "--output=/data/me/r.json"]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
     about = provenance.describe()
     assert about["command"] == ["python", "-m", "benchmarks", "step", "--rounds", "5"]

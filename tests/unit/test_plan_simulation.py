@@ -108,6 +108,15 @@ def test_replicated_layers_pay_for_the_whole_batch():
     assert simulate(scenario, sharded).compute_s == pytest.approx(2 * 3 * 5 * 2 + weights / 4)
 
 
+def test_activations_of_the_first_layer_do_not_travel_steps_ahead():
+    machine = Machine("any", 0.01, 4e10, 1e6, 1e9, 1e9, 0.0)
+    scenario = Scenario(LayerTable("dense", (dense("a", 2, 1),)), machine, 24, 1)
+    part = Part("partial", (0, 1))
+    plan = ExchangePlan((part,), overlap=True, lazy=(), has_forward_gathers=False)
+    predicted = simulate(scenario, plan)
+    assert predicted.step_s >= predicted.communication_s * (1 - 1e-6)
+
+
 def tables():
     sizes = st.tuples(st.integers(1, 10**6), st.floats(1, 1e9), st.booleans(), st.integers(1, 999))
 
