@@ -221,9 +221,9 @@ class _Builder:
 
     def _join_steps(self) -> None:
         """Let the forward pass, and what is sent before it, wait for the step before."""
-        for place, task in enumerate(self.tasks):
-            if task.stream == COMMUNICATION and not task.after:  # inputs of the first layer
-                self.tasks[place] = replace(task, after_previous=(self.backward[0],))
+        for number, own in enumerate(self.tasks):
+            if own.stream == COMMUNICATION and not own.after:  # inputs of the first layer
+                self.tasks[number] = replace(own, after_previous=(self.backward[0],))
         needed: dict[int, set[int]] = {0: {self.backward[0]}}
         for part, final in self.finals:
             if final < 0:
