@@ -76,8 +76,8 @@ void ScaleInPlace(T* data, size_t count, double scale) {
   // The mean of integers is a division: 49 * (1.0 / 49) is a little less than 1.
   const double divisor = std::round(1.0 / scale);
   // Not by -1: the least integer divided by it ends the process.
-  const bool is_mean = std::abs(divisor * scale - 1.0) < 1e-12 && std::abs(divisor) > 1 &&
-                       std::abs(divisor) < 1e9;
+  const bool is_mean =
+      std::abs(divisor * scale - 1.0) < 1e-12 && std::abs(divisor) > 1 && std::abs(divisor) < 1e9;
   if (std::is_integral<T>::value && is_mean) {
     for (size_t i = 0; i < count; ++i) data[i] /= static_cast<T>(divisor);
     return;
