@@ -20,7 +20,7 @@ class Unwanted : public Operation {
 
  protected:
   void Begin() override { transfers_->Receive(data_.data(), data_.size(), source_, channel_.tag); }
-  void Advance(const std::vector<int>&) override {}
+  void Advance(const std::vector<int>&) override {}  // what has arrived is not looked at
   void Finish() override { SetDone(); }
 
  private:

@@ -87,7 +87,7 @@ class PlanQueue {
   void FinishHandshake();
 
   const PlanSpec spec_;
-  const bool is_patient_;
+  const bool is_patient_;  // of spec_: asked in every round of the communication thread
   const Group& group_;
   std::vector<std::deque<Task>> waiting_;  // per slot
   std::vector<int64_t> n_arrived_;         // per slot

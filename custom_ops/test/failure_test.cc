@@ -15,13 +15,6 @@ namespace tfscale {
 namespace testing {
 namespace {
 
-EngineOptions ShortLimits() {
-  EngineOptions options = SmallOptions();
-  options.stall_warning_s = 0.1;
-  options.stall_shutdown_s = 0.5;
-  return options;
-}
-
 std::vector<int> All(const Job& job) {
   return job.Ranks([](int) { return true; });
 }

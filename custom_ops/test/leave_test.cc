@@ -13,13 +13,6 @@ namespace tfscale {
 namespace testing {
 namespace {
 
-EngineOptions ShortLimits() {
-  EngineOptions options = SmallOptions();
-  options.stall_warning_s = 0.1;
-  options.stall_shutdown_s = 0.5;
-  return options;
-}
-
 // The communication thread of this rank does nothing meanwhile, as if it were dead.
 void Deafen(int ms) {
   // It is refused at once, there.

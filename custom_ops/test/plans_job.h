@@ -13,6 +13,14 @@
 namespace tfscale {
 namespace testing {
 
+// Waiting is reported, and given up, within a test.
+inline EngineOptions ShortLimits() {
+  EngineOptions options = SmallOptions();
+  options.stall_warning_s = 0.1;
+  options.stall_shutdown_s = 0.5;
+  return options;
+}
+
 // Small integers: the sum over any ranks is exact, so its bits are known.
 inline float ValueOf(int rank, size_t i, int seed) {
   return static_cast<float>((rank + 1) * 3 + static_cast<int>(i % 11) + seed % 13);

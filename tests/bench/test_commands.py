@@ -1,7 +1,6 @@
 """`python -m benchmarks` and `make bench`."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +66,6 @@ esac
 """
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(
     ("status", "has_results"), [(0, True), (1, True), (3, False)], ids=["well", "failed", "refused"]
 )

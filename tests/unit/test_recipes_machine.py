@@ -35,7 +35,8 @@ def checkout(tmp_path, monkeypatch):
     try:
         git("init")
     except FileNotFoundError:
-        pytest.skip("no git here")
+        # Only this fixture needs git: sources from an archive are tested without it.
+        pytest.skip("no git here to make a checkout with")
     git("add", ".")
     git("commit", "-m", "all")
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "recipes" / "machine.py"))

@@ -29,7 +29,7 @@ from pathlib import Path
 path = Path(__file__).with_name("pid")
 path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
-time.sleep(120)
+time.sleep(120)  # beyond DEADLINE_S: only a signal ends it in time; and no orphan stays for ever
 """
 # Waits for a command that does not hear SIGTERM.
 PATIENT = """

@@ -107,10 +107,10 @@ class Accumulator:
 
     @property
     def is_before_exchange(self) -> bool:
-        """Whether the next batch is the last of its cycle."""
-        return any(
-            int(c.count.numpy()) % self._passes == self._passes - 1 for c in self._cycles.values()
-        )
+        """Whether the next batch is the last of the cycle of the variables trained last."""
+        if self._current is None:
+            return False
+        return int(self._current.count.numpy()) % self._passes == self._passes - 1
 
     def drop_cycle(self) -> int:
         """Forget the batches since the last exchange, and return how many they were."""
