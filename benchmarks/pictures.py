@@ -11,11 +11,19 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from benchmarks.gathers import gathers_of
+from benchmarks.kernels import BACKWARD, FORWARD
 from benchmarks.numbers import bus_bandwidth
-from benchmarks.rows import MEMORY, Row, step_limit, systems_of
+from benchmarks.rows import MEMORY, Row, Runs, step_limit, systems_of
 from benchmarks.step_tables import name_of
 
 _COLOURS = {"horovod": "tab:orange", "mwms": "tab:red", "mpi": "tab:brown"}
+_PASS_COLOURS = {"gathers": "tab:green", FORWARD: "tab:blue", BACKWARD: "tab:orange"}
+_PASS_ROWS = {
+    "gathers": "gathers on the wire",
+    FORWARD: "forward pass",
+    BACKWARD: "back-propagation",
+}
 
 
 def draw_collectives(rows: Sequence[Row], folder: Path) -> None:
@@ -71,6 +79,22 @@ def _draw_panel(axis: plt.Axes, row: Row) -> None:
     axis.tick_params(labelsize=7)
     axis.set_title(f"{row.case}, {row.place}, {row.n_ranks} ranks", fontsize=9)
     axis.set_xlabel("ms per step", fontsize=8)
+
+
+def draw_gathers(runs: Runs, folder: Path) -> None:
+    """Draw the last run's last step of rank 0: when gathers and kernels ran."""
+    found = gathers_of(runs)
+    if not found:
+        return
+    last = found[-1]
+    figure, axis = plt.subplots(figsize=(9, 2.4))
+    for height, name in enumerate(reversed(_PASS_ROWS)):
+        spans = [(begin, end - begin) for begin, end in last["picture"][name]]
+        axis.broken_barh(spans, (height - 0.4, 0.8), color=_PASS_COLOURS[name])
+    axis.set_yticks(range(len(_PASS_ROWS)), [*reversed(_PASS_ROWS.values())])
+    axis.set_xlabel("ms since the first gather of a step was sent")
+    axis.set_title(f"{last['group']}, rank 0 of {last['n_ranks']}", fontsize=10)
+    _save(figure, folder / "benchmarks-gathers.png")
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

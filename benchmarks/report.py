@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sessions
+from benchmarks.gathers import gathers_of, gathers_table
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
 from benchmarks.step_tables import group_table, overhead_table, summary
@@ -103,6 +104,10 @@ def report(content: dict[str, Any], title: str) -> str:
     for suite, heading in _HEADINGS.items():
         if rows := collect(runs, suite):
             parts += [f"## {heading}\n", overhead_table(rows, suite)]
+    if gathers_of(runs):
+        parts += ["## What the gather of parameters hides behind\n"]
+        parts += ["![one step](benchmarks-gathers.png)\n"]
+        parts += [gathers_table(runs)]
     if collectives:
         parts += ["## Allreduce\n", "![bus bandwidth](benchmarks-allreduce.png)\n"]
         parts += [collectives_table(collectives)]
@@ -123,10 +128,11 @@ def main() -> None:
     above, mark, _ = (path.read_text() if path.exists() else "").partition(_MARK)
     page = above + mark + "\n" + report(content, "") if mark else report(content, "Benchmarks")
     path.write_text(page)
-    from benchmarks.pictures import draw_collectives, draw_steps
+    from benchmarks.pictures import draw_collectives, draw_gathers, draw_steps
 
     draw_collectives(collect(content["runs"], "collectives"), options.output)
     draw_steps(collect(content["runs"], "step"), options.output)
+    draw_gathers(content["runs"], options.output)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ WORKLOADS = {
     "vgg_like": Workload(lambda: vgg(VGG_LIKE, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
     "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
     "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
-    # A forward pass that is long enough to hide the gather of parameters at 1 Gbit/s.
+    # Forward passes that are long enough to hide the gather of parameters at 1 Gbit/s.
     "resnet50_128": Workload(lambda: resnet50((64, 64, 3)), 128, (64, 64, 3), 1000),
+    "resnet50_256": Workload(lambda: resnet50((64, 64, 3)), 256, (64, 64, 3), 1000),
     "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
     # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
     "fc1": Workload(fc1, 256, (25088,), 4096),

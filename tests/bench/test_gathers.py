@@ -1,0 +1,97 @@
+"""What the gather of parameters hides behind: names of kernels, shares of time, table, picture."""
+
+import pytest
+
+from benchmarks.gathers import gathers_table
+from benchmarks.kernels import BACKWARD, FORWARD, by_pass, kernels_of
+from benchmarks.pictures import draw_gathers
+from benchmarks.worker_gathers import picture, shares_of
+
+STEP = {"forward": 0.5, "backward": 0.25, "exposed": 0.25}
+RUN = {
+    "suite": "gathers",
+    "group": "resnet50 1gbit",
+    "n_ranks": 4,
+    "samples": {"wire": [0.6, 0.6]},
+    "shares": [[STEP, STEP], [{**STEP, "forward": 0.7}, STEP]],
+    "ahead_s": [[0.1, 0.1], [0.1, 0.1]],
+    "picture": {"gathers": [[0.0, 10.0]], FORWARD: [[5.0, 20.0]], BACKWARD: [[-9.0, -1.0]]},
+}
+
+
+def test_kernels_are_told_apart_by_their_names():
+    events = [
+        ("net/conv/Relu:_FusedConv2D", 0, 1),
+        ("net_3/dense/BiasAdd:Add", 1, 2),
+        ("gradient_tape/net/conv/Conv2DBackpropFilter:Conv2DBackpropFilter", 2, 3),
+        ("gradient_tape_1/net/mul:Mul", 3, 4),
+        ("net/conv/TfscaleAwait:TfscaleAwait", 4, 5),
+        ("network/conv/Relu:Relu", 5, 6),
+        ("net/conv", 6, 7),
+        ("sgd/AssignSubVariableOp:AssignSubVariableOp", 7, 8),
+    ]
+    passes = by_pass("net", events, 100)
+    assert passes == {FORWARD: [(100, 101), (101, 102)], BACKWARD: [(102, 103), (103, 104)]}
+    numbered = by_pass("net_2", [("net_2/a:Mul", 0, 1), ("net_2_1/a:Mul", 1, 2)], 0)
+    assert len(numbered[FORWARD]) == 2
+
+
+def test_kernels_of_a_step_lie_within_it():
+    import keras
+    import tensorflow as tf
+
+    import tfscale
+    from tfscale.trace.clocks import clock_ns
+
+    tfscale.init()
+    layer = keras.layers.Dense(32)
+    model = keras.Sequential([keras.Input((32,)), layer], name="net")
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2)
+        return tape.gradient(loss, layer.kernel.value)
+
+    x = tf.ones((64, 32))
+    step(x)
+    times = []
+
+    def run():
+        times.append(clock_ns())
+        step(x)
+        times.append(clock_ns())
+
+    passes = kernels_of("net", run)
+    slack = 10_000_000  # between the two clocks; the process may be off the core meanwhile
+    for spans in passes.values():
+        assert spans
+        assert all(times[0] - slack < b <= e < times[1] + slack for b, e in spans)
+    assert min(passes[FORWARD]) < min(passes[BACKWARD])
+
+
+def test_every_moment_of_the_gathers_is_hidden_once_or_exposed():
+    # On the wire in 0..10 and 20..30; both passes run in 5..7.
+    gathers = [(0, 8), (4, 10), (20, 30)]
+    passes = {FORWARD: [(5, 7), (25, 40)], BACKWARD: [(-5, 2), (5, 7)]}
+    shares = shares_of(gathers, passes)
+    assert shares == pytest.approx({"forward": 7 / 20, "backward": 2 / 20, "exposed": 11 / 20})
+    assert shares_of(gathers, {FORWARD: [], BACKWARD: []})["exposed"] == 1
+
+
+def test_the_table_and_the_picture_of_gathers(tmp_path):
+    failed = {"suite": "gathers", "error": "exit code 1"}
+    line = gathers_table([RUN, failed, {"suite": "step"}]).splitlines()[-1]
+    assert "| resnet50 1gbit | 4 ranks | 600 (600..600) | 50 % (50..55) | 25 % (25..25) |" in line
+    assert line.endswith("| 100 (100..100) |")
+    draw_gathers([failed], tmp_path)
+    assert not list(tmp_path.iterdir())
+    draw_gathers([RUN], tmp_path)
+    assert (tmp_path / "benchmarks-gathers.png").stat().st_size > 1000
+
+
+def test_the_picture_shows_what_is_near_the_gathers():
+    ms = 1_000_000
+    passes = {FORWARD: [(10 * ms, 11 * ms), (11 * ms + 9, 12 * ms), (999 * ms, 1000 * ms)]}
+    shown = picture([(2 * ms, 10 * ms)], {**passes, BACKWARD: []})
+    assert shown == {"gathers": [[0.0, 8.0]], FORWARD: [[8.0, 10.0]], BACKWARD: []}
