@@ -16,6 +16,9 @@ EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 # Steps from one average over the groups to the next; only whole intervals are measured.
 _INTERVALS = {"local8": 8, "local16": 16}
 
+# Steps and steps for warming up of models whose steps are so short that a few of them tell little.
+_SHORT = {"resnet20": (40, 5), "edsr16": (10, 2)}
+
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take about an hour.
 _ONCE = ("mwms", *(f"tfscale-{name}" for name in _INTERVALS))
@@ -79,6 +82,8 @@ def step_cells(choice: Choice) -> list[Cell]:
 def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
     """Return the cells of one model at one place."""
     counts = {QUICK: (3, 1), TABLE: (6, 2), FULL: (10, 2)}[choice.extent]
+    if model in _SHORT and choice.extent != QUICK:
+        counts = _SHORT[model]
     group, n_ranks = f"{model} {place}", 2 if place == MEMORY else 4
     cells = []
     for system in _systems(model, place, choice):

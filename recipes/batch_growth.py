@@ -19,6 +19,10 @@ flags.DEFINE_integer(
     "adaptive_interval", 0,
     "With --adaptive-batch, epochs from one growth to the next; 0: read off theta.", lower_bound=0,
 )  # fmt: skip
+flags.DEFINE_enum(
+    "adaptive_signal", "theta", ["theta", "noise_scale"],
+    "With --adaptive-batch, what lets the batch grow.",
+)  # fmt: skip
 flags.DEFINE_list(
     "batch_schedule", [], "Batches set beforehand, at a constant rate, as in 30:512,60:1024."
 )
@@ -50,6 +54,7 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
             train,
             FLAGS.adaptive_batch,
             interval=FLAGS.adaptive_interval or None,
+            signal=FLAGS.adaptive_signal,
             learning_rate_rule=FLAGS.scaling,
             decay_epochs=decays,
             log_path=folder / "adaptive.jsonl",

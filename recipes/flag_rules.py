@@ -32,6 +32,7 @@ def check() -> None:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if not FLAGS.adaptive_batch:
         refuse("--adaptive-interval needs --adaptive-batch.", {"adaptive_interval": 0})
+        refuse("--adaptive-signal needs --adaptive-batch.", {"adaptive_signal": "theta"})
 
 
 def refuse(reason: str, without_effect: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ def one_process(monkeypatch):
         ("--average-every 1 --exchange sharded", "Received: --exchange sharded"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
+        ("--adaptive-signal noise_scale", "--adaptive-signal needs --adaptive-batch"),
         ("--batch-schedule 3:256 --adaptive-interval 3", "needs --adaptive-batch"),
     ],
 )
