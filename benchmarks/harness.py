@@ -54,7 +54,8 @@ def measure(
     begins a session of its own, in which nothing is done yet.
 
     Args:
-        cells: In the order in which the cells of a group take turns.
+        cells: In the order in which the cells of a group take turns, in every second round
+            backwards.
         n_rounds: Times that each group's cells are gone through.
         path: JSON; written after each run, so that a run that was interrupted can go on.
         timeout_s: Limit of one run.
@@ -69,8 +70,10 @@ def measure(
     groups = dict.fromkeys(cell.group for cell in cells)
     with cluster_for([cell.place for cell in cells], max(cell.n_ranks for cell in cells)):
         for group in groups:
+            turns = [cell for cell in cells if cell.group == group]
             for number in range(n_rounds):
-                for cell in (c for c in cells if c.group == group):
+                # To and fro: none always comes behind the same other one, or last.
+                for cell in turns[:: -1 if number % 2 else 1]:
                     if (*cell.key, number) in done or 0 < cell.most_rounds <= number:
                         continue
                     run = {"session": session, "round": number, **run_cell(cell, timeout_s)}

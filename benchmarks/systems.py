@@ -93,18 +93,22 @@ class Compute:
 
 
 class Tfscale:
-    """tfscale's optimizer, with one of its strategies of exchange."""
+    """tfscale's optimizer, with one of its strategies of exchange; "-bf16" behind it compresses."""
 
     def __init__(self, exchange: str) -> None:
         import tfscale
 
         tfscale.init()
-        self.exchange, self.tfscale = exchange, tfscale
+        self.tfscale = tfscale
+        self.exchange, wire, _ = exchange.partition("-bf16")
+        self.compression = tfscale.Compression.bf16 if wire else tfscale.Compression.none
         self.rank, self.size = tfscale.rank(), tfscale.size()
 
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, which exchanges by itself."""
-        wrapped = self.tfscale.DistributedOptimizer(optimizer, exchange=self._strategy(case))
+        wrapped = self.tfscale.DistributedOptimizer(
+            optimizer, exchange=self._strategy(case), compression=self.compression
+        )
         self._optimizer = wrapped
         case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
         self.tfscale.prepare(case.model)

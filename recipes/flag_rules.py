@@ -27,7 +27,8 @@ def check() -> None:
             refuse(reason, {"schedule": "constant"})
     if FLAGS.average_every:
         reason = "With --average-every ranks train on their own and exchange no gradients."
-        refuse(reason, {"exchange": None, "groups": 1, "interval": None})
+        none = {"exchange": None, "groups": 1, "interval": None, "compression": "none"}
+        refuse(reason, none)
     else:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if not FLAGS.adaptive_batch:

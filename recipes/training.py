@@ -51,6 +51,7 @@ flags.DEFINE_integer(
     lower_bound=1,
 )  # fmt: skip
 flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
+flags.DEFINE_enum("compression", "none", ["none", "fp16", "bf16"], "What travels between ranks.")
 flags.DEFINE_enum(
     "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
 )
@@ -123,7 +124,7 @@ def learning_rate(batch: int, steps_per_epoch: int) -> Any:
 
 
 def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Return the optimizer that exchanges gradients as --exchange and --groups say.
+    """Return the optimizer that exchanges as --exchange, --groups and --compression say.
 
     Under float16 the loss scale stays inside, so that all ranks see the same gradients and skip
     the same steps. With --average-every ranks exchange none, and the optimizer stays as it is.
@@ -135,7 +136,8 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
         exchange = tfscale.LocalSGD(FLAGS.groups, FLAGS.interval, within=exchange)
-    return hvd.DistributedOptimizer(optimizer, exchange=exchange)
+    compression = getattr(tfscale.Compression, FLAGS.compression)
+    return hvd.DistributedOptimizer(optimizer, exchange=exchange, compression=compression)
 
 
 def parse_exchange(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -23,17 +24,24 @@ def optimizers_of(model: keras.Model) -> list[Any]:
         model: Any Keras model, compiled or not.
 
     Returns:
-        `model.optimizer` first, then other optimizers that are attributes of the model or items
-        of a list attribute, in the order of the attributes, which is equal on all ranks.
+        `model.optimizer` first, then other optimizers that are attributes of the model or in a
+        list, tuple or dict among them, in the order of the attributes, which is equal on all ranks.
     """
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
     unique: dict[int, Any] = {}
-    for item in found:
+    for item in _items([getattr(model, "optimizer", None), *vars(model).values()], set()):
         if isinstance(item, keras.optimizers.Optimizer):
             unique.setdefault(id(unwrap(item)._iterations), item)
     return list(unique.values())
+
+
+def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Yield values and those in containers among them; `seen` has the ids of the latter."""
+    for value in values:
+        if not isinstance(value, (list, tuple, dict)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            yield from _items(value.values() if isinstance(value, dict) else value, seen)
 
 
 def trains_all(model: keras.Model) -> bool:
@@ -63,9 +71,12 @@ def config_of(optimizer: Any) -> dict[str, Any]:
         optimizer: A Keras optimizer.
 
     Returns:
-        What `get_config` does; of a schedule or a function its class, and its settings if it has
-        any: Keras asks for none as long as nothing is saved.
+        What `get_config` does, without an inner optimizer; of a schedule or a function its class,
+        and its settings if it has any: Keras asks for none as long as nothing is saved.
     """
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:  # which would ask its inner one, too
+        own = ("name", "initial_scale", "dynamic_growth_steps")
+        return {name: getattr(optimizer, name) for name in own}
     rate = vars(optimizer).get("_learning_rate")
     if rate is None or isinstance(rate, keras.Variable) or not callable(rate):
         return dict(optimizer.get_config())

@@ -21,8 +21,8 @@ from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
 from tfscale.reduce_ops import Average
 from tfscale.trace.stamps import stamp_updates
-from tfscale.update.accumulation import Accumulator, refuse_replicated
-from tfscale.update.loss_scale import refuse_outer
+from tfscale.update.accumulation import Accumulator, refuse_accumulating, refuse_replicated
+from tfscale.update.loss_scale import refuse_outer, update_rule
 from tfscale.update.nonfinite import NonFinite, Policy
 from tfscale.update.rebuilding import unbuilt
 
@@ -125,12 +125,11 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         if self._self_accumulator is None:
             self._apply_reduced(list(grads), variables)
             return
-        if not self.__wrapped__.built:
-            self.build(variables)
+        self._built_update(variables)
         self._self_accumulator.add(
             grads,
             variables,
-            iterations=self.__wrapped__.iterations,
+            update_rule(self.__wrapped__),
             on_full=lambda sums: self._apply_reduced(sums, variables),
         )
 
@@ -140,9 +139,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
         self._register_local_layers()
         is_scaler = type(self.__wrapped__) is keras.optimizers.LossScaleOptimizer
         self._require_common_norm(variables)
-        update = self._update()
-        if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
-            self.build(variables)
+        update = self._built_update(variables)
         nonfinite, group = self._self_nonfinite, self._self_reducer.process_set.group()
         inner = nonfinite.guard(
             self.__wrapped__, gradients, variables, group, update.shards is not None
@@ -247,3 +244,5 @@ def _check(optimizer: Any, passes: int) -> None:
         )
     if int(passes) != passes or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be 1 or more. Received: {passes}.")
+    if passes > 1:
+        refuse_accumulating(update_rule(optimizer))

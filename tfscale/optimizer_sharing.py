@@ -30,11 +30,18 @@ class Sharing:
     _self_nonfinite: Any
     _self_local_layers: list[Any]
     wire: Callable[[keras.Model], bool]
+    build: Callable[[Sequence[Any]], None]
 
     def _update(self) -> Any:
         if self._self_update is None:
             self._self_update = choose_update(self._self_reducer, self.__wrapped__)
         return self._self_update
+
+    def _built_update(self, variables: list[Any]) -> Any:
+        update = self._update()
+        if not self.__wrapped__.built or (update.shards is None and update.is_sharded):
+            self.build(variables)
+        return update
 
     def _built_for(self) -> list[Any]:
         """Return the model's variables that the optimizer was built for."""
@@ -77,7 +84,17 @@ class Sharing:
     def drop_cycle(self) -> None:
         """Take back the batches of a cycle that has not ended."""
         if self._self_accumulator is not None:
-            self.__wrapped__.iterations.assign_sub(self._self_accumulator.drop_cycle())
+            n_dropped = self._self_accumulator.drop_cycle()
+            update_rule(self.__wrapped__)._iterations.assign_sub(n_dropped)
+
+    def begin_cycle(self, n_lost: int) -> None:
+        """Begin a cycle where a run goes on without the sums of the one it was in.
+
+        Args:
+            n_lost: Batches that `iterations` counts and whose gradients are lost.
+        """
+        self._self_accumulator.drop_cycle()
+        update_rule(self.__wrapped__)._iterations.assign_sub(n_lost)
 
     def undo_shards(self) -> None:
         """Let what is wrapped be an optimizer of whole variables again. Collective.

@@ -9,9 +9,10 @@ from benchmarks.harness import merge
 from tests.bench.fakes import CELLS
 
 
-def test_systems_take_turns(fake_runs, tmp_path):
-    harness.measure(CELLS, 2, tmp_path / "results.json", 1.0, lambda line: None)
-    assert fake_runs == ["compute", "tfscale-allreduce", "horovod"] * 2
+def test_systems_take_turns_to_and_fro(fake_runs, tmp_path):
+    harness.measure(CELLS, 3, tmp_path / "results.json", 1.0, lambda line: None)
+    turn = ["compute", "tfscale-allreduce", "horovod"]
+    assert fake_runs == [*turn, *turn[::-1], *turn]
 
 
 def test_some_cells_need_fewer_rounds(fake_runs, tmp_path):
@@ -51,4 +52,5 @@ def test_a_choice_of_cells():
 def test_local_sgd_is_measured_over_whole_intervals():
     cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
     blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
-    assert blocks == {"tfscale-local8": "8", "tfscale-local16": "16"}
+    plain = {"tfscale-local8": "8", "tfscale-local16": "16"}
+    assert blocks == plain | {f"{system}-bf16": block for system, block in plain.items()}

@@ -39,11 +39,13 @@ def network():
     )
 
 
-def train(callbacks, seed, exchange="allreduce"):
+def train(callbacks, seed, exchange="allreduce", **options):
     """Return the weights and optimizer state after four epochs, or after an interruption."""
     keras.utils.set_random_seed(seed)
     model = network()
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
+    optimizer = tfscale.DistributedOptimizer(
+        keras.optimizers.Adam(0.01), exchange=exchange, **options
+    )
     model.compile(optimizer=optimizer, loss="mse")
     random = np.random.default_rng(1)
     x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
@@ -54,18 +56,24 @@ def train(callbacks, seed, exchange="allreduce"):
     return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
 
 
-def interrupt_and_go_on(exchange=lambda: "allreduce"):
+def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
     """Compare bit by bit, dropout included; other seeds, so all comes from rank 0.
 
     Args:
         exchange: Makes the exchange of a run.
+        more: Makes further callbacks of a run.
+        options: Of the optimizer.
     """
+
+    def run(seed, *callbacks):
+        return train([*callbacks, *more()], seed + runtime.rank(), exchange(), **options)
+
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
     own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
-        expected = train([], 1 + runtime.rank(), exchange())
-        train([BackupAndRestore(own_folder), InterruptAfter(2)], 1 + runtime.rank(), exchange())
-        restored = train([BackupAndRestore(own_folder)], 50 + runtime.rank(), exchange())
+        expected = run(1)
+        run(1, BackupAndRestore(own_folder), InterruptAfter(2))
+        restored = run(50, BackupAndRestore(own_folder))
     for own, value in zip(restored, expected, strict=True):
         np.testing.assert_array_equal(own, value)
 

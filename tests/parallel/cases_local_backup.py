@@ -31,6 +31,23 @@ def case_phases_of_sharded_groups_survive():
     interrupt_and_go_on(exchange)
 
 
+@sizes(2, timeout_s=120)
+def case_what_groups_compress_survives():
+    compression = tfscale.Compression.bf16
+    interrupt_and_go_on(lambda: tfscale.LocalSGD(2, 7, "allreduce"), compression=compression)
+
+
+@sizes(1, 2, timeout_s=120)
+def case_rates_that_follow_the_present_one_survive():
+    """The schedule has set the rate of an epoch before the backup is written."""
+
+    def schedule():
+        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate)]
+
+    for exchange in ("allreduce", tfscale.LocalSGD(tfscale.size(), 7, "allreduce")):
+        interrupt_and_go_on(lambda e=exchange: e, schedule)
+
+
 class Follow(keras.callbacks.Callback):
     """Keeps this rank's weights and phase behind each step, and before the first one."""
 
@@ -58,11 +75,11 @@ def interrupted(save_freq):
     return folder, followed.ends
 
 
-def begun(folder, groups, save_freq):
+def begun(folder, groups, save_freq, **options):
     """Return phase and weights with which a run goes on."""
     followed = Follow()
     backup = BackupAndRestore(folder, save_freq=save_freq)
-    train([backup, followed], 50, tfscale.LocalSGD(groups, 7, "allreduce"))
+    train([backup, followed], 50, tfscale.LocalSGD(groups, 7, **{"within": "allreduce", **options}))
     return followed.begin
 
 
@@ -100,3 +117,26 @@ def case_other_groups_begin_with_the_average():
         assert not np.array_equal(every[0][0], every[2][0])
         for i, own in enumerate(weights):
             np.testing.assert_allclose(own, (every[0][i] + every[2][i]) / 2, rtol=0, atol=1e-12)
+
+
+@sizes(4, timeout_s=200)
+def case_another_exchange_inside_goes_on_in_mid_interval():
+    """Only the first rank of a group has written the phase; all of them read it."""
+    with float64():
+        folder, ends = interrupted("epoch")
+        since, weights = begun(folder, 2, "epoch", within=tfscale.Sharded())
+        assert since == ends[4][0] == 5
+        for own, value in zip(weights, ends[4][1], strict=True):
+            np.testing.assert_array_equal(own, value)
+
+
+@sizes(2, timeout_s=120)
+def case_what_no_backup_knows_begins_with_the_average():
+    """An outer optimizer: nothing was written of the model that it moves."""
+    with float64():
+        folder, ends = interrupted("epoch")
+        every = tfscale.allgather_object(ends[4][1])
+        since, weights = begun(folder, 2, "epoch", outer=keras.optimizers.SGD(0.7))
+        assert since == 0 and not np.array_equal(every[0][0], every[1][0])
+        for i, own in enumerate(weights):
+            np.testing.assert_allclose(own, (every[0][i] + every[1][i]) / 2, rtol=0, atol=1e-12)

@@ -17,12 +17,12 @@ from tests.parallel.local_by_hand import (
 from tfscale import runtime
 
 
-def train(make, strategy, epochs=1, callbacks=()):
+def train(make, strategy, epochs=1, callbacks=(), **options):
     """Train with local SGD; return the model."""
     keras.utils.set_random_seed(3)
     x, y = samples()
     model = dense_model()
-    model.compile(hvd.DistributedOptimizer(make(), exchange=strategy), loss="mse")
+    model.compile(hvd.DistributedOptimizer(make(), exchange=strategy, **options), loss="mse")
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[start, *callbacks])
@@ -176,17 +176,23 @@ def case_bytes_of_averages():
         for within, parts in ((tfscale.Sharded(), 2), ("allreduce", 1)):
             runtime.backend().take_events()
             model = train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 10, within))
-            names = {}
-            for event in runtime.backend().take_events():
-                if event.plan >= 0:
-                    label = runtime.backend().slot_name(event.plan, event.slot)
-                    names[label] = names.get(label, 0) + event.bytes
+            names = names_with_bytes()
             n_values = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
             own = sum(int(np.prod(v.shape)) for v in model.optimizer.group_average.targets)
             assert names["average of parameters"] == own * 8
             total = sum(tfscale.allgather_object(own))
             assert total == n_values * tfscale.size() // parts
             assert abs(own - n_values / parts) <= 8 * 8 * len(model.trainable_variables)
+
+
+def names_with_bytes():
+    """Return the bytes of each collective since the last call, by name."""
+    names = {}
+    for event in runtime.backend().take_events():
+        if event.plan >= 0:
+            label = runtime.backend().slot_name(event.plan, event.slot)
+            names[label] = names.get(label, 0) + event.bytes
+    return names
 
 
 @sizes(2, timeout_s=120)

@@ -64,6 +64,11 @@ def test_steps_that_are_traced_and_executed_together(tmp_path):
     assert rest == numbers[3:] == [2, 0, 2]
 
 
+def test_steps_are_counted_where_the_last_execution_is_short(tmp_path):
+    fit(Checkpoint(tmp_path, keep=9), model=build(run_eagerly=False, steps_per_execution=3))
+    assert steps_in(tmp_path) == [12, 8, 4]  # four per epoch
+
+
 def test_a_model_that_is_built_by_its_first_step(tmp_path):
     whole, _ = fit(None, model=build(is_built=False))
     fit(Checkpoint(tmp_path, 1), Act(6, interrupt), model=build(is_built=False))

@@ -1,11 +1,15 @@
 """Local SGD's options and its adaptive interval."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tfscale.callbacks.local_models import LocalModels
 from tfscale.errors import ConfigError
 
 
@@ -69,3 +73,25 @@ def test_one_process_trains_as_plain_keras():
         results.append(model.get_weights())
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Apart(LocalModels):
+    """Believes that groups train apart."""
+
+    _strategy = tfscale.LocalSGD(2, tfscale.AdaptiveInterval(start=64))
+
+    def act(self):
+        pass
+
+
+def test_a_loss_that_is_not_finite_is_no_first_loss():
+    tfscale.init()
+    average = types.SimpleNamespace(interval=tf.Variable(64, dtype=tf.int64))
+    callback, model = Apart(), keras.Sequential()
+    model.optimizer = types.SimpleNamespace(group_average=average, learning_rate=0.1)
+    callback.set_model(model)
+    intervals = []
+    for loss in (float("nan"), 4.0, 1.0):
+        callback.on_epoch_end(0, {"loss": loss})
+        intervals.append(int(average.interval.numpy()))
+    assert callback._first_loss == 4.0 and intervals == [64, 32, 16]

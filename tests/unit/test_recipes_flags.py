@@ -48,6 +48,7 @@ def one_process(monkeypatch):
         ("--average-every 1 --groups 2", "exchange no gradients. Received: --groups 2"),
         ("--average-every 1 --interval 8", "Received: --interval 8"),
         ("--average-every 1 --exchange sharded", "Received: --exchange sharded"),
+        ("--average-every 1 --compression bf16", "Received: --compression bf16"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
         ("--adaptive-signal noise_scale", "--adaptive-signal needs --adaptive-batch"),
@@ -68,7 +69,7 @@ def test_flags_without_effect_are_refused(words, told):
         "--batch-schedule 3:256 --schedule constant",
         "--average-every 1 --groups 1 --distance-weights 10",
         "--average-every 0 --distance-weights 0 --exchange sharded",
-        "--groups 2 --interval 4 --exchange chunked",
+        "--groups 2 --interval 4 --exchange chunked --compression bf16",
         "--groups 1 --interval 4",  # as studies of local SGD have it
     ],
 )

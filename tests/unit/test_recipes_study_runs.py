@@ -183,9 +183,14 @@ def slow_study(tmp_path):
     path = Path(fake_study.write(tmp_path))
     path.write_text(path.read_text().replace('"fake"', repr(str(tmp_path / "slow"))))
     words = [sys.executable, RECIPES / "study.py", path, f"--run_dir={tmp_path / 'runs'}"]
-    with subprocess.Popen(words) as study:
+    with subprocess.Popen(words, preexec_fn=_hear_interrupts) as study:
         yield study
         study.kill()
+
+
+def _hear_interrupts():
+    """Background jobs of a shell, as tests may be, inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

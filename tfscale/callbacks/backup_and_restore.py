@@ -22,6 +22,7 @@ from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 from tfscale.fit.progress import progress_of
+from tfscale.model_optimizers import accumulating
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -35,7 +36,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     then ended theirs. Beside weights and optimizer it holds the states of callbacks such as
     `AdaptiveBatchSize`, of the layers' random numbers (dropout), and seed and epoch of
     `tfscale.data.GlobalBatches`, so that a run goes on bit by bit where operations are
-    deterministic, also in a later `fit` on the same data.
+    deterministic, also in a later `fit` on the same data. Not kept is a cycle of
+    `backward_passes_per_step` that an epoch's end cuts: its batches are lost, and a log line says
+    so (`Checkpoint` keeps it).
 
     Under local SGD rank 0 also writes each group's own model, optimizer state and place within the
     interval, when the first step of the next epoch begins; with `ParameterAveraging` those of each
@@ -50,6 +53,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     _is_due = False
     _seeds: Any = ()
     _groups: Any = None  # what was read of local SGD, until it is restored
+    _restored: Any = None  # until the first step begins
     _numbers: Any = None  # of Keras's callbacks, until all of them have begun training
     _n_given_up = 0
 
@@ -61,7 +65,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 all ranks.
             ExchangeError: Communication failed.
         """
-        self.model._initial_epoch = self._groups = self._numbers = None
+        self.model._initial_epoch = self._groups = self._restored = self._numbers = None
         self._is_due = False
         has_backup = runtime.rank() == 0 and Path(self._weights_path).exists()
         # As they were made, before rank 0's are broadcast with the other variables.
@@ -93,6 +97,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the backup of local SGD, now that groups have their own models again."""
+        if self._restored is not None:
+            self._restored.settle()
+            self._restored = None
         if self._is_due:
             self._is_due = False
             self._save_model()
@@ -141,6 +148,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
         own["keras_callbacks"] = read_keras_callbacks()
         own["data"] = backup_state.data_state()
+        own["in_cycle"] = [o.n_accumulated for o in accumulating(self.model)]
         backup_state.write_state(self.backup_dir, place, [own, *states])
         if self.double_checkpoint:
             backup_files.copy_aside(self._weights_path, self._prev_weights_path)
@@ -178,7 +186,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model.load_weights(self._weights_path)
 
     def _restore_groups(self) -> None:
-        Restore(self.model, self._groups).run()
+        self._restored = Restore(self.model, self._groups)
+        self._restored.run()
         self._groups = None
 
     def _own_seeds(self) -> list[int]:
@@ -195,6 +204,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
         self._numbers = own.get("keras_callbacks", ())
         backup_state.restore_order(own.get("data"))
+        if not backup_groups.has_groups(self.model):  # which keep sums, too
+            backup_state.begin_cycles(self.model, own.get("in_cycle", ()))
         # Each rank's own seed, as the backup knows it; a rank that was not there keeps what it has.
         rank, known = runtime.rank(), own["seeds"]
         self._seeds = [*known, *self._seeds[len(known) :]][: runtime.size()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tfscale.checkpoints.parts import write_aside
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")
 
@@ -70,6 +71,24 @@ def read_state(folder: str, place: Place) -> list[State]:
             "A backup must hold the states of the callbacks it was written with. Received: "
             f"{_path(folder, place)}: {type(error).__name__}. Remove the folder to start afresh."
         ) from error
+
+
+def begin_cycles(model: keras.Model, n_lost: Sequence[int]) -> None:
+    """Begin cycles of `backward_passes_per_step` where a run goes on.
+
+    Args:
+        model: With the weights of the backup.
+        n_lost: Batches of a cycle that had begun when it was written, per optimizer with cycles.
+    """
+    for optimizer, n in zip(accumulating(model), n_lost, strict=False):
+        optimizer.begin_cycle(n)
+    if any(n_lost) and runtime.rank() == 0:
+        logger.warning(
+            "A backup keeps no gradients that wait for their exchange: %d batch(es) of "
+            "backward_passes_per_step are lost. Let an epoch have a multiple of it, or use "
+            "tfscale.callbacks.Checkpoint, which keeps them.",
+            max(n_lost),
+        )
 
 
 def remove_other_states(folder: str, keep: Collection[Place]) -> None:

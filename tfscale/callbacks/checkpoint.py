@@ -166,8 +166,10 @@ class Checkpoint(Callback):
             self._is_void = self._n_batches == 1
             return
         before = self._position.n_steps
-        self._position.n_steps += batch + 1 - self._position.step
-        self._position.step = batch + 1
+        steps = (self.params or {}).get("steps") or batch + 1
+        step = min(batch + 1, int(steps))  # Keras counts the last execution as full
+        self._position.n_steps += step - self._position.step
+        self._position.step = step
         is_due = self._rhythm.is_due_after_steps(before, self._position.n_steps)
         wishes = self._rounds.end_step(
             Wishes(preemption.is_requested(), self._writer.has_failed, self._rhythm.is_time())

@@ -11,6 +11,7 @@ import numpy as np
 
 from tfscale import runtime
 from tfscale.callbacks import building, metric_states
+from tfscale.callbacks.checkpoint_average import restore_average
 from tfscale.callbacks.checkpoint_state import group_of, groups_of, rule_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
@@ -67,7 +68,7 @@ class Restore:
             self._restore_own()
             for k, optimizer in enumerate(self._optimizers):
                 self._restore_optimizer(k, optimizer)
-                self._restore_average(k, optimizer)
+                restore_average(self._reader, f"average{k}", optimizer, self._groups, self.is_exact)
                 self._restore_accumulator(k, optimizer)
             if self.is_exact:
                 restore_random_state(self._reader.infos[self._rank]["random"])
@@ -154,21 +155,6 @@ class Restore:
 
         value = self._reader.mean(range(len(self._groups)), read)
         variable.assign(np.reshape(value, tuple(variable.shape)))
-
-    def _restore_average(self, k: int, optimizer: Any) -> None:
-        """Go on amid an interval; other groups begin one, from the average of those of before."""
-        average = getattr(optimizer, "group_average", None)
-        if average is None:
-            return
-        is_sharded = getattr(optimizer, "kept_state", None) is not None
-        source = self._rank if is_sharded and self.is_exact else self._groups[0][0]
-        has_interval = self._reader.has(source, f"average{k}/0")
-        if has_interval:
-            average.interval.assign(self._reader.get(source, f"average{k}/0"))
-        average.start_from_here()
-        if self.is_exact and has_interval:
-            for i, variable in enumerate(average.variables):
-                variable.assign(self._reader.get(source, f"average{k}/{i}"))
 
     def _restore_accumulator(self, k: int, optimizer: Any) -> None:
         accumulator = getattr(optimizer, "_self_accumulator", None)

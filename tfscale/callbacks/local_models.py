@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class LocalModels(BeforeValidation):
     def __init__(self) -> None:
         super().__init__()
         self._own: list[np.ndarray] | None = None
-        self._first_rate: float | None = None
+        self._highest_rate: float | None = None
         self._first_loss: float | None = None
         self._backup: dict[str, Any] | None = None
 
@@ -44,12 +45,11 @@ class LocalModels(BeforeValidation):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget an earlier `fit`."""
         super().on_train_begin(logs)
-        self._own, self._first_loss, self._first_rate = None, None, None
+        self._own, self._first_loss, self._highest_rate = None, None, None
         if self._strategy is not None:
-            self._first_rate = self._rate()
             put_off_stops(self.model)
         if self._backup is not None:
-            self._first_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
+            self._highest_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
             self._backup = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -75,14 +75,17 @@ class LocalModels(BeforeValidation):
         """Adapt the interval."""
         super().on_epoch_end(epoch, logs)
         strategy = self._strategy
+        if strategy is not None:  # a rate that was trained with: that of a warm-up rises first
+            self._highest_rate = max(self._rate(), self._highest_rate or 0.0)
         average = getattr(self.model.optimizer, "group_average", None)
         if strategy is None or average is None or self.is_void:
             return
         if isinstance(strategy.interval, AdaptiveInterval) and logs and "loss" in logs:
             loss = float(collectives.allreduce(np.float64(logs["loss"]), name="loss"))
-            self._first_loss = self._first_loss or loss
+            if self._first_loss is None and math.isfinite(loss) and loss > 0:
+                self._first_loss = loss
             interval = int(average.interval.numpy())
-            new = strategy.interval.after(interval, loss, self._first_loss)
+            new = strategy.interval.after(interval, loss, self._first_loss or loss)
             logger.info("Loss %.4g: groups average every %d steps.", loss, new)
             average.interval.assign(new)
 
@@ -96,7 +99,7 @@ class LocalModels(BeforeValidation):
 
     def backup_state(self) -> dict[str, Any]:
         """Return what coming decisions are compared with."""
-        return {"rate": self._first_rate, "loss": self._first_loss}
+        return {"rate": self._highest_rate, "loss": self._first_loss}
 
     def restore_state(self, state: dict[str, Any], epoch: int) -> None:
         """Go on from a backup when training begins."""
@@ -112,6 +115,5 @@ class LocalModels(BeforeValidation):
         return float(np.asarray(self.model.optimizer.learning_rate))
 
     def _has_decayed(self) -> bool:
-        rate = self._rate()
-        first, self._first_rate = self._first_rate, max(rate, self._first_rate or 0.0)
-        return first is not None and rate < 0.999 * first
+        highest = self._highest_rate
+        return highest is not None and self._rate() < 0.999 * highest

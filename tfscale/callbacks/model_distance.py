@@ -15,7 +15,8 @@ class ModelDistance(Callback):
 
     D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
     the averaging step itself; one number for each group travels besides. The last one of an epoch
-    is added to the epoch's logs as `model_distance`; an epoch without an average adds none. Under
+    is added to the epoch's logs as `model_distance`; an epoch without an average adds none. Of
+    several averages within one execution (`steps_per_execution`) the last one is recorded. Under
     `average="gradients"`, where no mean of models is formed, the distance is that to the model
     with which all groups go on; with plain SGD inside that is their mean.
 
@@ -33,12 +34,12 @@ class ModelDistance(Callback):
         super().__init__()
         self.directory = Path(directory) if directory is not None else None
         self.distances: list[tuple[int, float]] = []
-        self._n_steps = self._n_before = 0
+        self._n_steps = self._n_before = self._n_steps_before = self._n_averages = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin a new record."""
         super().on_train_begin(logs)
-        self.distances, self._n_steps = [], 0
+        self.distances, self._n_steps, self._n_averages = [], 0, self._count()
         if self.directory is not None and runtime.rank() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "distance.jsonl").write_text("")
@@ -46,20 +47,28 @@ class ModelDistance(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect averages of this epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._n_before = len(self.distances)
+        self._n_before, self._n_steps_before = len(self.distances), self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Take down the distance, if this step has averaged."""
         super().on_train_batch_end(batch, logs)
-        self._n_steps += 1
-        average = getattr(self.model.optimizer, "group_average", None)
-        if average is None or int(average.since.numpy()) != 0:
+        self._n_steps = self._n_steps_before + batch + 1
+        n_averages, before = self._count(), self._n_averages
+        self._n_averages = n_averages
+        if n_averages == before:
             return
-        distance = float(average.distance.numpy())
+        distance = float(self._average.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self.directory is not None and runtime.rank() == 0:
             with (self.directory / "distance.jsonl").open("a") as file:
                 file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
+
+    @property
+    def _average(self) -> Any:
+        return getattr(self.model.optimizer, "group_average", None)
+
+    def _count(self) -> int:
+        return 0 if self._average is None else int(self._average.n_averages.numpy())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the last distance to the logs."""

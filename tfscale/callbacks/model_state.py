@@ -8,6 +8,7 @@ import keras
 
 from tfscale.exchange.shard_state import slots_of
 from tfscale.model_optimizers import optimizers_of, unwrap
+from tfscale.optimizer import is_distributed
 from tfscale.process_sets import ProcessSet, global_process_set
 
 ACCUMULATORS = "_accumulated_gradients"
@@ -56,14 +57,15 @@ def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     """Return learning rates, step counts and slots of all optimizers of the model.
 
-    What differs between ranks is left out: gradient accumulators, which hold this rank's own sums
-    between two updates, and slots of which each rank has a part (`tfscale.Sharded`).
+    What differs between ranks is left out: Keras's accumulators of gradients where ranks exchange
+    none, and slots of which each rank has a part (`tfscale.Sharded`).
     """
     variables: list[keras.Variable] = []
     partial: set[int] = set()
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
-        partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
+        if not is_distributed(optimizer):
+            partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
         partial |= {id(item) for item in getattr(optimizer, "parts", ())}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfscale import runtime
 from tfscale.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.exchange.compression import Compression
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.plan.buckets import auto_bucket_bytes, build_buckets
 from tfscale.plan.specs import GradientSpec
@@ -29,9 +30,12 @@ class GroupAverage:
             measured at the last average ([L] eq. 9).
         wants_to_stop: Set on a rank that is to stop training; it travels with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
+        n_averages: Averages taken in steps so far.
     """
 
-    def __init__(self, strategy: LocalSGD, across: Group, is_counted: bool) -> None:
+    def __init__(
+        self, strategy: LocalSGD, across: Group, is_counted: bool, compression: Any
+    ) -> None:
         """Begin with an average just taken.
 
         Args:
@@ -39,8 +43,11 @@ class GroupAverage:
             across: See above.
             is_counted: Whether this rank's part counts for the distance; False on all but one of
                 several ranks that update the same.
+            compression: What travels of changes of parameters and of sums of gradients, see
+                `Compression`. States always travel whole: squares of gradients need the range.
         """
         self._strategy = strategy
+        self._compression = compression
         self.across = across
         self._is_counted = is_counted
         with tf.init_scope():
@@ -49,6 +56,7 @@ class GroupAverage:
             self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.wants_to_stop = tf.Variable(False, trainable=False)
             self.must_stop = tf.Variable(False, trainable=False)
+            self.n_averages = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.targets: list[keras.Variable] = []
         self._states: list[Any] = []
         self._common: list[keras.Variable] = []
@@ -57,11 +65,11 @@ class GroupAverage:
         self._outer: Any = None
 
     def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
-        """Remember what this rank updates.
+        """Remember what this rank updates. Collective.
 
         Args:
             rule: The optimizer that does, for its learning rate.
-            variables: Whole ones or pieces; equal in all groups now.
+            variables: Whole ones or pieces.
             states: The optimizer's own, averaged if the strategy says so.
         """
         self._rule = rule
@@ -69,8 +77,8 @@ class GroupAverage:
         if self._strategy.average_state:
             self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         with tf.init_scope():
-            if self._strategy.outer is not None or self._strategy.average == "gradients":
-                self._common = [_like(v, v.numpy()) for v in self.targets]
+            if self._needs_common:
+                self._common = [_like(v, self._first_of(v)) for v in self.targets]
             if self._strategy.average == "gradients":
                 self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
             if self._strategy.outer is not None:
@@ -78,6 +86,21 @@ class GroupAverage:
                 outer = self._strategy.outer
                 self._outer = type(outer).from_config(outer.get_config())
                 self._outer.build(self._common)
+
+    def _first_of(self, variable: keras.Variable) -> np.ndarray:
+        """Return the first group's value: groups whose changes begin elsewhere never meet."""
+        value = tf.convert_to_tensor(variable.value)
+        if self.across.size > 1:
+            call = Call(self.across, f"common {variable.path}")
+            value = runtime.backend().broadcast(value, 0, call)
+        return np.array(value.numpy())
+
+    @property
+    def _needs_common(self) -> bool:
+        # Few bits say more about how far a parameter has moved than about where it is.
+        is_compressed = self._compression is not Compression.none
+        strategy = self._strategy
+        return is_compressed or strategy.outer is not None or strategy.average == "gradients"
 
     @property
     def variables(self) -> list[Any]:
@@ -130,32 +153,50 @@ class GroupAverage:
         buckets = build_buckets(specs, auto_bucket_bytes(specs))
         return [sorted(bucket.indices) for bucket in buckets[::-1]]
 
-    def _mean(self, values: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+    def _mean(
+        self, values: Sequence[tf.Tensor], what: str, compression: Any = Compression.none
+    ) -> list[tf.Tensor]:
         scaling = Scaling(1.0, 1.0 / self.across.size)
         call = Call(self.across, f"average of {what}")
-        return runtime.backend().allreduce(list(values), call, ReduceOp.SUM, scaling)
+        packed = [compression.compress(v) for v in values]
+        means = runtime.backend().allreduce([p for p, _ in packed], call, ReduceOp.SUM, scaling)
+        return [compression.decompress(m, c) for m, (_, c) in zip(means, packed, strict=True)]
+
+    def _mean_parameters(self, part: Sequence[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self._compression is Compression.none:
+            return self._mean(own, "parameters")
+        common = [self._common[i].value for i in part]
+        changes = [o - c for o, c in zip(own, common, strict=True)]
+        means = self._mean(changes, "parameters", self._compression)
+        return [c + m for c, m in zip(common, means, strict=True)]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
         variables = [self.targets[i] for i in part]
         before = [tf.identity(v.value) for v in variables]
-        means: Sequence[tf.Tensor] | None = None
         if self._sums:
             self._move_by_gradients(part)
-        elif self._strategy.outer is not None:
-            means = self._mean(before, "parameters")
-            changes = [c - m for c, m in zip(self._common, means, strict=True)]
-            self._outer.apply(changes, self._common)
-            for variable, common in zip(variables, self._common, strict=True):
-                variable.assign(common.value)
+            means = [v.value for v in variables]
         else:
-            for variable, mean in zip(variables, self._mean(before, "parameters"), strict=True):
-                variable.assign(mean)
-        common = [v.value for v in variables] if means is None else means
-        apart = [c - b for c, b in zip(common, before, strict=True)]
+            means = self._mean_parameters(part, before)
+            self._take_over(part, means)
+        apart = [m - b for m, b in zip(means, before, strict=True)]
         return _sum([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
 
+    def _take_over(self, part: Sequence[int], means: Sequence[tf.Tensor]) -> None:
+        """Set parameters to their means, or where the outer optimizer goes from there."""
+        common = [self._common[i] for i in part] if self._common else []
+        if self._outer is not None:
+            self._outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
+            means = [c.value for c in common]
+        else:
+            for last, mean in zip(common, means, strict=False):
+                last.assign(mean)
+        for i, mean in zip(part, means, strict=True):
+            self.targets[i].assign(mean)
+
     def _move_by_gradients(self, part: Sequence[int]) -> None:
-        means = self._mean([self._sums[i].value for i in part], "gradients")
+        sums = [self._sums[i].value for i in part]
+        means = self._mean(sums, "gradients", self._compression)
         for i, mean in zip(part, means, strict=True):
             rate = tf.cast(self._rule.learning_rate, mean.dtype)
             self._common[i].assign(self._common[i].value - rate * mean)
@@ -179,6 +220,7 @@ class GroupAverage:
         (sums,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
         self.distance.assign(tf.reduce_mean(tf.sqrt(sums[:-1])))
         self.must_stop.assign(sums[-1] > 0)
+        self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
 
 

@@ -14,7 +14,7 @@ from tfscale.exchange.meeting import Meeting, require_all_ranks
 from tfscale.exchange.shard_state import ShardState
 from tfscale.process_sets import ProcessSet
 
-Key = tuple[int, int]
+Key = tuple[int, ...]
 
 
 class KeptState:

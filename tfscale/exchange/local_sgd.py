@@ -68,7 +68,8 @@ class LocalSGD:
     """Groups of ranks exchange gradients inside only; their models are averaged now and then.
 
     With `Sharded()` inside, a rank averages its own segment only, with the ranks of other groups
-    that own the same one, before the group gathers it.
+    that own the same one, before the group gathers it. With the optimizer's `compression` groups
+    send in few bits how far they have moved since the last average, or their sums of gradients.
 
     Attributes:
         groups: Number of groups; it must divide the number of ranks. Ranks of a group are

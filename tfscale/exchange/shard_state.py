@@ -55,20 +55,28 @@ class ShardState:
         self._shards = shards
         targets = {id(piece): i for i, piece in enumerate(shards.pieces)}
         places = [targets.get(id(v), -1) for v in rule._trainable_variables]
-        slots = {key: places[i] for key, i in slots_of(rule).items()}
-        self._places = [slots.get(id(v), -1) for v in optimizer.variables]
+        self._slots = {key: places[i] for key, i in slots_of(rule).items()}
         self._rule = rule
         self._n_loads = 0
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes with each update and each load."""
-        return int(self._rule._iterations.numpy()), self._n_loads
+    def _places(self) -> list[int]:
+        # Of the present variables: a schedule that is set takes away the learning rate's.
+        return [self._slots.get(id(v), -1) for v in self._optimizer.variables]
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes with each update and each load, and where variables have come or gone."""
+        return int(self._rule._iterations.numpy()), self._n_loads, self.n_variables
+
+    def number(self, variable: Any) -> int:
+        """Return the number of one of the optimizer's variables."""
+        return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
 
     @property
     def n_variables(self) -> int:
         """Number of the optimizer's variables."""
-        return len(self._places)
+        return len(self._optimizer.variables)
 
     @property
     def parts(self) -> list[Any]:
@@ -139,7 +147,8 @@ class ShardState:
         for i, (variable, place) in enumerate(pairs):
             value = variable.numpy() if place < 0 else self._gather(variable, place)
             if place >= 0:
-                value = value.reshape(whole.get(i, self._shards.variables[place].shape))
+                shape = tuple(self._shards.variables[place].shape)
+                value = value.reshape(whole.get(i, shape) if shape else ())
             if is_kept:
                 state.append(value)
         return state
@@ -181,12 +190,12 @@ class ShardState:
             if place < 0:
                 variable.assign(value)
             elif self._shards.owned(place):
-                variable.assign(self._cut(np.asarray(value), place))
+                own = self._cut(np.asarray(value), place)
+                variable.assign(own.reshape(tuple(variable.shape)))
 
     def _cut(self, value: np.ndarray, place: int) -> np.ndarray:
         owned = self._shards.owned(place)
         assert owned is not None
         if self._shards.is_whole(place):
-            shape = self._shards.variables[place].shape
-            return value if len(shape) > 0 else value.reshape(-1)
+            return value
         return value.reshape(-1)[owned.start : owned.stop]

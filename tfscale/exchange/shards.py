@@ -93,6 +93,8 @@ class Shards:
             self._part(index, variable.numpy()), dtype=variable.dtype, name=variable.name
         )
         piece._path = variable.path
+        if getattr(variable, "overwrite_with_gradient", False):  # a scale of float8
+            piece.overwrite_with_gradient = True
         if index in self._whole:
             piece.constraint = variable.constraint
         return piece

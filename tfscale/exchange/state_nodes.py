@@ -16,8 +16,12 @@ _VALUE = "VARIABLE_VALUE"  # what TensorFlow calls the value of a variable in a 
 class _Slot(tf.__internal__.tracking.Trackable):
     """A variable of the optimizer, whole: gathered when it is saved, cut when it is restored."""
 
-    def __init__(self, kept: KeptState, index: int, variable: Any) -> None:
-        self._kept, self._index, self._variable = kept, index, variable
+    def __init__(self, kept: KeptState, variable: Any) -> None:
+        self._kept, self._variable = kept, variable
+
+    @property
+    def _index(self) -> int:
+        return self._kept.state.number(self._variable)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         def read() -> tf.Tensor:
@@ -47,19 +51,15 @@ class _Node(tf.__internal__.tracking.Trackable):
 class StateNodes:
     """Puts complete variables in the place of parts, and the model's in the place of pieces."""
 
-    def __init__(self, kept: KeptState, optimizer: Any) -> None:
+    def __init__(self, kept: KeptState) -> None:
         """Find what must be replaced.
 
         Args:
-            kept: The complete state.
-            optimizer: Built on pieces.
+            kept: The complete state of an optimizer that was built on pieces.
         """
         self._replaced: dict[int, Any] = dict(kept.state.whole_variables())
-        variables = list(optimizer.variables)
-        parts = {id(v) for v in kept.state.parts}
-        for i, variable in enumerate(variables):
-            if id(variable) in parts:
-                self._replaced[id(variable)] = _Slot(kept, i, variable)
+        for variable in kept.state.parts:
+            self._replaced[id(variable)] = _Slot(kept, variable)
         self._nodes: dict[int, tuple[Any, _Node]] = {}
 
     def children(self, owner: Any, save_type: str, **options: Any) -> dict[str, Any]:

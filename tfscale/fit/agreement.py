@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -118,10 +119,10 @@ def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
         return {"class": type(optimizer).__name__}
     own = getattr(optimizer, "__wrapped__", optimizer)
     inner = scaled_by(own)
-    config = {k: v for k, v in config_of(own).items() if k not in ("name", "inner_optimizer")}
+    config = {k: v for k, v in config_of(own).items() if k != "name"}
     if not with_rate and not isinstance(config.get("learning_rate"), dict):
         config.pop("learning_rate", None)
-    texts = {key: json.dumps(value, default=str) for key, value in config.items()}
+    texts = {key: json.dumps(value, default=_text) for key, value in config.items()}
     below = {} if inner is None else _optimizer(inner, with_rate)
     # The class that Keras sees: that of what a DistributedOptimizer wraps.
     return {
@@ -155,7 +156,10 @@ def _text(value: Any) -> str:
         return f"{type(value).__name__}({', '.join(fields)})"
     if isinstance(value, int | float | str | bool | list | tuple | dict | type(None)):
         return repr(value)
-    return type(value).__name__
+    if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+        with contextlib.suppress(NotImplementedError):  # its class is all that it tells
+            return f"{type(value).__name__}({json.dumps(value.get_config(), default=_text)})"
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _batch_size() -> str:

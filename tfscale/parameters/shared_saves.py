@@ -17,6 +17,8 @@ from tfscale.model_optimizers import optimizers_of, sharded_states
 
 logger = logging.getLogger("tfscale")
 
+_HDF5 = (".h5", ".hdf5")  # names by which Keras knows its older format
+
 
 def make_saves_safe(model: keras.Model) -> None:
     """Let several ranks save to the same path at the same time.
@@ -62,7 +64,7 @@ def save_beside(
         **kwargs: For Keras.
     """
     path = Path(filepath) if isinstance(filepath, (str, os.PathLike)) else None
-    is_file = path is not None and path.suffix in (".keras", ".h5") and not path.is_dir()
+    is_file = path is not None and path.suffix in (".keras", *_HDF5) and not path.is_dir()
     is_remote = "://" in str(filepath)
     if path is None or not is_file or is_remote or not overwrite or args or kwargs:
         save(filepath, overwrite, *args, **kwargs)
@@ -79,7 +81,7 @@ def save_beside(
 def complete_for(model: keras.Model, filepath: Any) -> Any:
     """Show complete optimizer state while Keras writes its HDF5 format, which reads variables."""
     with contextlib.ExitStack() as stack:
-        if str(filepath).endswith(".h5") and not str(filepath).endswith(".weights.h5"):
+        if str(filepath).endswith(_HDF5) and not str(filepath).endswith(".weights.h5"):
             for optimizer in optimizers_of(model):
                 show = getattr(optimizer, "complete_variables", None)
                 if show is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ class Accumulator:
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        iterations: Any,
+        rule: Any,
         on_full: Callable[[list[Any]], None],
     ) -> None:
         """Add the gradients of one batch.
@@ -142,12 +143,13 @@ class Accumulator:
         Args:
             gradients: One per variable; None stays None.
             variables: What they belong to.
-            iterations: The optimizer's; advanced here by the other batches of a cycle.
+            rule: The Keras optimizer that updates, whose `iterations` the other batches of a cycle
+                advance here.
             on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
                 it advances `iterations` once they have arrived.
         """
         self._current = cycle = self._cycle_of(gradients, variables)
-        sums, count = cycle.sums, cycle.count
+        sums, count, iterations = cycle.sums, cycle.count, rule._iterations
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
         places = iter(sums)
@@ -155,7 +157,8 @@ class Accumulator:
 
         def full() -> None:
             factor = 1.0 / self._passes if self._is_mean else 1.0
-            on_full([None if t is None else t.read_value() * factor for t in targets])
+            with _averages_begin_with_a_cycle(rule, self._passes):
+                on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
             # A batch whose exchange was given up, because another rank stopped, does not count.
@@ -172,6 +175,49 @@ class Accumulator:
         with tf.control_dependencies([a.op for a in added]):
             is_last = tf.equal((count.read_value() + 1) % self._passes, 0)
         tf.cond(is_last, _as_branch(full), _as_branch(other))
+
+
+@contextmanager
+def _averages_begin_with_a_cycle(rule: Any, passes: int) -> Iterator[None]:
+    """Let moving averages begin with the first update, as where each batch has one.
+
+    Keras does so where `iterations` is 0, which it is in no batch that ends a cycle: the averages
+    would begin with zeros.
+    """
+    name = "_update_model_variables_moving_average"
+    average = getattr(rule, name)
+
+    def begin_or_go_on(variables: Sequence[Any]) -> None:
+        average(variables)
+        is_first = tf.convert_to_tensor(rule._iterations) < passes
+        for variable, mean in zip(variables, rule._model_variables_moving_average, strict=True):
+            if mean is not None:
+                mean.assign(tf.where(is_first, variable.value, mean.value))
+
+    if rule.use_ema:
+        rule.__dict__[name] = begin_or_go_on
+    try:
+        yield
+    finally:
+        rule.__dict__.pop(name, None)
+
+
+def refuse_accumulating(rule: Any) -> None:
+    """Raise where Keras would add up gradients, too.
+
+    Args:
+        rule: A Keras optimizer.
+
+    Raises:
+        ConfigError: It does.
+    """
+    steps = rule.gradient_accumulation_steps
+    if steps:
+        raise ConfigError(
+            "Gradients are added up before they travel (backward_passes_per_step) or behind it "
+            f"(Keras's gradient_accumulation_steps). Received: both, the latter {steps}. Multiply "
+            "backward_passes_per_step by it and leave it out."
+        )
 
 
 def refuse_replicated(exchange: Any) -> None:

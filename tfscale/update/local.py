@@ -18,6 +18,7 @@ from tfscale.gradients import GradientReducer
 from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rebuilding import unbuilt
+from tfscale.update.rules import ELEMENTWISE
 
 logger = logging.getLogger("tfscale")
 
@@ -110,12 +111,15 @@ class LocalUpdate:
     def _begin_averaging(self, optimizer: Any) -> None:
         rule, shards = update_rule(optimizer), self._inner.shards
         self._require_unscaled(optimizer, rule)
+        self._require_plain(rule)
         targets = [v for v in rule._trainable_variables if not self._reducer.is_local(v)]
         if shards is not None:
+            _require_elementwise(self.strategy.outer)
             targets = [p for i, p in enumerate(shards.pieces) if shards.owned(i)]
         places = self._reducer.process_set.group().rank
         is_counted = shards is not None or places == 0
-        self.average = GroupAverage(self.strategy, self._across.group(), is_counted)
+        across, compression = self._across.group(), self._reducer.options.compression
+        self.average = GroupAverage(self.strategy, across, is_counted, compression)
         slots = optimizer.variables if self.strategy.average_state else []
         self.average.build(rule, targets, slots)
         self._inner.after_update = self.average.after_update
@@ -128,6 +132,16 @@ class LocalUpdate:
                 f"Received: average='gradients' with {type(optimizer).__name__} and "
                 f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
                 "without a loss scale (mixed_bfloat16)."
+            )
+
+    def _require_plain(self, rule: Any) -> None:
+        named = ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay")
+        used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
+        if used and self.strategy.average == "gradients":
+            raise ConfigError(
+                "The common model moves by gradients as the ranks have them: what the optimizer "
+                f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
+                "average='parameters', or leave that out."
             )
 
     def attach(self, model: keras.Model) -> None:
@@ -199,3 +213,18 @@ class LocalUpdate:
         if self._model is not None:
             self._inner.attach(self._model)
         return optimizer
+
+
+def _require_elementwise(outer: Any) -> None:
+    """Raise where an outer optimizer would take a rank's segment for the whole model.
+
+    Raises:
+        ConfigError: It looks at norms.
+    """
+    used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
+    if outer is not None and (used or type(outer) not in ELEMENTWISE):
+        raise ConfigError(
+            "With sharded parameters an outer optimizer sees a rank's segment only. Received: "
+            f"{' with '.join([type(outer).__name__, *used])}, which looks at more than one value. "
+            "Use within='allreduce', or another outer optimizer such as SGD."
+        )

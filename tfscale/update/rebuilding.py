@@ -19,7 +19,6 @@ def unbuilt(optimizer: Any) -> Any:
     """Return an optimizer with the same settings, the same schedule if any, and no state."""
     config, inner = config_of(optimizer), scaled_by(optimizer)
     if inner is not None:
-        del config["inner_optimizer"]
         return type(optimizer)(unbuilt(inner), **config)
     if not isinstance(optimizer._learning_rate, keras.Variable):
         config["learning_rate"] = optimizer._learning_rate  # itself: it may have a state
@@ -57,19 +56,23 @@ def exclude_pieces(rule: Any, shards: Shards) -> None:
         rule: Built on the pieces later.
         shards: They.
     """
-    known = {}
-    for variable, piece in zip(shards.variables, shards.pieces, strict=True):
-        known[rule._var_key(raw_variable(piece))] = rule._use_weight_decay(raw_variable(variable))
-    rule._exclude_from_weight_decay_cache = known
+    ask = type(rule)._use_weight_decay
+    pairs = zip(shards.pieces, shards.variables, strict=True)
+    whole = {rule._var_key(raw_variable(piece)): variable for piece, variable in pairs}
+
+    def use_weight_decay(variable: Any) -> bool:
+        known = whole.get(rule._var_key(raw_variable(variable)))
+        if known is not None:  # rules ask with Keras's variables or with TensorFlow's
+            variable = known if isinstance(variable, keras.Variable) else raw_variable(known)
+        return bool(ask(rule, variable))
+
+    rule.__dict__["_use_weight_decay"] = use_weight_decay
 
 
-def forget_pieces(rule: Any, shards: Shards) -> None:
+def forget_pieces(rule: Any) -> None:
     """Undo `exclude_pieces`: Keras knows variables by `id`, which others may get.
 
     Args:
         rule: Built on the pieces.
-        shards: They.
     """
-    known: dict[Any, bool] = getattr(rule, "_exclude_from_weight_decay_cache", {})
-    for piece in shards.pieces:
-        known.pop(rule._var_key(raw_variable(piece)), None)
+    rule.__dict__.pop("_use_weight_decay", None)

@@ -105,7 +105,7 @@ class ShardedUpdate:
         process_set = self._reducer.process_set
         state = ShardState(optimizer, rule, self.shards, process_set)
         self.kept = KeptState(state, process_set)
-        self.nodes = StateNodes(self.kept, optimizer)
+        self.nodes = StateNodes(self.kept)
         if rule is not optimizer:
             self.kept.serve(rule, first=len(optimizer._variables))
 
@@ -139,7 +139,7 @@ class ShardedUpdate:
         state = self.state.gather()
         futures.release(self.shards.variables)
         self._reducer.route(None)
-        forget_pieces(update_rule(optimizer), self.shards)
+        forget_pieces(update_rule(optimizer))
         return rebuilt(optimizer, variables, state)
 
     def attach(self, model: keras.Model) -> None:

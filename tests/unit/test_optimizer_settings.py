@@ -1,0 +1,165 @@
+"""Settings of Keras's optimizers that a distributed one, or what compares ranks, must not lose."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.unit.callback_models import compiled, functional
+from tfscale import DistributedOptimizer
+from tfscale.callbacks import BackupAndRestore, model_state
+from tfscale.errors import ConfigError
+from tfscale.fit import agreement
+from tfscale.model_optimizers import optimizers_of
+from tfscale.update.rebuilding import unbuilt
+
+SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
+
+
+def weight():
+    return keras.Variable(np.array([1.0, 2.0]), dtype="float64", name="weight")
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LSO])
+@pytest.mark.parametrize("frequency", [None, 4])
+def test_moving_averages_begin_with_the_first_update_of_a_cycle(is_traced, wrap, frequency):
+    """Cycles of two batches average as plain updates with the sums of two do.
+
+    Keras overwrites weights by updates, and with cycles by batches: every fourth of these.
+    """
+    plain = SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=frequency and 2)
+    inner = SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=frequency)
+    ours = DistributedOptimizer(wrap(inner), backward_passes_per_step=2)
+    one, other = weight(), weight()
+    ours.build([other])
+    scale = float(ours.scale_loss(tf.constant(1.0))) if wrap is LSO else 1.0
+
+    def apply(gradient):
+        ours.apply([scale * gradient], [other])
+
+    step = tf.function(apply) if is_traced else apply
+    for gradient in np.arange(1.0, 6.0)[:, None] * np.array([1.0, -2.0]):
+        plain.apply([tf.constant(3 * gradient)], [one])
+        step(tf.constant(gradient))
+        step(tf.constant(2 * gradient))
+        np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-12)
+        own, expected = (o._model_variables_moving_average[0].numpy() for o in (inner, plain))
+        np.testing.assert_allclose(own, expected, rtol=1e-12)
+
+
+def test_gradients_are_added_up_in_one_place():
+    with pytest.raises(ConfigError, match="Received: both, the latter 4. Multiply"):
+        DistributedOptimizer(LSO(SGD(gradient_accumulation_steps=4)), backward_passes_per_step=2)
+
+
+def test_accumulators_of_reduced_gradients_are_equal_on_all_ranks():
+    for wrap, are_common in ((DistributedOptimizer, True), (lambda optimizer: optimizer, False)):
+        inner = SGD(gradient_accumulation_steps=2)
+        model = compiled(functional(), optimizer=wrap(inner))
+        model.optimizer.build(model.trainable_variables)
+        common = {id(variable) for variable in model_state.optimizer_variables(model)}
+        assert len(inner._accumulated_gradients) == 6
+        assert {id(v) in common for v in inner._accumulated_gradients} == {are_common}
+
+
+class Networks(keras.Model):
+    """Has optimizers in containers, as models with several networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Adam(), SGD(), SGD()
+        self.rules = {"g": self.first, "d": [self.second, (self.third, self.first)]}
+        self.more = {"again": self.rules}
+
+
+def test_optimizers_in_containers_are_found():
+    model = Networks()
+    assert optimizers_of(model) == [model.first, model.second, model.third]
+
+
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """Holds another schedule, which its settings hold as it is."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def __call__(self, step):
+        return self.after(step)
+
+    def get_config(self):
+        return {"after": self.after, "scale": weight_of}
+
+
+class Silent(keras.optimizers.schedules.LearningRateSchedule):
+    """Has no settings to tell."""
+
+    def __call__(self, step):
+        return 0.1
+
+
+def weight_of(value):
+    return value
+
+
+def decay(rate):
+    return keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5)
+
+
+def test_settings_that_are_objects_compare_by_what_they_say():
+    def told(rate):
+        return agreement._optimizer(SGD(WarmUp(decay(rate))), True)
+
+    assert told(0.1) == told(0.1) != told(0.2)
+    assert "0x" not in str(told(0.1)) and "weight_of" in str(told(0.1))
+    nested = [agreement._optimizer(SGD(WarmUp(Silent())), True) for _ in range(2)]
+    assert nested[0] == nested[1]
+
+
+def test_a_scaled_optimizer_with_a_schedule_that_tells_no_settings():
+    scaler = LSO(SGD(Silent(), momentum=0.9), initial_scale=8.0)
+    told = agreement._optimizer(scaler, True)
+    assert told["initial_scale"] == "8.0" and told["inner momentum"] == "0.9"
+    other = unbuilt(scaler)
+    assert other.initial_scale == 8.0 and other.inner_optimizer.momentum == 0.9
+    assert other.inner_optimizer._learning_rate is scaler.inner_optimizer._learning_rate
+
+
+class Killed(Exception):
+    pass
+
+
+class KillIn(keras.callbacks.Callback):
+    """Ends training in an epoch, as a kill would."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.at == self.epoch:
+            raise Killed
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.at = epoch
+
+
+def test_a_backup_amid_a_cycle_counts_no_lost_batches(tmp_path, caplog):
+    """Five batches in cycles of two: the fifth is lost, and counted no more."""
+
+    def train(*more):
+        model = compiled(functional(), optimizer=DistributedOptimizer(SGD(0.1), **cycles))
+        x = np.ones((10, 3), "float32")
+        callbacks = [BackupAndRestore(str(tmp_path)), *more]
+        with contextlib.suppress(Killed):
+            model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
+        return model.optimizer
+
+    cycles = {"backward_passes_per_step": 2}
+    assert int(train(KillIn(1)).iterations) == 5
+    optimizer = train()
+    assert "1 batch(es) of backward_passes_per_step are lost" in caplog.text
+    assert int(optimizer.iterations) == 4 + 5 and optimizer.n_accumulated == 1
