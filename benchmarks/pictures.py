@@ -59,7 +59,7 @@ def draw_steps(rows: Sequence[Row], folder: Path) -> None:
         axis.set_visible(False)
     for axis, row in zip(axes.flat, rows, strict=False):
         _draw_panel(axis, row)
-    axes.flat[0].legend(fontsize=7, loc="upper right")
+    axes.flat[0].legend(fontsize=7, loc="lower right")
     _save(figure, folder / "benchmarks-steps.png")
 
 
