@@ -42,7 +42,7 @@ class Chunked:
             variables. "auto" exchanges each layer alone for ten steps of `fit`, then chooses from
             their times; outside of `fit` it keeps to single layers.
         replicated_dense: f, how many of the first Dense layers exchange activations and errors;
-            "auto" takes those for which fewer values travel that way. Needs
+            "auto" takes those for which fewer than half of the values travel that way. Needs
             `tfscale.prepare(model)` or a tfscale callback. Not with backward_passes_per_step.
         global_batch: Samples of all ranks together, for "auto": the batch size is not known when
             a step is traced.
@@ -183,4 +183,4 @@ class Chunked:
         n_in, n_out = layer.kernel.shape
         if is_replicated_cheaper(n_in, n_out, self.global_batch or 0, size):
             return ""
-        return f"its kernel is smaller than {n_in + n_out} values for each sample"
+        return f"its kernel has no more than {n_in + n_out} values per sample of the global batch"
