@@ -105,6 +105,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
         bind_to=options.bind_to,
         is_root=os.geteuid() == 0,
         n_cores=count_cores(),
+        cpus_per_task=environ.get("SLURM_CPUS_PER_TASK", ""),
         environment=variables,
     )
 

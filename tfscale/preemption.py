@@ -48,10 +48,12 @@ class TermHandler:
         self._is_heard = is_heard
         self._former: Any = None
         self._is_installed = False
+        self._pid = 0
 
     def install(self) -> None:
         """Handle SIGTERM, if this is the main thread: Python allows no other one."""
         if not self._is_installed and threading.current_thread() is threading.main_thread():
+            self._pid = os.getpid()
             self._former = signal.signal(signal.SIGTERM, self._handle)
             self._is_installed = True
 
@@ -65,7 +67,8 @@ class TermHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._is_heard():
+        # A forked child has this handler and the frames of `fit`, and nobody who fulfils requests.
+        if os.getpid() == self._pid and self._is_heard():
             request_save_and_stop()
         else:
             self.remove()

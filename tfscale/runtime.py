@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class _State:
     """What `init` made; there is one per process."""
 
     backend: Backend
+    process_id: int = field(default_factory=os.getpid)
     incarnation: int = 0
     n_refused: int = 0
     process_sets: list[Any] = field(default_factory=list)
@@ -116,6 +118,8 @@ def _leave_at_exit() -> None:
     """Leave the job when the program ends; where others never come, it ends as by an error."""
     global _state
     state = _state
+    if state is not None and state.process_id != os.getpid():
+        return  # A forked child is no rank, and has no communication thread.
     try:
         shutdown()
     except ExchangeError as error:
@@ -148,7 +152,7 @@ def shutdown() -> None:
         is_raising = error is not None and not isinstance(error, SystemExit)
         rank_status.write_state(rank_status.RAISED if is_raising else rank_status.FINISHED)
     if folder is not None and state.backend.rank == 0:
-        timeline.merge_parts(folder, state.backend.size)  # Closing waited for all ranks.
+        timeline.merge_at_end(folder, state.backend.size)  # Closing waited for all ranks.
 
 
 def remember_process_set(process_set: Any) -> None:

@@ -1,7 +1,9 @@
 #include "comm/c_api.h"
 
 #include <mpi.h>
+#include <sched.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,6 +46,20 @@ std::unique_ptr<tfscale::MpiEnv>& PendingEnv() {
 MPI_Comm Parent(int fortran_comm) {
   if (!PendingEnv()) PendingEnv() = std::make_unique<tfscale::MpiEnv>();
   return fortran_comm == -1 ? MPI_COMM_WORLD : MPI_Comm_f2c(static_cast<MPI_Fint>(fortran_comm));
+}
+
+// Collective over the ranks of a host.
+int ShareOfCores(MPI_Comm local) {
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  sched_getaffinity(0, sizeof(own), &own);  // where it fails, as with more cores: 1
+  std::vector<int> users(CPU_SETSIZE);
+  for (size_t c = 0; c < users.size(); ++c) users[c] = CPU_ISSET(c, &own) ? 1 : 0;
+  Check(MPI_Allreduce(MPI_IN_PLACE, users.data(), CPU_SETSIZE, MPI_INT, MPI_SUM, local),
+        "MPI_Allreduce");
+  double share = 0;
+  for (size_t c = 0; c < users.size(); ++c) share += CPU_ISSET(c, &own) ? 1.0 / users[c] : 0.0;
+  return std::max(1, static_cast<int>(share + 1e-6));
 }
 
 }  // namespace
@@ -93,13 +109,14 @@ int tfscale_thread_level() {
   return Guarded(-1, [] { return Running()->thread_level(); });
 }
 
-int tfscale_local(int fortran_comm, int* rank, int* size) {
+int tfscale_local(int fortran_comm, int* rank, int* size, int* cores) {
   return Guarded(-1, [&] {
     MPI_Comm local = MPI_COMM_NULL;
     Check(MPI_Comm_split_type(Parent(fortran_comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
           "MPI_Comm_split_type");
     Check(MPI_Comm_rank(local, rank), "MPI_Comm_rank");
     Check(MPI_Comm_size(local, size), "MPI_Comm_size");
+    *cores = ShareOfCores(local);
     MPI_Comm_free(&local);
     return 0;
   });

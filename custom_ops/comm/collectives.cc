@@ -54,6 +54,10 @@ void Submit(OperationHandle operation, Call call) {
   engine->Submit(std::move(task));
 }
 
+void GiveUpWaiting(int plan) {
+  if (const std::shared_ptr<Engine> engine = Engine::Get()) engine->GiveUpWaiting(plan);
+}
+
 void Stamp(int plan, int slot) {
   const std::shared_ptr<Engine> engine = Engine::Get();
   if (!engine) return;

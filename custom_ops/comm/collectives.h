@@ -59,6 +59,9 @@ struct Call {
 
 // Hands a collective to the engine of the process and returns at once.
 void Submit(OperationHandle operation, Call call);
+// The run of a traced function has failed on this rank: what waits for a
+// collective of it that will never come ends. Returns at once.
+void GiveUpWaiting(int plan);
 
 // Adds an event without bytes to the engine's log: computation has reached a
 // point. `slot` is negative, to tell it from collectives. Without an engine

@@ -89,6 +89,12 @@ void Engine::Submit(Task task) {
   if (!queue_.Push(item)) item.task.done(Status::Failed("tfscale has been shut down."));
 }
 
+void Engine::GiveUpWaiting(int plan) {
+  WorkQueue::Item item;
+  item.command = [this, plan] { scheduler_->GiveUpWaiting(plan); };
+  queue_.Push(item);  // nothing waits any more where the thread has ended
+}
+
 void Engine::RunOnCommThread(const std::function<void()>& command) {
   auto result = std::make_shared<std::promise<void>>();
   std::future<void> future = result->get_future();

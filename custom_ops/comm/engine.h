@@ -52,6 +52,9 @@ class Engine {
   // exactly once, also when the engine has failed or is stopping.
   void Submit(Task task);
 
+  // See Scheduler::GiveUpWaiting.
+  void GiveUpWaiting(int plan);
+
   // Collective over the members of `ranks`, called by all ranks; blocking.
   // Returns the id of the group, equal on all ranks. Throws CommError, also
   // when the ranks name different members.

@@ -37,9 +37,10 @@ Roster::Roster(const Communicator& world, const std::string& identity) {
   const std::vector<std::string> identities = GatherTexts(world, identity);
   for (size_t r = 1; r < identities.size(); ++r) {
     if (identities[r] == identities[0]) continue;
-    throw CommError("All ranks must run the same versions. Received: '" + identities[0] + "' on " +
-                    Name(0) + " and '" + identities[r] + "' on " + Name(static_cast<int>(r)) +
-                    ". Install the same packages on every host.");
+    throw CommError(
+        "All ranks must run the same versions with the same settings. Received: '" + identities[0] +
+        "' on " + Name(0) + " and '" + identities[r] + "' on " + Name(static_cast<int>(r)) +
+        ". Install the same packages on every host, and give settings to tfscale run --env.");
   }
 }
 

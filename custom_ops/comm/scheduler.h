@@ -53,6 +53,9 @@ class Scheduler {
   // replaced by the next one. Throws CommError when there were too many or when
   // collectives of a plan are under way, unless it is patient.
   void StartIncarnation(int incarnation);
+  // The run of a plan has failed on this rank: slots that wait for one that will
+  // never come end. Those under way go on, since the other ranks join them.
+  void GiveUpWaiting(int plan);
   // Collectives given up since the start of this incarnation.
   int64_t n_given_up() const { return n_given_up_; }
 

@@ -158,6 +158,14 @@ void Scheduler::GiveUp(Task& task, const Status& why) {
   task.done(why);
 }
 
+void Scheduler::GiveUpWaiting(int plan) {
+  const auto found = queues_.find(plan);
+  if (found == queues_.end() || !found->second->interruption().ok()) return;
+  for (Task& task : found->second->TakeIf([](const Task&) { return true; })) {
+    GiveUp(task, Status::Failed("The step failed on this rank."));
+  }
+}
+
 void Scheduler::GiveUpHopeless() {
   for (auto it = active_.begin(); it != active_.end();) {
     const std::optional<Status> why = WhyGivenUp(*it);

@@ -58,6 +58,7 @@ void Scheduler::CheckStalls() {
   };
   for (const Task& task : active_) look(task, true);
   for (const auto& [id, queue] : queues_) {
+    if (queue->is_next_here()) continue;  // They wait for active tasks, which have been looked at.
     queue->ForEachWaiting([&](const Task& task) { look(task, false); });
   }
   if (oldest != nullptr) {

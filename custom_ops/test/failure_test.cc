@@ -142,7 +142,8 @@ TEST(RanksOfOtherVersionsAreRefused) {
   EngineOptions options = SmallOptions();
   options.identity = rank == size - 1 ? "tfscale 2" : "tfscale 1";
   CHECK_THROWS(Job{options},
-               "All ranks must run the same versions. Received: 'tfscale 1' on rank 0");
+               "All ranks must run the same versions with the same settings. Received: 'tfscale 1' "
+               "on rank 0");
   CHECK_TRUE(Engine::Get() == nullptr);
 }
 

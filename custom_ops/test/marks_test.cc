@@ -54,6 +54,23 @@ TEST(EqualEpochsGiveNothingUp) {
   CHECK_EQ(job.engine().NumGivenUp(), int64_t{0});
 }
 
+// An op has failed: slot 0 will never come, and slot 1 must not wait for it.
+TEST(AStepThatFailsOnARankEndsWhatWaitsThere) {
+  Job job;
+  const SumPlan plan(job, "train", kSlots), other(job, "other", kSlots);
+  plan.Run(0);
+  Sum waiting = plan.Post(1, 1);
+  SleepMs(20);
+  CHECK_TRUE(!waiting.is_ready());
+  job.engine().GiveUpWaiting(plan.id());
+  CHECK_CONTAINS(waiting.Wait().message, "The step failed on this rank.");
+  CHECK_CONTAINS(plan.Post(2, 1).Wait().message, "The step failed on this rank.");
+  CHECK_EQ(job.engine().NumGivenUp(), int64_t{2});
+  other.Run(1);
+  StartTogether(job, 1);
+  plan.Run(2);
+}
+
 TEST(StepsThatAPeerDoesNotJoinAreGivenUp) {
   Job job;
   if (job.size() == 1) return;

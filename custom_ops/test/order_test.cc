@@ -162,6 +162,25 @@ TEST(AMeetingMayWaitForEver) {
   plan.Run(0);
 }
 
+// The window has room for slot 0 alone, so slot 1, which was posted first, waits for the peer too.
+TEST(ALongWaitBehindAFullWindowNamesTheMissingRank) {
+  EngineOptions options = ShortLimits();
+  options.window_bytes = 1;
+  Job job(options);
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", 2);
+  plan.Run(0);
+  if (job.rank() == 0) {
+    SleepMs(1200);
+    return;
+  }
+  Sum second = plan.Post(1, 1);
+  SleepMs(20);
+  const Status status = plan.Post(0, 1).Wait();
+  CHECK_CONTAINS(status.message, "waiting for rank 0");
+  CHECK_TRUE(second.Wait().code == StatusCode::kFailed);
+}
+
 }  // namespace testing
 }  // namespace tfscale
 

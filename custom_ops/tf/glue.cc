@@ -2,10 +2,13 @@
 
 #include <utility>
 
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace tfscale {
 
+using tensorflow::CancellationManager;
+using tensorflow::CancellationToken;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
@@ -55,7 +58,16 @@ void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
                               OperationHandle operation, std::shared_ptr<TensorList> tensors) {
   Call call = MakeCall();
   call.memory = std::move(tensors);
-  call.done = [context, done](const Status& status) {
+  // TensorFlow returns from a step whose op has failed once all others have
+  // ended: those that wait for an earlier slot must not do so for ever.
+  CancellationManager* manager = plan_ < 0 ? nullptr : context->cancellation_manager();
+  const CancellationToken token = manager ? manager->get_cancellation_token() : 0;
+  if (manager && !manager->RegisterCallback(token, [plan = plan_] { GiveUpWaiting(plan); })) {
+    context->SetStatus(absl::CancelledError("The step failed on this rank."));
+    return done();
+  }
+  call.done = [context, done, manager, token](const Status& status) {
+    if (manager) manager->TryDeregisterCallback(token);
     if (!status.ok()) context->SetStatus(ToTensorFlow(status));
     done();
   };

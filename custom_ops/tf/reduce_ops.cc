@@ -1,5 +1,7 @@
 // TfscaleAllreduce, TfscaleReducescatter and TfscaleScatterReduce.
-#include <cstdlib>
+#include <cstdio>
+#include <locale>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -82,9 +84,10 @@ REGISTER_OP("TfscaleScatterReduce")
 absl::Status GetFactor(OpKernelConstruction* context, const char* name, double* factor) {
   std::string text;
   TF_RETURN_IF_ERROR(context->GetAttr(name, &text));
-  char* end = nullptr;
-  *factor = std::strtod(text.c_str(), &end);
-  if (!text.empty() && *end == '\0') return absl::OkStatus();
+  // Not strtod, which reads 1.0 as 1 where the process's locale has a decimal comma.
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  if (stream >> *factor && stream.peek() == EOF) return absl::OkStatus();
   return absl::InvalidArgumentError(std::string(name) + " must be a number. Received: " + text);
 }
 

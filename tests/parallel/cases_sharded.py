@@ -6,6 +6,7 @@ import numpy as np
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
+from tests.helpers.versions import HAS_MUON
 from tests.parallel.cases_equality import (
     LAYERWISE,
     OPTIMIZERS,
@@ -30,7 +31,7 @@ SHARDED = {
     "adadelta": lambda: keras.optimizers.Adadelta(0.5),
     "ftrl": lambda: keras.optimizers.Ftrl(0.05),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
-    "muon": lambda: keras.optimizers.Muon(0.01),
+    **({"muon": lambda: keras.optimizers.Muon(0.01)} if HAS_MUON else {}),
     **LAYERWISE,
     **OPTIMIZERS,
 }

@@ -11,6 +11,7 @@ from keras.src.legacy.saving import legacy_h5_format
 import tfscale
 from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
+from tests.helpers.versions import HAS_MUON
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.sharded_model import (
     N_STEPS,
@@ -61,7 +62,7 @@ def case_older_files_hold_complete_state():
 def case_exclusion_from_weight_decay_after_prepare():
     """By variable and by the name of a layer, which pieces do not have."""
     with float64():
-        for rule in (keras.optimizers.AdamW, keras.optimizers.Muon):
+        for rule in (keras.optimizers.AdamW, *([keras.optimizers.Muon] if HAS_MUON else [])):
             for by_name in (False, True):
                 models = []
                 for wrap in (sharded, lambda inner: inner):

@@ -1,6 +1,7 @@
 """Timelines of all ranks, and one clock for them."""
 
 import json
+import shutil
 
 import tensorflow as tf
 
@@ -53,6 +54,19 @@ def case_timeline_of_all_ranks():
     else:
         steps = of_kind(read_rows(folder), "step")
         assert len(steps) == N_STEPS - 1 and "exposed_s" not in steps[0]
+    tfscale.barrier()
+
+
+@sizes(2)
+def case_a_timeline_that_cannot_be_written_keeps_nobody():
+    folder = shared_folder() / "gone"
+    timeline.start_automatic(str(folder))
+    tfscale.barrier()
+    if runtime.rank() == 0:
+        shutil.rmtree(folder)
+    tfscale.barrier()
+    assert timeline.write_part() is None
+    timeline.merge_at_end(folder, 0)
     tfscale.barrier()
 
 

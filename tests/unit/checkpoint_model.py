@@ -78,8 +78,9 @@ def fit(checkpoint, act=None, model=None, epochs=3, data=None, more=()):
     try:
         model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
     except Interruption:
-        checkpoint._writer.wait()
-        checkpoint._handler.remove()
+        if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
+            checkpoint._writer.wait()
+            checkpoint._handler.remove()
     return model, act.batches
 
 

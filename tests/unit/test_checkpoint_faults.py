@@ -23,7 +23,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tfscale import preemption
+from tfscale import preemption, runtime
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
@@ -137,6 +137,32 @@ def test_sigterm_after_an_error_is_not_swallowed(tmp_path):
         assert received == [1] and not preemption.is_requested()
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+def test_sigterm_to_a_forked_child_ends_it():
+    """Pools of processes that are made amid `fit` end their workers so."""
+    handler = preemption.TermHandler(lambda: True)
+    handler.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    finally:
+        handler.remove()
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+    assert not preemption.is_requested()
+
+
+def test_a_forked_child_does_not_leave_the_job(monkeypatch):
+    left = []
+    monkeypatch.setattr(runtime, "shutdown", lambda: left.append(os.getpid()))
+    monkeypatch.setattr(runtime._state, "process_id", os.getpid() + 1)
+    runtime._leave_at_exit()
+    monkeypatch.setattr(runtime._state, "process_id", os.getpid())
+    runtime._leave_at_exit()
+    assert left == [os.getpid()]
 
 
 def test_asked_in_the_last_step(tmp_path):

@@ -86,7 +86,7 @@ def test_mpich_line():
 
 def test_openmpi_line():
     assert line(OPENMPI, n_cores=4) == (
-        "/mpi/mpiexec --bind-to none -np 4 python train.py --epochs 3"
+        "/mpi/mpiexec --oversubscribe --bind-to none -np 4 python train.py --epochs 3"
     )
     assert line(OPENMPI, n_cores=2, is_root=True, is_prefixed=True, environment={"K": "V"}) == (
         "/mpi/mpiexec --allow-run-as-root --oversubscribe --tag-output --bind-to none "
@@ -110,13 +110,18 @@ def test_intel_line():
 
 def test_srun_line():
     assert line(None, is_slurm=True) == (
-        "srun --kill-on-bad-exit=1 --ntasks=4 python train.py --epochs 3"
+        "srun --kill-on-bad-exit=1 --export=ALL --ntasks=4 python train.py --epochs 3"
     )
     text = line(MPICH, is_slurm=True, is_prefixed=True, bind_to="cores", environment={"K": "a,b"})
-    assert text.startswith("env K=a,b srun --kill-on-bad-exit=1 --mpi=pmi2 --ntasks=4 --label")
+    assert text.startswith(
+        "env K=a,b srun --kill-on-bad-exit=1 --export=ALL --mpi=pmi2 --ntasks=4 --label"
+    )
     assert "--cpu-bind=cores" in text
     assert "--mpi=pmix" in line(OPENMPI, is_slurm=True)
-    assert "--nodelist=a,b" in line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)))
+    text = line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)), cpus_per_task="16")
+    assert "--cpus-per-task=16 --nodelist=a,b --ntasks-per-node=2" in text
+    with pytest.raises(ConfigError, match=r"as many ranks.*a:3,b:1"):
+        line(MPICH, is_slurm=True, hosts=(("a", 3), ("b", 1)))
 
 
 def test_impossible_launches_are_refused():

@@ -1,6 +1,9 @@
 """Reports of how ranks ended, among the lines that they print."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -189,3 +192,19 @@ def test_one_host_alone_is_never_lost():
     for now in range(1, 60):
         beat(pulse, now, A)
         assert pulse.find_lost(now) is None
+
+
+def test_a_signal_without_a_name():
+    report = Report(1, "node7", None, signal.SIGRTMAX - 6, True, True)
+    assert f"killed by signal {signal.SIGRTMAX - 6} (a real-time signal)" in report.describe()
+
+
+@pytest.mark.parametrize(("state", "code"), [(FINISHED, 0), (ALONE, 0), (None, 75)])
+def test_a_rank_that_has_left_ends_nobody(state, code):
+    """mpirun and srun end all ranks when one ends with another status than 0."""
+    leave = f"rank_status.write_state({state!r}); " if state else ""
+    program = f"from tfscale.launcher import rank_status; import sys; {leave}sys.exit(75)"
+    command = [sys.executable, "-m", "tfscale.launcher.rank_process", "--"]
+    done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == code
+    assert [report.exit_code for report in read(done.stderr)[1]] == [75]

@@ -30,13 +30,12 @@ class EngineBackend:
     name = "engine"
     has_marks = True
 
-    def __init__(self, settings: Settings, fortran_comm: int = _WORLD, n_cores: int = 1) -> None:
+    def __init__(self, settings: Settings, fortran_comm: int = _WORLD) -> None:
         """Start the engine. Collective: every rank of the communicator, on the main thread.
 
         Args:
             settings: Options.
             fortran_comm: Fortran handle of the communicator to work in; -1 for all processes.
-            n_cores: Cores of this host, shared among its ranks for local sums.
 
         Raises:
             ExchangeError: The library does not fit, MPI cannot be used, or ranks run different
@@ -45,21 +44,24 @@ class EngineBackend:
         self._library = load()
         self._slots = Slots(self._library)
         self._events = (Event * _EVENTS_KEPT)()
-        local_rank, local_size = ctypes.c_int(), ctypes.c_int()
-        self._library.call("local", fortran_comm, local_rank, local_size)
+        local_rank, local_size, n_cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._library.call("local", fortran_comm, local_rank, local_size, n_cores)
         self.local_rank, self.local_size = local_rank.value, local_size.value
-        threads = settings.reduce_threads or max(1, min(4, n_cores // self.local_size))
+        self.n_cores = n_cores.value  # of this rank: those it may use, shared with others that may
+        lengths = (
+            f"chunks of {settings.chunk_bytes}, messages of {settings.max_message_bytes} bytes"
+        )
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
             max_message_bytes=settings.max_message_bytes,
             chunk_bytes=settings.chunk_bytes,
             window_bytes=settings.window_bytes,
-            reduce_threads=threads,
+            reduce_threads=settings.reduce_threads or min(4, self.n_cores),
             spin=settings.spin,
             pin_core=settings.pin_core,
             stack_signal=show_on_signal(),
-            identity=versions().encode(),
+            identity=f"{versions()}, {lengths}".encode(),
             status_path=rank_status.file_path().encode(),
         )
         self._library.call("start", fortran_comm, options)

@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rank": (_INT, ()),
     "size": (_INT, ()),
     "thread_level": (_INT, ()),
-    "local": (_INT, (_INT, _INT_P, _INT_P)),
+    "local": (_INT, (_INT, _INT_P, _INT_P, _INT_P)),
     "add_group": (_INT, (_INT_P, _INT)),
     "plan_create": (_INT, (_INT, _TEXT)),
     "plan_add_slot": (_INT, (_INT, _TEXT)),

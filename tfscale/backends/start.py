@@ -50,19 +50,20 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
         ExchangeError: MPI, Horovod or the native library cannot be used.
     """
     # Imported here: a single process must not need the native libraries.
-    n_cores = len(os.sched_getaffinity(0))
     backend: Backend
     with deadline_of_start(settings.stall_warning_s, settings.stall_shutdown_s):
         if name == "horovod":
             from tfscale.backends.horovod import HorovodBackend
 
             backend = HorovodBackend(settings, _checked(comm))
+            n_cores = len(os.sched_getaffinity(0)) // backend.local_size  # taken to be unbound
         else:
             from tfscale.backends.engine import EngineBackend
 
-            backend = EngineBackend(settings, _fortran_handle(_checked(comm)), n_cores)
+            backend = EngineBackend(settings, _fortran_handle(_checked(comm)))
+            n_cores = backend.n_cores
     if settings.set_threads and backend.local_size > 1:
-        _share_cores(n_cores, backend.local_size)
+        _limit_threads(n_cores)
     _take_own_gpu(backend)
     if tf.config.threading.get_inter_op_parallelism_threads() == 1:
         logger.warning(
@@ -113,18 +114,18 @@ def _fortran_handle(comm: Any) -> int:
     return comm.py2f()
 
 
-def _share_cores(n_cores: int, local_size: int) -> None:
-    """Give each of the ranks of a host its share of the cores, unless the user chose."""
+def _limit_threads(n_cores: int) -> None:
+    """Have TensorFlow use this rank's share of the cores, unless the user chose."""
     threading = tf.config.threading
     environ = config.environment()
     try:
         if not threading.get_intra_op_parallelism_threads() and (
             "TF_NUM_INTRAOP_THREADS" not in environ
         ):
-            threading.set_intra_op_parallelism_threads(max(1, n_cores // local_size))
+            threading.set_intra_op_parallelism_threads(max(1, n_cores))
         if not threading.get_inter_op_parallelism_threads() and (
             "TF_NUM_INTEROP_THREADS" not in environ
         ):
-            threading.set_inter_op_parallelism_threads(max(2, n_cores // local_size))
+            threading.set_inter_op_parallelism_threads(max(2, n_cores))
     except RuntimeError:
         logger.info("TensorFlow runs already: its thread numbers stay. Call tfscale.init() first.")

@@ -12,6 +12,7 @@ from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.data.step_count import StepCount
 from tfscale.eager import has_exchanged_gradients
 from tfscale.fit import cycles
 from tfscale.fit.preparation import prepare
@@ -63,3 +64,6 @@ class Callback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Tell the other ranks that this one's `fit` is over."""
         progress_of(self.model).end_training()
+        steps = (self.params or {}).get("steps")
+        if isinstance(steps, StepCount):  # `History` has the same dict, which people write as JSON
+            self.params["steps"] = int(steps)

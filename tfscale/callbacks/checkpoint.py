@@ -32,7 +32,7 @@ from tfscale.checkpoints.background import BackgroundWriter
 from tfscale.checkpoints.folders import folder_name, prune
 from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
-from tfscale.data.continued_epoch import continue_epoch
+from tfscale.data.continued_epoch import continue_epoch, restore_data
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
@@ -130,11 +130,10 @@ class Checkpoint(Callback):
         """Return the first step of the epoch."""
         self._reader = None
         restore_keras_callbacks(reader)
-        data, position = data_of_fit(), self._position
-        if isinstance(data, GlobalBatches) and position.data is not None:
-            data.restore(position.data)
-        building.when_built(self.model, lambda: self._restore(reader))
+        position = self._position
         first_step = position.step if epoch == position.epoch else 0
+        restore_data(position.data, first_step)
+        building.when_built(self.model, lambda: self._restore(reader))
         continue_epoch(first_step)
         if runtime.rank() == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
@@ -200,6 +199,7 @@ class Checkpoint(Callback):
         if reader is not None:  # there was no epoch to begin
             building.require_built(self.model)
             building.when_built(self.model, lambda: self._restore(reader))
+            restore_data(self._position.data, None)
         self.model._initial_epoch = None
         self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
 

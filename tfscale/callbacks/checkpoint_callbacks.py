@@ -23,6 +23,8 @@ NUMBERS = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
+    # Where a backup is written weights and averages may be exchanged, as validation wants them.
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 
 
@@ -62,7 +64,13 @@ def set_numbers(states: Sequence[dict[str, Any]], is_own: bool) -> None:
             logger.warning(text, kind, runtime.rank())
             continue
         left.remove(state)
-        for name, value in state["numbers"].items():
+        numbers = state["numbers"]
+        if getattr(callback, "restore_best_weights", False) and numbers.get("best") is not None:
+            # Otherwise the next epoch's weights would stand for the best ones, unbeaten.
+            text = "%s on rank %d seeks the best epoch anew: best weights are not saved."
+            logger.warning(text, kind, runtime.rank())
+            numbers = {name: numbers[name] for name in numbers.keys() - {"best", "best_epoch"}}
+        for name, value in numbers.items():
             if value is not None:
                 setattr(callback, name, value)
     for state in left if is_own else ():

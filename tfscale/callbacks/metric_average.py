@@ -9,6 +9,7 @@ import keras
 from tfscale import runtime
 from tfscale.callbacks.epochs import EpochCallback
 from tfscale.callbacks.metric_states import Snapshot, average_logs, scalars, take_snapshot
+from tfscale.data.keras_pass import callbacks_of_fit
 
 VALIDATION = "val_"
 
@@ -72,8 +73,8 @@ class MetricAverageCallback(EpochCallback):
         if self._is_fitting:
             # The model resets its metrics next.
             self._snapshots.setdefault("", take_snapshot(self.model))
-        else:
-            self._replace_results()
+        elif not any(getattr(callback, "is_void", False) for callback in callbacks_of_fit()):
+            self._replace_results()  # in a void epoch nobody would answer
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation states."""

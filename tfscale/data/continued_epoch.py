@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from tfscale import runtime
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import epochs_of_fit
+from tfscale.data.keras_pass import data_of_fit, epochs_of_fit
+from tfscale.errors import ConfigError
+
+logger = logging.getLogger("tfscale")
+
+# Keras 3.10 counts an execution by its first step, later ones by the first and the last.
+_HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
+
+
+def restore_data(state: dict[str, int] | None, first_step: int | None) -> None:
+    """Let the `GlobalBatches` of the running `fit`, if it has such, go on in an epoch.
+
+    Args:
+        state: `GlobalBatches.state()` of then, if there was one.
+        first_step: Of the epoch; one that has begun is cut as it was, another may be cut anew.
+            None: no epoch begins, and the batch size stays.
+
+    Raises:
+        ConfigError: The data has another length, or the ranks cannot share batches that were
+            partly trained on.
+    """
+    data = data_of_fit()
+    if state is None or not isinstance(data, GlobalBatches):
+        return
+    own = data.batch_size
+    if first_step is None:
+        state = {**state, "batch_size": own}
+    if state["batch_size"] != own and runtime.rank() == 0:
+        logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
+    try:
+        data.restore(state)
+    except ConfigError as error:
+        if state["samples"] != data.samples:
+            raise
+        if first_step == 0:  # the program's own size, then
+            data.restore({**state, "batch_size": own})
+            return
+        raise ConfigError(
+            f"An epoch that goes on keeps its batches of {state['batch_size']}. {error} Start with "
+            "a number of ranks that divides it, or move this checkpoint away."
+        ) from error
 
 
 def continue_epoch(first_step: int) -> None:
@@ -26,7 +68,7 @@ def continue_epoch(first_step: int) -> None:
         return
     usual = epochs._enumerate_iterator
 
-    def rest() -> Iterator[tuple[int, int, Any]]:
+    def rest() -> Iterator[tuple[Any, ...]]:
         # Keras asks once per epoch; the next one is a usual one.
         epochs._enumerate_iterator = usual
         adapter = epochs.data_adapter
@@ -45,7 +87,7 @@ def continue_epoch(first_step: int) -> None:
     epochs._enumerate_iterator = rest
 
 
-def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[int, int, Any]]:
+def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:
     stride = epochs.steps_per_execution
     stop = epochs.steps_per_epoch or epochs._num_batches
     dataset = epochs._get_iterator()
@@ -54,7 +96,7 @@ def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[int, int, 
     numbers = range(first, int(stop), stride) if stop else itertools.count(first, stride)
     for step in numbers:
         epochs._steps_seen = step + stride
-        yield step, step + stride - 1, iterator
+        yield (step, *([step + stride - 1] if _HAS_LAST_STEP else []), iterator)
 
 
 class _Rest(keras.utils.PyDataset):

@@ -18,6 +18,9 @@ class BatchSource(Protocol):
     def samples(self) -> int:
         """Samples of an epoch, over all ranks."""
 
+    def digest(self) -> str:
+        """Return a text that differs, mostly, where the data does."""
+
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step."""
 
@@ -104,6 +107,15 @@ class Epochs:
             "seed": self.seed,
             "samples": self.source.samples,
         }
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks when training begins, and a digest of the data.
+
+        Raises:
+            ConfigError: It cannot be trained on.
+        """
+        check_slices(self.present().slices, is_training=True)
+        return {**self.state(), "digest": self.source.digest()}
 
     def restore_order(self, state: dict[str, int]) -> None:
         """Take seed and number of the epoch from a `state`.

@@ -60,11 +60,12 @@ class Progress:
         if not self._is_new or runtime.is_single():
             return False
         self._is_new, self._params = False, params
+        data = data_of_fit()
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
-            "data": data.state() if isinstance(data := data_of_fit(), GlobalBatches) else None,
+            "data": data._epochs.identity() if isinstance(data, GlobalBatches) else None,
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
@@ -76,6 +77,12 @@ class Progress:
         )
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
+        has_given_up = any(rank["given_up"] for rank in every)
+        if has_given_up and all(rank["data"] for rank in every):
+            # A rank that stopped behind the last batch of an epoch has not counted this epoch.
+            data.epoch = max(rank["data"]["epoch"] for rank in every)
+            for rank in every:
+                rank["data"]["epoch"] = data.epoch
         for key in ("steps", "epochs"):
             values = [rank[key] for rank in every]
             if any(v != values[0] for v in values):
@@ -87,11 +94,12 @@ class Progress:
         if any(rank["data"] != every[0]["data"] for rank in every):
             raise ExchangeError(
                 "All ranks must cut the same global batches. Received: "
-                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches the same "
-                "samples, batch_size and seed on every rank; it gives each its own slice."
+                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches all "
+                "samples in the same order, the same batch_size and seed on every rank; each gets "
+                "its own slice."
             )
         agreement.require_equal([rank["training"] for rank in every])
-        if any(rank["given_up"] for rank in every):
+        if has_given_up:
             runtime.start_incarnation()
         cycles.settle(self._model(), [rank["cycles"] for rank in every])
         return True

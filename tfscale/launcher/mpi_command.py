@@ -40,7 +40,8 @@ class LaunchSpec:
         bind_to: "none", "core", "socket" or another word of the MPI; None leaves the choice to us.
         environment: Variables given to every rank.
         is_root: Started by root, which Open MPI refuses unless told otherwise.
-        n_cores: Cores of this host; with more ranks than that Open MPI must be told.
+        n_cores: Cores of this host.
+        cpus_per_task: What the batch script asked Slurm for; its srun does not read that itself.
     """
 
     command: tuple[str, ...]
@@ -53,6 +54,7 @@ class LaunchSpec:
     environment: Mapping[str, str] | None = None
     is_root: bool = False
     n_cores: int = 1
+    cpus_per_task: str = ""
 
 
 def parse_places(text: str) -> tuple[tuple[str, int], ...]:
@@ -146,7 +148,8 @@ def _intel(spec: LaunchSpec, mpi: Mpi) -> list[str]:
 def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["--allow-run-as-root"] if spec.is_root else [])]
     is_remote = bool(spec.hosts or spec.hostfile)
-    line += ["--oversubscribe"] if spec.size > spec.n_cores and not is_remote else []
+    # It counts cores without their threads, or the tasks of an allocation, and refuses more ranks.
+    line += [] if is_remote else ["--oversubscribe"]
     line += ["--tag-output"] if spec.is_prefixed else []
     # Its default binds a rank to one core, which leaves TensorFlow one core.
     line += ["--bind-to", spec.bind_to or "none"]
@@ -157,16 +160,29 @@ def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     return [*line, "-np", str(spec.size), *spec.command]
 
 
+def _nodes(hosts: tuple[tuple[str, int], ...]) -> list[str]:
+    counts = {n for _, n in hosts}
+    if len(counts) > 1:
+        text = ",".join(f"{name}:{n}" for name, n in hosts)
+        raise ConfigError(
+            f"Under --slurm each host runs as many ranks. Received: hosts={text}. "
+            "Give equal numbers."
+        )
+    names = ",".join(name for name, _ in hosts)
+    return [f"--nodelist={names}", f"--ntasks-per-node={counts.pop()}"]
+
+
 def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     # srun hands its own environment on; a value in --export could not hold a comma.
     environment = [f"{name}={value}" for name, value in (spec.environment or {}).items()]
     line = [*(["env", *environment] if environment else []), "srun", "--kill-on-bad-exit=1"]
+    line += ["--export=ALL"]  # also where the batch script was to get nothing (--export=NONE)
     if mpi is not None:
         line += ["--mpi=pmix" if mpi.kind == "openmpi" else "--mpi=pmi2"]
     line += [f"--ntasks={spec.size}", *(["--label"] if spec.is_prefixed else [])]
+    line += [f"--cpus-per-task={spec.cpus_per_task}"] if spec.cpus_per_task else []
     line += [f"--cpu-bind={spec.bind_to}"] if spec.bind_to else []
-    if spec.hosts:
-        line += [f"--nodelist={','.join(name for name, _ in spec.hosts)}"]
+    line += _nodes(spec.hosts) if spec.hosts else []
     line += [f"--nodefile={spec.hostfile}"] if spec.hostfile else []
     return [*line, *spec.command]
 

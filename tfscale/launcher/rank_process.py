@@ -144,7 +144,9 @@ def main(command: Sequence[str]) -> int:
         command: Program and arguments.
 
     Returns:
-        The rank's exit status. Does not return after a failure: this process dies of SIGKILL.
+        The rank's exit status; 0 for one that had left the job: `tfscale run` knows the status
+        from the report, and mpirun and srun would end ranks that are still leaving. Does not
+        return after a failure: this process dies of SIGKILL.
     """
     launch = discover(environment()) or Launch(0, 1, None, None, "none")
     try:
@@ -155,7 +157,8 @@ def main(command: Sequence[str]) -> int:
         report = judge(launch, _NOT_STARTED, status, False)
     else:
         code = rank.wait()
-        report = judge(launch, code, rank_status.read(rank.status), rank.was_stopped)
+        status = rank_status.read(rank.status)
+        report = judge(launch, code, status, rank.was_stopped)
         if not report.is_failure:
             rank.end_beats()
     if report.exit_code:
@@ -163,7 +166,8 @@ def main(command: Sequence[str]) -> int:
     if report.is_failure:
         time.sleep(PATIENCE_S)
         os.kill(os.getpid(), signal.SIGKILL)
-    return report.exit_code
+    has_left = status.state in (rank_status.FINISHED, rank_status.ALONE)
+    return 0 if has_left and report.status is not None else report.exit_code
 
 
 if __name__ == "__main__":

@@ -66,8 +66,7 @@ class Report:
         if self.is_lost:
             text = f"{who} gives no sign of life: the host or its network is lost."
         elif self.signal is not None:
-            name = signal.Signals(self.signal).name
-            text = f"{who} was killed by signal {self.signal} ({name})."
+            text = f"{who} was killed by signal {self.signal} ({_name(self.signal)})."
             if self.signal == signal.SIGKILL:
                 text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
         elif self.status == 0:
@@ -80,6 +79,14 @@ class Report:
             text += "." if self.has_joined else ", before tfscale.init()."
         last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
         return f"{self.error}{text}\n{last}"
+
+
+def _name(number: int) -> str:
+    """Return what a signal is called; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
 
 
 def encode(report: Report) -> bytes:

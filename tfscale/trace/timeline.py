@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tfscale.trace.chrome import (
 from tfscale.trace.clocks import ClockMap
 
 __all__ = [
+    "merge_at_end",
     "merge_parts",
     "note_span",
     "start_automatic",
@@ -29,6 +31,8 @@ __all__ = [
     "stop_timeline",
     "write_part",
 ]
+
+logger = logging.getLogger("tfscale")
 _DRAIN_S = 2.0  # the engine keeps 65,536 collectives
 
 
@@ -123,7 +127,7 @@ def note_span(name: str, begin_ns: int, end_ns: int) -> None:
 
 def start_automatic(directory: str) -> None:
     """Begin the timeline of a whole job, TFSCALE_TIMELINE. Collective."""
-    folder = Path(directory)
+    folder = Path(directory).absolute()  # The program may change its directory.
     folder.mkdir(parents=True, exist_ok=True)
     part_path(folder, runtime.rank()).unlink(missing_ok=True)
     _start(folder / FILE_NAME, is_automatic=True)
@@ -135,15 +139,28 @@ def write_part() -> Path | None:
     Not collective: a rank may leave while others train, who must learn of it.
 
     Returns:
-        The folder, if there is such a timeline.
+        The folder, if there is such a timeline and it could be written.
     """
     global _recording
     recording, _recording = _recording, None
     if recording is None or not recording.is_automatic:
         return None
     folder, trace = recording.path.parent, recording.finish()
-    write_trace(part_path(folder, trace.rank), rank_events(trace), [trace.error_ns], origin_us=0.0)
+    try:
+        path = part_path(folder, trace.rank)
+        write_trace(path, rank_events(trace), [trace.error_ns], origin_us=0.0)
+    except OSError as error:  # The others wait for this rank to leave.
+        logger.warning("The timeline of rank %d cannot be written: %s", trace.rank, error)
+        return None
     return folder
+
+
+def merge_at_end(folder: Path, n_ranks: int) -> None:
+    """Merge the parts of all ranks, where that is possible; `tfscale report` may do it later."""
+    try:
+        merge_parts(folder, n_ranks)
+    except OSError as error:
+        logger.warning("The timeline cannot be written: %s", error)
 
 
 def _start(path: Path, is_automatic: bool) -> None:

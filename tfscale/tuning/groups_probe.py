@@ -79,7 +79,10 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
         enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         extra = [record, GroupsProbe(settings, record)]
-        callbacks = [*(given.get("callbacks") or []), *extra]
+        callbacks = given.get("callbacks") or []
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        callbacks = [*keras.tree.flatten(callbacks), *extra]
         return fit(**given | {"callbacks": callbacks, "epochs": 10**6})
 
     with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):

@@ -1,0 +1,105 @@
+"""What Keras's callbacks and data go on with, where a checkpoint cannot hold all of it."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.unit.checkpoint_model import (
+    BATCH,
+    STEPS,
+    Act,
+    arrays,
+    build,
+    fit,
+    interrupt,
+    job,  # noqa: F401
+    require_equal,
+)
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.data import GlobalBatches
+from tfscale.data import continued_epoch as module
+from tfscale.errors import ConfigError
+
+
+class _Scores(keras.callbacks.Callback):
+    """Gives each epoch a score, and remembers the weights it had."""
+
+    def __init__(self, *scores):
+        super().__init__()
+        self.scores, self.weights = scores, {}
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = self.scores[epoch]
+        self.weights[epoch] = self.model.get_weights()
+
+
+def _best():
+    return keras.callbacks.EarlyStopping("score", patience=9, mode="min", restore_best_weights=True)
+
+
+def test_the_best_epoch_is_sought_anew_where_its_weights_are_lost(tmp_path, caplog):
+    scores = _Scores(0.1, 0.5, 0.2, 0.3)
+    fit(Checkpoint(tmp_path), Act(STEPS + 1, interrupt), epochs=4, more=[scores, _best()])
+    model, _ = fit(Checkpoint(tmp_path), epochs=4, more=[scores, _best()])
+    # Neither epoch 0, whose weights are gone, nor the first of this run.
+    for own, wanted in zip(model.get_weights(), scores.weights[2], strict=True):
+        np.testing.assert_array_equal(own, wanted)
+    assert "EarlyStopping on rank 0 seeks the best epoch anew" in caplog.text
+
+
+def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
+    def train(backup, act=None):
+        model = build()
+        model.optimizer.use_ema = True
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return fit(backup, act, model=model, more=[swap])[0]
+
+    whole = train(None)
+    train(BackupAndRestore(str(tmp_path)), Act(2 * STEPS + 1, interrupt))
+    require_equal(train(BackupAndRestore(str(tmp_path))), whole)
+
+
+def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
+    fit(Checkpoint(tmp_path))
+    data = GlobalBatches(*arrays(), batch_size=BATCH // 2, seed=2)
+    _, steps = fit(Checkpoint(tmp_path), data=data)
+    assert (steps, data.epoch, data.batch_size) == ([], 3, BATCH // 2)
+
+
+@pytest.mark.parametrize(("first_step", "expected"), [(0, 6), (2, None), (None, 6)])
+def test_batches_that_other_ranks_cannot_share(monkeypatch, caplog, first_step, expected):
+    data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
+    data._epochs.rank_and_size = (0, 3)
+    monkeypatch.setattr(module, "data_of_fit", lambda: data)
+    state = {**data.state(), "batch_size": 8, "epoch": 5}
+    if expected is None:
+        with pytest.raises(ConfigError, match="keeps its batches of 8.* divides it"):
+            module.restore_data(state, first_step)
+        return
+    module.restore_data(state, first_step)
+    assert (data.batch_size, data.epoch) == (expected, 5)
+    assert ("batches of 8, fit of 6" in caplog.text) == (first_step == 0)
+
+
+def test_the_checkpoint_has_the_last_word_on_batches_that_fit(monkeypatch):
+    data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
+    monkeypatch.setattr(module, "data_of_fit", lambda: data)
+    module.restore_data({**data.state(), "batch_size": 8}, 1)
+    assert data.batch_size == 8
+
+
+def test_digests_tell_other_samples_apart():
+    def digest(x):
+        return GlobalBatches(x, batch_size=2)._epochs.identity()["digest"]
+
+    x = np.arange(12.0).reshape(6, 2)
+    assert digest(x) == digest(x.copy())
+    assert digest(x) != digest(x[::-1].copy())
+    assert digest({"a": x, "b": ["u", "v"] * 3}) != digest({"a": x, "b": ["v", "u"] * 3})
+
+
+def test_parameters_of_a_finished_fit_are_plain():
+    data = GlobalBatches(*arrays(), batch_size=BATCH)
+    callbacks = [BroadcastGlobalVariablesCallback(0)]
+    history = build().fit(data, epochs=1, verbose=0, callbacks=callbacks)
+    assert type(history.params["steps"]) is int and history.params["steps"] == STEPS
