@@ -73,6 +73,49 @@ def test_traceback_of_the_failed_rank_comes_last():
     assert len(tracebacks) == 2, result.output
 
 
+FRAGILE = (
+    START
+    + """
+class Fragile(keras.layers.Layer):
+    n_steps = 0
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3))
+    def call(self, x):
+        @tf.custom_gradient
+        def product(x, w):
+            def gradients(up):
+                down = tf.matmul(x, up, transpose_a=True)
+                down = tf.py_function(self.maybe_fail, [down], tf.float32)
+                return tf.matmul(up, w, transpose_b=True), tf.ensure_shape(down, w.shape)
+            return tf.matmul(x, w), gradients
+        return product(x, tf.convert_to_tensor(self.kernel))
+    def maybe_fail(self, gradient):
+        self.n_steps += 1
+        if self.n_steps == 5 and rank == 1:
+            time.sleep(1)  # the layer before has handed its gradient over
+            print('ALARM', time.time(), flush=True)
+            raise ValueError('bad kernel')
+        return gradient
+
+layers = [keras.layers.Dense(3), Fragile(), keras.layers.Dense(1)]
+model = keras.Sequential([keras.Input((4,)), *layers])
+exchange = tfscale.Chunked(chunks="per_layer")
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange), "mse")
+fit(lambda: None)
+"""
+)
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_an_op_that_fails_amid_a_step_is_told_at_once():
+    """Although what another layer has handed over waits for the exchange that never comes."""
+    result = launch_script(2, FRAGILE, timeout_s=LIMIT_S)
+    ended = time.time()
+    assert result.exit_code not in (0, None), result.output
+    assert ended - float(result.output.split("ALARM ")[1].split()[0]) < 10, result.output
+    assert "bad kernel" in result.output.split("Traceback (most recent call last)")[-1]
+
+
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_an_exception_before_init_ends_the_job():
     # The sleep lets rank 0 reach init, where it would wait; the error counts either way.
