@@ -101,8 +101,8 @@ adaptive-study: export TF_CPP_MIN_LOG_LEVEL ?= 2
 adaptive-study: build
 	@$(BIN)/python recipes/study.py $(STUDY) $(ARGS_STUDY)
 
-# [L] table I and figure 4, then what the tuner makes of the same training: some 40 minutes of two
-# idle cores (reckoned). [S] tables 3 and 4: make local-sgd-study LOCAL_STUDY=parameter_averaging_fashion.
+# [L] table I and figure 4 (48 minutes on two cores), then what the tuner makes of the same training.
+# [S] tables 3 and 4: make local-sgd-study LOCAL_STUDY=parameter_averaging_fashion.
 LOCAL_STUDY ?= local_sgd_fashion
 local-sgd-study: export TF_CPP_MIN_LOG_LEVEL ?= 2
 local-sgd-study: build

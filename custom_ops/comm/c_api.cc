@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,15 +51,22 @@ MPI_Comm Parent(int fortran_comm) {
 
 // Collective over the ranks of a host.
 int ShareOfCores(MPI_Comm local) {
-  cpu_set_t own;
-  CPU_ZERO(&own);
-  sched_getaffinity(0, sizeof(own), &own);  // where it fails, as with more cores: 1
-  std::vector<int> users(CPU_SETSIZE);
-  for (size_t c = 0; c < users.size(); ++c) users[c] = CPU_ISSET(c, &own) ? 1 : 0;
-  Check(MPI_Allreduce(MPI_IN_PLACE, users.data(), CPU_SETSIZE, MPI_INT, MPI_SUM, local),
+  // Long enough for the host's kernel, hence the same length on all its ranks.
+  std::vector<cpu_set_t> own(1);
+  while (sched_getaffinity(0, own.size() * sizeof(cpu_set_t), own.data()) != 0) {
+    if (errno != EINVAL || own.size() > 1024)
+      throw CommError("The cores of this rank are unknown.");
+    own.resize(2 * own.size());
+  }
+  const size_t bytes = own.size() * sizeof(cpu_set_t);
+  std::vector<int> users(own.size() * CPU_SETSIZE);
+  for (size_t c = 0; c < users.size(); ++c) users[c] = CPU_ISSET_S(c, bytes, own.data()) ? 1 : 0;
+  const std::vector<int> mine = users;
+  Check(MPI_Allreduce(MPI_IN_PLACE, users.data(), static_cast<int>(users.size()), MPI_INT, MPI_SUM,
+                      local),
         "MPI_Allreduce");
   double share = 0;
-  for (size_t c = 0; c < users.size(); ++c) share += CPU_ISSET(c, &own) ? 1.0 / users[c] : 0.0;
+  for (size_t c = 0; c < users.size(); ++c) share += mine[c] > 0 ? 1.0 / users[c] : 0.0;
   return std::max(1, static_cast<int>(share + 1e-6));
 }
 

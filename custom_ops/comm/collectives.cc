@@ -50,6 +50,7 @@ void Submit(OperationHandle operation, Call call) {
   task.group = call.group;
   task.plan = call.plan;
   task.slot = call.slot;
+  task.is_cancelled = std::move(call.is_cancelled);
   task.done = std::move(call.done);
   engine->Submit(std::move(task));
 }

@@ -2,6 +2,7 @@
 #ifndef TFSCALE_COMM_COLLECTIVES_H_
 #define TFSCALE_COMM_COLLECTIVES_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -53,6 +54,8 @@ struct Call {
   int plan = -1;  // -1: called outside of any traced function
   int slot = 0;
   std::shared_ptr<void> memory;  // kept until the operation is destroyed
+  // Set before GiveUpWaiting, which may come before the call does.
+  std::shared_ptr<std::atomic<bool>> is_cancelled;
   // Runs exactly once, on the communication thread or, without an engine, here.
   std::function<void(const Status&)> done;
 };

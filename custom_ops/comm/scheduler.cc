@@ -105,10 +105,12 @@ void Scheduler::Accept(Task task) {
       Start(std::move(task), tag);
     } else {
       PlanQueue& queue = QueueOf(task.plan);
-      if (queue.interruption().ok()) {
-        queue.Add(std::move(task));
-      } else {
+      if (!queue.interruption().ok()) {
         GiveUp(task, queue.interruption());
+      } else if (task.is_cancelled && *task.is_cancelled && !is_stopping()) {
+        GiveUp(task, StepFailedHere());
+      } else {
+        queue.Add(std::move(task));
       }
     }
   } catch (const std::exception& error) {

@@ -84,6 +84,8 @@ class Scheduler {
   // Ends tasks that a peer will not join.
   void GiveUpHopeless();
   void GiveUp(Task& task, const Status& why);
+  static Status StepFailedHere();
+  bool is_stopping() const;
   std::optional<Status> WhyGivenUp(const Task& task);
   bool is_patient(const Task& task) const;
   void CheckStalls();

@@ -158,11 +158,21 @@ void Scheduler::GiveUp(Task& task, const Status& why) {
   task.done(why);
 }
 
+Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
+
+// All ranks give this step up, and in it what some of them have not begun. What
+// members of a smaller group have begun together must end on all of them.
+bool Scheduler::is_stopping() const {
+  return std::any_of(queues_.begin(), queues_.end(), [](const auto& entry) {
+    return entry.second->interruption().code == StatusCode::kStopped;
+  });
+}
+
 void Scheduler::GiveUpWaiting(int plan) {
   const auto found = queues_.find(plan);
-  if (found == queues_.end() || !found->second->interruption().ok()) return;
+  if (found == queues_.end() || is_stopping()) return;
   for (Task& task : found->second->TakeIf([](const Task&) { return true; })) {
-    GiveUp(task, Status::Failed("The step failed on this rank."));
+    GiveUp(task, StepFailedHere());
   }
 }
 

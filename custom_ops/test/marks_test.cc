@@ -62,10 +62,19 @@ TEST(AStepThatFailsOnARankEndsWhatWaitsThere) {
   Sum waiting = plan.Post(1, 1);
   SleepMs(20);
   CHECK_TRUE(!waiting.is_ready());
+  // One that comes after its step was cancelled, and before the engine has heard of that.
+  std::promise<Status> ended;
+  Call late;
+  late.plan = plan.id();
+  late.slot = 3;
+  late.is_cancelled = std::make_shared<std::atomic<bool>>(true);
+  late.done = [&ended](const Status& status) { ended.set_value(status); };
+  Submit(MakeReduction(ReductionArgs{}), std::move(late));
+  CHECK_CONTAINS(ended.get_future().get().message, "The step failed on this rank.");
   job.engine().GiveUpWaiting(plan.id());
   CHECK_CONTAINS(waiting.Wait().message, "The step failed on this rank.");
   CHECK_CONTAINS(plan.Post(2, 1).Wait().message, "The step failed on this rank.");
-  CHECK_EQ(job.engine().NumGivenUp(), int64_t{2});
+  CHECK_EQ(job.engine().NumGivenUp(), int64_t{3});
   other.Run(1);
   StartTogether(job, 1);
   plan.Run(2);

@@ -1,5 +1,7 @@
 #include "tf/glue.h"
 
+#include <atomic>
+#include <memory>
 #include <utility>
 
 #include "tensorflow/core/framework/cancellation.h"
@@ -62,7 +64,12 @@ void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
   // ended: those that wait for an earlier slot must not do so for ever.
   CancellationManager* manager = plan_ < 0 ? nullptr : context->cancellation_manager();
   const CancellationToken token = manager ? manager->get_cancellation_token() : 0;
-  if (manager && !manager->RegisterCallback(token, [plan = plan_] { GiveUpWaiting(plan); })) {
+  call.is_cancelled = manager ? std::make_shared<std::atomic<bool>>(false) : nullptr;
+  const auto cancel = [plan = plan_, is_cancelled = call.is_cancelled] {
+    *is_cancelled = true;
+    GiveUpWaiting(plan);
+  };
+  if (manager && !manager->RegisterCallback(token, cancel)) {
     context->SetStatus(absl::CancelledError("The step failed on this rank."));
     return done();
   }

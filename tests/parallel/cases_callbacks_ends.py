@@ -28,7 +28,6 @@ from tfscale.callbacks import (
     ModelCheckpoint,
     RankZero,
 )
-from tfscale.errors import ConfigError
 
 
 @sizes(2, 3, 4)
@@ -164,80 +163,3 @@ def case_warmup_with_momentum_keeps_ranks_equal():
     reached = np.minimum(np.arange(1, 7) / 2, 2.0)
     np.testing.assert_allclose(rates, 0.4 / size * (reached * (size - 1) / 2 + 1), rtol=1e-6)
     require_equal_ranks(model.weights)
-
-
-class _StopsAt(keras.callbacks.Callback):
-    """Stops on the last rank, in a batch of the second epoch or at its end."""
-
-    def __init__(self, batch=None):
-        super().__init__()
-        self.batch, self.epoch = batch, 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._stop(batch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._stop(None)
-
-    def _stop(self, batch):
-        if tfscale.rank() == tfscale.size() - 1 and (self.epoch, batch) == (1, self.batch):
-            self.model.stop_training = True
-
-
-def _batches(n=24, **options):
-    x, y = own(n)  # the same on all ranks: shared out by GlobalBatches
-    x, y = tfscale.broadcast_object((x, y), 0)
-    return tfscale.data.GlobalBatches(x, y, batch_size=12, **options)
-
-
-@sizes(2, 3)
-def case_data_that_a_rank_stopped_reading_in_its_last_batch_trains_again():
-    for batch in (0, 1, None):
-        data, model = _batches(), compiled(functional())
-        first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-        model.fit(data, epochs=4, verbose=0, callbacks=[*first, _StopsAt(batch)])
-        model.fit(data, epochs=1, verbose=0, callbacks=first)
-        require_equal_ranks(model.weights)
-        numbers = tfscale.allgather_object(data.epoch)
-        assert set(numbers) == {numbers[0]}, numbers
-
-
-@sizes(2, 3)
-def case_evaluations_within_an_epoch_that_does_not_count():
-    """Who still runs it has nobody to average with: the last rank has left `fit`."""
-
-    class Test(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            average = [MetricAverageCallback()]
-            self.model.evaluate(*own(), verbose=0, callbacks=average, return_dict=True)
-
-    model = compiled(functional())
-    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-    model.fit(_batches(), epochs=4, verbose=0, callbacks=[*first, _StopsAt(), Test()])
-    kept = model.evaluate(*own(), verbose=0, callbacks=[MetricAverageCallback()], return_dict=True)
-    assert tfscale.allgather_object(kept) == [kept] * tfscale.size()
-
-
-@sizes(2)
-def case_a_last_batch_for_one_rank_only_says_what_to_do():
-    data = _batches(n=13, shuffle=False, drop_remainder=False)
-    try:
-        compiled(functional()).fit(data, callbacks=[BroadcastGlobalVariablesCallback(0)])
-    except ConfigError as error:
-        assert "drop_remainder" in str(error), error
-    else:
-        raise AssertionError("no error")
-
-
-@sizes(2, 3)
-def case_shares_instead_of_all_samples_are_refused():
-    x, y = own(24)
-    x = x + tfscale.rank()
-    data = tfscale.data.GlobalBatches(x, y, batch_size=12)
-    require_error_everywhere(
-        lambda: compiled(functional()).fit(data, callbacks=[BroadcastGlobalVariablesCallback(0)]),
-        "all samples in the same order",
-    )

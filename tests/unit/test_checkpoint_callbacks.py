@@ -18,7 +18,8 @@ from tests.unit.checkpoint_model import (
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.data import GlobalBatches
 from tfscale.data import continued_epoch as module
-from tfscale.errors import ConfigError
+from tfscale.data.probe import require_same_samples
+from tfscale.errors import ConfigError, ExchangeError
 
 
 class _Scores(keras.callbacks.Callback):
@@ -88,14 +89,18 @@ def test_the_checkpoint_has_the_last_word_on_batches_that_fit(monkeypatch):
     assert data.batch_size == 8
 
 
-def test_digests_tell_other_samples_apart():
-    def digest(x):
-        return GlobalBatches(x, batch_size=2)._epochs.identity()["digest"]
+def test_other_samples_are_told_apart_and_rounding_is_not():
+    def check(*every):
+        require_same_samples([GlobalBatches(x, batch_size=2)._epochs.probe() for x in every])
 
-    x = np.arange(12.0).reshape(6, 2)
-    assert digest(x) == digest(x.copy())
-    assert digest(x) != digest(x[::-1].copy())
-    assert digest({"a": x, "b": ["u", "v"] * 3}) != digest({"a": x, "b": ["v", "u"] * 3})
+    x, words = np.linspace(1, 2, 12).reshape(6, 2), ["u", "v"] * 3
+    check(x, x.copy(), x * (1 + 1e-6))
+    for other in (x[::-1].copy(), x[:, :1], x + 1):
+        with pytest.raises(ExchangeError, match="other samples on rank 1 than on rank 0"):
+            check(x, other)
+    check({"a": x, "b": words}, {"a": x, "b": list(words)})
+    with pytest.raises(ExchangeError, match="shared out by hand"):
+        check({"a": x, "b": words}, {"a": x, "b": words[::-1]})
 
 
 def test_parameters_of_a_finished_fit_are_plain():

@@ -119,9 +119,9 @@ def test_srun_line():
     assert "--cpu-bind=cores" in text
     assert "--mpi=pmix" in line(OPENMPI, is_slurm=True)
     text = line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)), cpus_per_task="16")
-    assert "--cpus-per-task=16 --nodelist=a,b --ntasks-per-node=2" in text
-    with pytest.raises(ConfigError, match=r"as many ranks.*a:3,b:1"):
-        line(MPICH, is_slurm=True, hosts=(("a", 3), ("b", 1)))
+    assert "--cpus-per-task=16 --nodelist=a,b --nodes=2 --ntasks-per-node=2" in text
+    text = line(MPICH, is_slurm=True, hosts=(("a", 3), ("b", 1)))
+    assert "--nodelist=a,b --nodes=2 python" in text
 
 
 def test_impossible_launches_are_refused():

@@ -117,7 +117,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         is_whole = self._is_due and runtime.num_given_up() == self._n_given_up
         if is_whole and not (self.delete_checkpoint or backup_groups.has_groups(self.model)):
             self._is_due = False
-            self._write()
+            self._write(is_end=True)
         self.model._initial_epoch = None  # for this fit only
         if runtime.rank() == 0:
             if self.delete_checkpoint:  # without them the rest is no backup, if killed now
@@ -138,7 +138,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _place(self) -> Place:
         return Place(self._current_epoch, backup_files.iterations_of(self.model))
 
-    def _write(self) -> None:
+    def _write(self, is_end: bool = False) -> None:
         """Write on rank 0. The order matters, see `backup_files`."""
         if runtime.rank() > 0 or save_points.is_given_up(self.model):
             return
@@ -146,7 +146,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         drawn = [int(v.numpy()[1]) for v in backup_state.seeds_of(self.model)]
         states = [c.backup_state() for c in backup_state.resumable_callbacks()]
         own = {"seeds": self._seeds, "drawn": drawn, "callbacks": len(states)}
-        own["keras_callbacks"] = read_keras_callbacks()
+        own["keras_callbacks"] = read_keras_callbacks(is_end)
         own["data"] = backup_state.data_state()
         own["in_cycle"] = [o.n_accumulated for o in accumulating(self.model)]
         backup_state.write_state(self.backup_dir, place, [own, *states])

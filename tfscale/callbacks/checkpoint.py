@@ -213,7 +213,7 @@ class Checkpoint(Callback):
         data = data_of_fit()
         self._position.data = data.state() if isinstance(data, GlobalBatches) else None
         part = Snapshot(self.model, self._position, run).take()
-        part.info["keras_callbacks"] = read_keras_callbacks()
+        part.info["keras_callbacks"] = read_keras_callbacks(is_end)
         part.info["is_end"] = is_end  # no callback has begun the epoch that comes next
         folder = self.directory / folder_name(self._position.n_steps, run)
         rank = runtime.rank()

@@ -18,22 +18,33 @@ from tfscale.errors import ConfigError
 
 logger = logging.getLogger("tfscale")
 
+_SWAPPED = "_ema_weights_in_model"
+
 # What Keras's callbacks count and compare with, set anew in their `on_train_begin`.
 NUMBERS = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
     # Where a backup is written weights and averages may be exchanged, as validation wants them.
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.SwapEMAWeights: (_SWAPPED,),
 }
 
 
-def read_keras_callbacks() -> list[dict[str, Any]]:
-    """Return class and numbers of Keras's callbacks in the running `fit`, as JSON."""
+def read_keras_callbacks(is_end: bool = False) -> list[dict[str, Any]]:
+    """Return class and numbers of Keras's callbacks in the running `fit`, as JSON.
+
+    Args:
+        is_end: Training ends, and the optimizer has made weights of averages: none are exchanged.
+    """
     return [
         {
             "kind": type(callback).__name__,
-            "numbers": {name: _plain(getattr(callback, name, None)) for name in names},
+            "numbers": {
+                name: _plain(getattr(callback, name, None))
+                if not (is_end and name == _SWAPPED)
+                else 0
+                for name in names
+            },
         }
         for callback, names in _keras_callbacks()
     ]

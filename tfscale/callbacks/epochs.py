@@ -40,6 +40,11 @@ class EpochCallback(Callback):
         if self._n_batches == 1:
             self.is_void = runtime.num_given_up() > self._n_given_up
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget the last epoch: all ranks end training."""
+        super().on_train_end(logs)
+        self.is_void = False
+
 
 class BeforeValidation(EpochCallback):
     """Acts once per epoch on all ranks: after the last batch, before `fit` validates.

@@ -73,8 +73,8 @@ class MetricAverageCallback(EpochCallback):
         if self._is_fitting:
             # The model resets its metrics next.
             self._snapshots.setdefault("", take_snapshot(self.model))
-        elif not any(getattr(callback, "is_void", False) for callback in callbacks_of_fit()):
-            self._replace_results()  # in a void epoch nobody would answer
+        elif not _is_in_void_epoch():  # nobody would answer
+            self._replace_results()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation states."""
@@ -118,3 +118,10 @@ class MetricAverageCallback(EpochCallback):
             return results
 
         model.__dict__["_get_metrics_result_or_logs"] = results_of_all_ranks
+
+
+def _is_in_void_epoch() -> bool:
+    """Whether this `evaluate` is called in a `fit` whose epoch does not count."""
+    # Those behind the first one may not have begun or ended what it has.
+    own = (c.is_void for c in callbacks_of_fit() if isinstance(c, EpochCallback))
+    return next(own, False)

@@ -38,7 +38,9 @@ def restore_data(state: dict[str, int] | None, first_step: int | None) -> None:
     own = data.batch_size
     if first_step is None:
         state = {**state, "batch_size": own}
-    if state["batch_size"] != own and runtime.rank() == 0:
+    # A callback that sets the size (`kept`) goes on with its own.
+    is_told = state["batch_size"] != own and data._epochs.kept is None
+    if is_told and runtime.rank() == 0:
         logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
     try:
         data.restore(state)

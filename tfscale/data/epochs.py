@@ -18,8 +18,8 @@ class BatchSource(Protocol):
     def samples(self) -> int:
         """Samples of an epoch, over all ranks."""
 
-    def digest(self) -> str:
-        """Return a text that differs, mostly, where the data does."""
+    def probe(self) -> list[Any]:
+        """Return a few samples, for `require_same_samples`."""
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step."""
@@ -109,13 +109,17 @@ class Epochs:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks when training begins, and a digest of the data.
+        """Return what must be equal on all ranks when training begins.
 
         Raises:
             ConfigError: It cannot be trained on.
         """
         check_slices(self.present().slices, is_training=True)
-        return {**self.state(), "digest": self.source.digest()}
+        return self.state()
+
+    def probe(self) -> list[Any]:
+        """Return a few of the samples, for `require_same_samples`."""
+        return self.source.probe()
 
     def restore_order(self, state: dict[str, int]) -> None:
         """Take seed and number of the epoch from a `state`.

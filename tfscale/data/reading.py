@@ -53,8 +53,8 @@ class _WeighedClasses:
     def samples(self) -> int:
         return self._source.samples
 
-    def digest(self) -> str:
-        return self._source.digest()
+    def probe(self) -> list[Any]:
+        return self._source.probe()
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         read = self._source.open_epoch(seed, epoch, slices)

@@ -76,9 +76,9 @@ class RecordSource:
             )  # fmt: skip
         return self._samples
 
-    def digest(self) -> str:
+    def probe(self) -> list[Any]:
         """Return what records look like; none is read."""
-        return repr(self._dataset.element_spec)
+        return [repr(self._dataset.element_spec)]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""

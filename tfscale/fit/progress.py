@@ -11,6 +11,7 @@ from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
+from tfscale.data.probe import require_same_samples
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import agreement, cycles
@@ -66,6 +67,7 @@ class Progress:
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
             "data": data._epochs.identity() if isinstance(data, GlobalBatches) else None,
+            "samples": data._epochs.probe() if isinstance(data, GlobalBatches) else [],
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
@@ -77,8 +79,7 @@ class Progress:
         )
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
-        has_given_up = any(rank["given_up"] for rank in every)
-        if has_given_up and all(rank["data"] for rank in every):
+        if all(rank["data"] for rank in every):
             # A rank that stopped behind the last batch of an epoch has not counted this epoch.
             data.epoch = max(rank["data"]["epoch"] for rank in every)
             for rank in every:
@@ -94,12 +95,12 @@ class Progress:
         if any(rank["data"] != every[0]["data"] for rank in every):
             raise ExchangeError(
                 "All ranks must cut the same global batches. Received: "
-                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches all "
-                "samples in the same order, the same batch_size and seed on every rank; each gets "
-                "its own slice."
+                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches the same "
+                "samples, batch_size and seed on every rank; it gives each its own slice."
             )
+        require_same_samples([rank["samples"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
-        if has_given_up:
+        if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
         cycles.settle(self._model(), [rank["cycles"] for rank in every])
         return True

@@ -161,15 +161,9 @@ def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
 
 
 def _nodes(hosts: tuple[tuple[str, int], ...]) -> list[str]:
-    counts = {n for _, n in hosts}
-    if len(counts) > 1:
-        text = ",".join(f"{name}:{n}" for name, n in hosts)
-        raise ConfigError(
-            f"Under --slurm each host runs as many ranks. Received: hosts={text}. "
-            "Give equal numbers."
-        )
-    names = ",".join(name for name, _ in hosts)
-    return [f"--nodelist={names}", f"--ntasks-per-node={counts.pop()}"]
+    words = [f"--nodelist={','.join(name for name, _ in hosts)}", f"--nodes={len(hosts)}"]
+    counts = {n for _, n in hosts}  # srun has no way to say unequal ones
+    return [*words, *([f"--ntasks-per-node={counts.pop()}"] if len(counts) == 1 else [])]
 
 
 def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
