@@ -47,10 +47,8 @@ class EngineBackend:
         local_rank, local_size, n_cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         self._library.call("local", fortran_comm, local_rank, local_size, n_cores)
         self.local_rank, self.local_size = local_rank.value, local_size.value
-        self.n_cores = n_cores.value  # of this rank: those it may use, shared with others that may
-        lengths = (
-            f"chunks of {settings.chunk_bytes}, messages of {settings.max_message_bytes} bytes"
-        )
+        self.n_cores = n_cores.value  # this rank's share
+        lengths = f"chunks of {settings.chunk_bytes}, messages of {settings.max_message_bytes}"
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,

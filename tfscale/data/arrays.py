@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.data.probe import part_of
 from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.errors import ConfigError
 
+_N_COMPARED = 64  # values of a sample
 _STRINGS = "USTO"  # kinds of dtypes; of objects only strings are let in
 
 
@@ -53,7 +53,7 @@ class ArraySource:
     def probe(self) -> list[Any]:
         """Return parts of the first, the middle and the last sample."""
         rows = (0, self.samples // 2, self.samples - 1)
-        return [part_of(array[row]) for row in rows for array in keras.tree.flatten(self._parts)]
+        return [_part_of(array[row]) for row in rows for array in keras.tree.flatten(self._parts)]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""
@@ -65,6 +65,13 @@ class ArraySource:
             return keras.tree.map_structure(lambda array: _take(array, rows), self._parts)
 
         return read
+
+
+def _part_of(sample: Any) -> list[float] | str:
+    """Return the first values of a sample: numbers, or the text of anything else."""
+    values = np.ravel(np.asarray(sample))[:_N_COMPARED]
+    is_number = values.dtype.kind in "fiub"
+    return values.astype(np.float64).tolist() if is_number else repr(values.tolist())
 
 
 def _take(array: np.ndarray, rows: Any) -> Any:

@@ -7,23 +7,52 @@ from typing import Any
 
 import numpy as np
 
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.errors import ExchangeError
 
-_N_VALUES = 64
+
+def describe(data: Any) -> dict[str, Any] | None:
+    """Return what ranks compare of the data of a `fit`: None of other data than `GlobalBatches`.
+
+    Raises:
+        ConfigError: It cannot be trained on.
+    """
+    if not isinstance(data, GlobalBatches):
+        return None
+    return {"state": data._epochs.identity(), "samples": data._epochs.probe()}
 
 
-def part_of(sample: Any) -> list[float] | str:
-    """Return the first values of a sample: numbers, or the text of anything else."""
-    values = np.ravel(np.asarray(sample))[:_N_VALUES]
-    is_number = values.dtype.kind in "fiub"
-    return values.astype(np.float64).tolist() if is_number else repr(values.tolist())
+def agree(data: Any, every: Sequence[dict[str, Any] | None]) -> None:
+    """Begin with the same epoch of the same data on all ranks.
+
+    Args:
+        data: This rank's.
+        every: What all ranks have described.
+
+    Raises:
+        ExchangeError: They differ; on all ranks.
+    """
+    described = [rank or {"state": None, "samples": []} for rank in every]
+    if None not in every:
+        # A rank that stopped behind the last batch of an epoch has not counted this epoch.
+        data.epoch = max(rank["state"]["epoch"] for rank in described)
+        for rank in described:
+            rank["state"]["epoch"] = data.epoch
+    states = [rank["state"] for rank in described]
+    if any(state != states[0] for state in states):
+        raise ExchangeError(
+            f"All ranks must cut the same global batches. Received: {states}, in rank order. Give "
+            "GlobalBatches the same samples, batch_size and seed on every rank; it gives each its "
+            "own slice."
+        )
+    require_same_samples([rank["samples"] for rank in described])
 
 
 def require_same_samples(probes: Sequence[Sequence[Any]]) -> None:
     """Refuse a share of the samples on each rank, of which each would train on a share again.
 
     Args:
-        probes: What `part_of` returned for the same samples of each rank.
+        probes: What `Epochs.probe` returned on each rank.
 
     Raises:
         ExchangeError: They differ by more than rounding: ranks may have computed them.

@@ -9,9 +9,8 @@ import keras
 
 from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data import probe
 from tfscale.data.keras_pass import data_of_fit
-from tfscale.data.probe import require_same_samples
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import agreement, cycles
@@ -66,8 +65,7 @@ class Progress:
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
-            "data": data._epochs.identity() if isinstance(data, GlobalBatches) else None,
-            "samples": data._epochs.probe() if isinstance(data, GlobalBatches) else [],
+            "data": probe.describe(data),
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
@@ -79,11 +77,6 @@ class Progress:
         )
         runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
-        if all(rank["data"] for rank in every):
-            # A rank that stopped behind the last batch of an epoch has not counted this epoch.
-            data.epoch = max(rank["data"]["epoch"] for rank in every)
-            for rank in every:
-                rank["data"]["epoch"] = data.epoch
         for key in ("steps", "epochs"):
             values = [rank[key] for rank in every]
             if any(v != values[0] for v in values):
@@ -92,13 +85,7 @@ class Progress:
                     "rank order. Give every rank as many batches, for example with "
                     "tfscale.data.GlobalBatches, and the same arguments to fit."
                 )
-        if any(rank["data"] != every[0]["data"] for rank in every):
-            raise ExchangeError(
-                "All ranks must cut the same global batches. Received: "
-                f"{[rank['data'] for rank in every]}, in rank order. Give GlobalBatches the same "
-                "samples, batch_size and seed on every rank; it gives each its own slice."
-            )
-        require_same_samples([rank["samples"] for rank in every])
+        probe.agree(data, [rank["data"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
