@@ -3,12 +3,16 @@
     python recipes/study.py global_shuffling
     python recipes/study.py global_shuffling --only gradients --seeds 1
     python recipes/study.py path/of/my_study.py --draw        # what is there, nothing is run
+    python recipes/study.py global_shuffling --keep           # what the results lack
 
 Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;
 what was interrupted goes on after its last epoch; what was run with other flags is run anew. A
 run that fails is reported, and the next one begins. Ctrl-C and SIGTERM end the run as well; a
 second study.py in the same folder is refused. Results go to `recipes/results/<study>.md`, `.png`
 and `.json`; the file `.json` holds every epoch of every run.
+
+With `--keep` the rows of the results that are there stay, of runs with the same flags: neither need
+the folders of all runs be on one machine, nor must all be run again for one more configuration.
 
 `study.json` in the folder of a run notes its flags, commit, machine and load; of a run that was
 interrupted the last part's, and under `parts` those of all.
@@ -47,6 +51,7 @@ from absl import app, flags
 
 import study_picture
 import study_process
+import study_published
 import study_report
 import study_runs
 from command_line import flags_parser
@@ -57,6 +62,7 @@ flags.DEFINE_string("only", "", "Run the configurations whose names contain this
 flags.DEFINE_list("seeds", [], "Run these seeds only.")
 flags.DEFINE_string("note", "", "A sentence to put under the table: what else to know.")
 flags.DEFINE_bool("draw", False, "Run nothing; write table and picture of what is there.")
+flags.DEFINE_bool("keep", False, "Keep the rows of the results that are there.")
 flags.DEFINE_string("data_dir", ".cache/data", "Passed to the recipes.")
 flags.DEFINE_string("run_dir", "runs/studies", "Folder of the runs.")
 flags.DEFINE_string("results_dir", str(study_runs.RECIPES / "results"), "Folder of the results.")
@@ -70,10 +76,13 @@ def main(arguments: list[str]) -> None:
     folder = Path(FLAGS.run_dir) / study.name
     every = list(study_runs.runs(study, folder))
     chosen = study_runs.choose(study, every, FLAGS.only, FLAGS.seeds)
-    failed = 0 if FLAGS.draw else _finish(every, chosen, folder)
-    outcomes = study_runs.outcomes(study, folder)
+    where = Path(FLAGS.results_dir) / study.name
+    earlier = where.with_suffix(".json") if FLAGS.keep else None
+    known = {o.run.folder for o in study_published.merged(study, every, folder, earlier)}
+    missing = [run for run in chosen if not FLAGS.keep or run.folder not in known]
+    failed = 0 if FLAGS.draw else _finish(every, missing, folder)
+    outcomes = study_published.merged(study, every, folder, earlier)
     if outcomes:
-        where = Path(FLAGS.results_dir) / study.name
         where.parent.mkdir(parents=True, exist_ok=True)
         text = study_report.write(study, outcomes, where, FLAGS.note)
         study_picture.draw(study, outcomes, where.with_suffix(".png"))

@@ -9,6 +9,8 @@ from typing import Any
 
 from study_runs import Outcome, Study, command
 
+_SECONDS = ("exposed_s", "step_s")
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
@@ -57,8 +59,8 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
         for outcome, number in zip(own, reached, strict=True)
     ]
     is_reached = len(numbers) == len(own)
-    steps = [step for outcome in own for step in outcome.steps if "exposed_s" in step]
-    exposed, total = (sum(step[key] for step in steps) for key in ("exposed_s", "step_s"))
+    waits = [wait for outcome in own for wait in _waiting(outcome).values()]
+    exposed, total = (sum(wait[key] for wait in waits) for key in _SECONDS)
     return Summary(
         name=name,
         ranks=own[0].run.ranks,
@@ -73,6 +75,12 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
         exposed_share=exposed / total if total else None,
         more=[_mean([f(o.epochs) for o in own]) for f in study.columns.values()],
     )
+
+
+def _waiting(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Return the seconds of a run's recorded steps, and those in which ranks waited."""
+    steps = [step for step in outcome.steps if "exposed_s" in step]
+    return {"waiting": {key: sum(s[key] for s in steps) for key in _SECONDS}} if steps else {}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -123,6 +131,7 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
             "ranks": outcome.run.ranks,
             **(outcome.made[-1] if outcome.made else {}),
             **({"parts": outcome.made} if len(outcome.made) > 1 else {}),
+            **_waiting(outcome),
             "epochs": outcome.epochs,
         }
         for outcome in outcomes

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import batch_growth
 import flag_rules
 import study_picture
+import study_published
 import study_report
 import study_runs
 import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
@@ -97,6 +99,32 @@ def test_table_json_and_picture(study, tmp_path):
     assert len(content["runs"]) == 4 and len(content["runs"][0]["epochs"]) == 3
     study_picture.draw(study, outcomes, tmp_path / "mine.png")
     assert (tmp_path / "mine.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_rows_of_earlier_results_stay_where_their_runs_are_gone(study, tmp_path):
+    every, folder = list(study_runs.runs(study, tmp_path / "runs")), tmp_path / "runs"
+    assert all(study_runs.finish(run) for run in every)
+    outcomes = study_runs.outcomes(study, folder)
+    outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
+    text = study_report.write(study, outcomes, tmp_path / "mine", "")
+    path = tmp_path / "mine.json"
+    shutil.rmtree(every[0].folder)
+    shutil.rmtree(every[1].folder)
+    assert len(study_published.merged(study, every, folder, None)) == 2
+    merged = study_published.merged(study, every, folder, path)
+    assert study_report.write(study, merged, tmp_path / "again", "") == text.replace(
+        "mine", "again", 1
+    )
+
+    # Of other flags nothing stays, and what is no result is refused.
+    (tmp_path / "mine.py").write_text(STUDY.replace("16,", "32,"))
+    other = study_runs.load(str(tmp_path / "mine.py"))
+    runs = list(study_runs.runs(other, folder))
+    left = study_published.merged(other, runs, folder, path)
+    assert [outcome.run.configuration for outcome in left] == ["small batch", "small batch"]
+    path.write_text('{"runs": 3}')
+    with pytest.raises(SystemExit, match="--keep needs results"):
+        study_published.merged(study, every, folder, path)
 
 
 @pytest.mark.parametrize(
