@@ -32,7 +32,7 @@ from tfscale.checkpoints.background import BackgroundWriter
 from tfscale.checkpoints.folders import folder_name, prune
 from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
-from tfscale.data.continued_epoch import continue_epoch, restore_data
+from tfscale.data.continued_epoch import continue_epoch, restore_data, steps_until
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
@@ -165,8 +165,8 @@ class Checkpoint(Callback):
             self._is_void = self._n_batches == 1
             return
         before = self._position.n_steps
-        steps = (self.params or {}).get("steps") or batch + 1
-        step = min(batch + 1, int(steps))  # Keras counts the last execution as full
+        step = steps_until(self.model, batch)  # Keras counts the last execution as full
+        step = min(step, int((self.params or {}).get("steps") or step))
         self._position.n_steps += step - self._position.step
         self._position.step = step
         is_due = self._rhythm.is_due_after_steps(before, self._position.n_steps)

@@ -20,6 +20,11 @@ logger = logging.getLogger("tfscale")
 _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
 
 
+def steps_until(model: keras.Model, batch: int) -> int:
+    """Return how many steps of an epoch there were, given the number in `on_train_batch_end`."""
+    return batch + (1 if _HAS_LAST_STEP else model.steps_per_execution)
+
+
 def restore_data(state: dict[str, int] | None, first_step: int | None) -> None:
     """Let the `GlobalBatches` of the running `fit`, if it has such, go on in an epoch.
 
