@@ -7,6 +7,7 @@ from typing import Any
 
 from tfscale import runtime
 from tfscale.callbacks.base import Callback
+from tfscale.data.continued_epoch import steps_until
 
 
 class EpochCallback(Callback):
@@ -71,7 +72,7 @@ class BeforeValidation(EpochCallback):
         steps = (self.params or {}).get("steps")
         # Where this step was given up, those who stopped act at the end of the epoch.
         is_told = runtime.num_given_up() > self._n_given_up
-        is_last = steps is not None and batch + 1 >= int(steps)
+        is_last = steps is not None and steps_until(self.model, batch) >= int(steps)
         if is_last and not is_told and may_communicate():
             self._act_once()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfscale import runtime
 from tfscale.callbacks.base import Callback
+from tfscale.data.continued_epoch import steps_until
 
 
 class ModelDistance(Callback):
@@ -52,7 +53,7 @@ class ModelDistance(Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Take down the distance, if this step has averaged."""
         super().on_train_batch_end(batch, logs)
-        self._n_steps = self._n_steps_before + batch + 1
+        self._n_steps = self._n_steps_before + steps_until(self.model, batch)
         n_averages, before = self._count(), self._n_averages
         self._n_averages = n_averages
         if n_averages == before:
