@@ -77,11 +77,11 @@ def main(arguments: list[str]) -> None:
     every = list(study_runs.runs(study, folder))
     chosen = study_runs.choose(study, every, FLAGS.only, FLAGS.seeds)
     where = Path(FLAGS.results_dir) / study.name
-    earlier = where.with_suffix(".json") if FLAGS.keep else None
-    known = {o.run.folder for o in study_published.merged(study, every, folder, earlier)}
-    missing = [run for run in chosen if not FLAGS.keep or run.folder not in known]
+    kept = study_published.read(every, where.with_suffix(".json")) if FLAGS.keep else {}
+    missing = [run for run in chosen if run.folder not in kept]
     failed = 0 if FLAGS.draw else _finish(every, missing, folder)
-    outcomes = study_published.merged(study, every, folder, earlier)
+    known = kept | {outcome.run.folder: outcome for outcome in study_runs.outcomes(study, folder)}
+    outcomes = [known[run.folder] for run in every if run.folder in known]
     if outcomes:
         where.parent.mkdir(parents=True, exist_ok=True)
         text = study_report.write(study, outcomes, where, FLAGS.note)

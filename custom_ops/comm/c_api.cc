@@ -1,14 +1,12 @@
 #include "comm/c_api.h"
 
 #include <mpi.h>
-#include <sched.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/cores.h"
 #include "comm/engine.h"
 #include "comm/pending.h"
 
@@ -47,27 +45,6 @@ std::unique_ptr<tfscale::MpiEnv>& PendingEnv() {
 MPI_Comm Parent(int fortran_comm) {
   if (!PendingEnv()) PendingEnv() = std::make_unique<tfscale::MpiEnv>();
   return fortran_comm == -1 ? MPI_COMM_WORLD : MPI_Comm_f2c(static_cast<MPI_Fint>(fortran_comm));
-}
-
-// Collective over the ranks of a host.
-int ShareOfCores(MPI_Comm local) {
-  // Long enough for the host's kernel, hence the same length on all its ranks.
-  std::vector<cpu_set_t> own(1);
-  while (sched_getaffinity(0, own.size() * sizeof(cpu_set_t), own.data()) != 0) {
-    if (errno != EINVAL || own.size() > 1024)
-      throw CommError("The cores of this rank are unknown.");
-    own.resize(2 * own.size());
-  }
-  const size_t bytes = own.size() * sizeof(cpu_set_t);
-  std::vector<int> users(own.size() * CPU_SETSIZE);
-  for (size_t c = 0; c < users.size(); ++c) users[c] = CPU_ISSET_S(c, bytes, own.data()) ? 1 : 0;
-  const std::vector<int> mine = users;
-  Check(MPI_Allreduce(MPI_IN_PLACE, users.data(), static_cast<int>(users.size()), MPI_INT, MPI_SUM,
-                      local),
-        "MPI_Allreduce");
-  double share = 0;
-  for (size_t c = 0; c < users.size(); ++c) share += mine[c] > 0 ? 1.0 / users[c] : 0.0;
-  return std::max(1, static_cast<int>(share + 1e-6));
 }
 
 }  // namespace
@@ -124,7 +101,7 @@ int tfscale_local(int fortran_comm, int* rank, int* size, int* cores) {
           "MPI_Comm_split_type");
     Check(MPI_Comm_rank(local, rank), "MPI_Comm_rank");
     Check(MPI_Comm_size(local, size), "MPI_Comm_size");
-    *cores = ShareOfCores(local);
+    *cores = tfscale::CoresOfThisRank(local);
     MPI_Comm_free(&local);
     return 0;
   });

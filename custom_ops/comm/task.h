@@ -26,9 +26,9 @@ struct Task {
   int group = 0;
   int plan = kEager;
   int slot = 0;
-  int64_t execution = 0;  // how often this slot ran before; eager: call number in the group
+  int64_t execution = 0;   // how often this slot ran before; eager: call number in the group
+  int64_t generation = 0;  // marks this rank had set when the task arrived
   std::shared_ptr<std::atomic<bool>> is_cancelled;  // of a step that has failed; may be null
-  int64_t generation = 0;                           // marks this rank had set when the task arrived
   Clock::time_point posted;
   Clock::time_point started;
 };

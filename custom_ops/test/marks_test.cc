@@ -160,6 +160,13 @@ TEST(OnlyGroupsWithThePeerAreGivenUp) {
   }
   if (job.rank() > 0) {
     plan_without.Run(0);
+    // A step that fails where the stop is known leaves what other groups have begun.
+    Sum begun = plan_without.Post(1, 1);
+    if (job.rank() == 1) job.engine().GiveUpWaiting(plan_without.id());
+    SleepMs(30);
+    CHECK_TRUE(!begun.is_ready());
+    plan_without.Post(0, 1).Check();
+    begun.Check();
     job.engine().Mark(MarkKind::kStop);
   }
   StartTogether(job, 1);

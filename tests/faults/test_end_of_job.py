@@ -92,7 +92,7 @@ class Fragile(keras.layers.Layer):
     def maybe_fail(self, gradient):
         self.n_steps += 1
         if self.n_steps == 5 and rank == 1:
-            time.sleep(1)  # the layer before has handed its gradient over
+            time.sleep(1)  # nothing tells a layer when another has handed its gradient over
             print('ALARM', time.time(), flush=True)
             raise ValueError('bad kernel')
         return gradient

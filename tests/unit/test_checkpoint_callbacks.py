@@ -15,7 +15,12 @@ from tests.unit.checkpoint_model import (
     job,  # noqa: F401
     require_equal,
 )
-from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    Checkpoint,
+    checkpoint_callbacks,
+)
 from tfscale.data import GlobalBatches
 from tfscale.data import continued_epoch as module
 from tfscale.data.probe import require_same_samples
@@ -60,6 +65,27 @@ def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
     require_equal(train(BackupAndRestore(str(tmp_path))), whole)
 
 
+def test_at_the_end_of_training_weights_and_averages_are_not_exchanged(monkeypatch):
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    swap._ema_weights_in_model = True
+    monkeypatch.setattr(checkpoint_callbacks, "callbacks_of_fit", lambda: [swap])
+    for is_end, expected in ((False, True), (True, False)):
+        (state,) = checkpoint_callbacks.read_keras_callbacks(is_end)
+        assert bool(state["numbers"]["_ema_weights_in_model"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("has_last_step", "steps_per_execution"), [(True, 1), (True, 3), (False, 1), (False, 3)]
+)
+def test_executions_are_counted_as_this_keras_does(monkeypatch, has_last_step, steps_per_execution):
+    """The second execution of an epoch ends: Keras 3.10 names its first step, later its last."""
+    monkeypatch.setattr(module, "_HAS_LAST_STEP", has_last_step)
+    model = build()
+    model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=steps_per_execution)
+    last = 2 * steps_per_execution - 1 if has_last_step else steps_per_execution
+    assert module.steps_until(model, last) == 2 * steps_per_execution
+
+
 def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
     fit(Checkpoint(tmp_path))
     data = GlobalBatches(*arrays(), batch_size=BATCH // 2, seed=2)
@@ -91,7 +117,7 @@ def test_the_checkpoint_has_the_last_word_on_batches_that_fit(monkeypatch):
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
     def check(*every):
-        require_same_samples([GlobalBatches(x, batch_size=2)._epochs.probe() for x in every])
+        require_same_samples([GlobalBatches(x, batch_size=2)._epochs.source.probe() for x in every])
 
     x, words = np.linspace(1, 2, 12).reshape(6, 2), ["u", "v"] * 3
     check(x, x.copy(), x * (1 + 1e-6))

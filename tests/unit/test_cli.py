@@ -44,6 +44,14 @@ def test_dry_run_prints_the_command(capsys):
     assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
 
 
+def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, capsys):
+    words = ["run", "-np", "2", "--slurm", "--dry-run", "python", "t.py"]
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    assert cli.main(words) == 0 and "--cpus-per-task=12" in capsys.readouterr().out
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    assert cli.main(words) == 0 and "--cpus-per-task" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

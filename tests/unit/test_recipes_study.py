@@ -108,23 +108,22 @@ def test_rows_of_earlier_results_stay_where_their_runs_are_gone(study, tmp_path)
     outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
     text = study_report.write(study, outcomes, tmp_path / "mine", "")
     path = tmp_path / "mine.json"
-    shutil.rmtree(every[0].folder)
-    shutil.rmtree(every[1].folder)
-    assert len(study_published.merged(study, every, folder, None)) == 2
-    merged = study_published.merged(study, every, folder, path)
-    assert study_report.write(study, merged, tmp_path / "again", "") == text.replace(
-        "mine", "again", 1
-    )
+    shutil.rmtree(folder)
+    kept = study_published.read(every, path)
+    assert list(kept) == [run.folder for run in every]
+    again = study_report.write(study, list(kept.values()), tmp_path / "again", "")
+    assert again == text.replace("mine", "again", 1)
 
     # Of other flags nothing stays, and what is no result is refused.
     (tmp_path / "mine.py").write_text(STUDY.replace("16,", "32,"))
     other = study_runs.load(str(tmp_path / "mine.py"))
     runs = list(study_runs.runs(other, folder))
-    left = study_published.merged(other, runs, folder, path)
-    assert [outcome.run.configuration for outcome in left] == ["small batch", "small batch"]
+    left = study_published.read(runs, path)
+    assert [outcome.run.configuration for outcome in left.values()] == ["small batch"] * 2
     path.write_text('{"runs": 3}')
     with pytest.raises(SystemExit, match="--keep needs results"):
-        study_published.merged(study, every, folder, path)
+        study_published.read(every, path)
+    assert study_published.read(every, tmp_path / "none.json") == {}
 
 
 @pytest.mark.parametrize(

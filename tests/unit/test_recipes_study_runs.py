@@ -224,27 +224,3 @@ def test_a_run_that_does_not_end_is_killed(tmp_path):
         study.terminate()
         assert study.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert not _is_there(pid)
-
-
-def _study(tmp_path, *words):
-    script = [sys.executable, str(RECIPES / "study.py"), fake_study.write(tmp_path), *words]
-    done = subprocess.run(
-        [*script, f"--run_dir={tmp_path / 'runs'}", f"--results_dir={tmp_path / 'results'}"],
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stderr
-
-
-def test_study_refuses_what_is_not_there_second_studies_and_unreadable_notes(tmp_path):
-    code, said = _study(tmp_path, "--only", "typo")
-    assert code == 1 and "Choose from: small batch; Large: 16" in said
-    with study_process.only_one(tmp_path / "runs" / "mine"):
-        code, said = _study(tmp_path)
-    assert code == 1 and "Only one study.py may run in" in said
-    folder = tmp_path / "runs" / "mine" / "large-16-seed2"  # the last one: told before the first
-    folder.mkdir()
-    (folder / "study.json").write_text("")
-    code, said = _study(tmp_path)
-    assert code == 1 and "large-16-seed2/study.json" in said
-    assert not (folder.parent / "small-batch-seed1").exists()

@@ -14,6 +14,7 @@ from tfscale.callbacks.epochs import EpochCallback
 from tfscale.callbacks.growing_ranks import begin_with_surplus
 from tfscale.data.active_ranks import may_have_surplus
 from tfscale.data.changes import keep_settings, put_back_settings
+from tfscale.data.continued_epoch import steps_until
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit
 from tfscale.tuning.growth import GrowthControl
@@ -198,7 +199,7 @@ class AdaptiveBatchSize(EpochCallback):
         super().on_train_batch_end(batch, logs)
         if not self.is_void:
             steps = (self.params or {}).get("steps") or 0
-            self._measures.end_batch(logs, is_last=batch + 1 >= steps)
+            self._measures.end_batch(logs, is_last=steps_until(self.model, batch) >= steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide what holds from the next epoch on. Collective."""

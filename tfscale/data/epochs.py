@@ -108,19 +108,6 @@ class Epochs:
             "samples": self.source.samples,
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks when training begins.
-
-        Raises:
-            ConfigError: It cannot be trained on.
-        """
-        check_slices(self.present().slices, is_training=True)
-        return self.state()
-
-    def probe(self) -> list[Any]:
-        """Return a few of the samples, for `require_same_samples`."""
-        return self.source.probe()
-
     def restore_order(self, state: dict[str, int]) -> None:
         """Take seed and number of the epoch from a `state`.
 

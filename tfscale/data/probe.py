@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.slices import check_slices
 from tfscale.errors import ExchangeError
 
 
@@ -19,7 +20,9 @@ def describe(data: Any) -> dict[str, Any] | None:
     """
     if not isinstance(data, GlobalBatches):
         return None
-    return {"state": data._epochs.identity(), "samples": data._epochs.probe()}
+    epochs = data._epochs
+    check_slices(epochs.present().slices, is_training=True)
+    return {"state": data.state(), "samples": epochs.source.probe()}
 
 
 def agree(data: Any, every: Sequence[dict[str, Any] | None]) -> None:
@@ -52,7 +55,7 @@ def require_same_samples(probes: Sequence[Sequence[Any]]) -> None:
     """Refuse a share of the samples on each rank, of which each would train on a share again.
 
     Args:
-        probes: What `Epochs.probe` returned on each rank.
+        probes: What the sources of the ranks returned.
 
     Raises:
         ExchangeError: They differ by more than rounding: ranks may have computed them.

@@ -1,0 +1,59 @@
+#include "comm/cores.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "comm/mpi_env.h"
+#include "comm/types.h"
+
+namespace tfscale {
+
+namespace {
+
+constexpr size_t kMostSets = 1024;  // of 1024 cores each: more than any kernel has
+
+// Returns a 1 at each core that this process may run on. The length is the one that the host's
+// kernel asks for, hence the same on all its ranks.
+std::vector<int> UsableCores() {
+  std::vector<cpu_set_t> sets(1);
+  while (sched_getaffinity(0, sets.size() * sizeof(cpu_set_t), sets.data()) != 0) {
+    if (errno != EINVAL || sets.size() > kMostSets) {
+      throw CommError(
+          "The system must tell which cores a rank may use. Received: sched_getaffinity: " +
+          std::string(std::strerror(errno)) + ". Allow this call where a sandbox forbids it.");
+    }
+    sets.resize(2 * sets.size());
+  }
+  std::vector<int> usable(sets.size() * CPU_SETSIZE);
+  const size_t bytes = sets.size() * sizeof(cpu_set_t);
+  for (size_t core = 0; core < usable.size(); ++core) {
+    usable[core] = CPU_ISSET_S(core, bytes, sets.data()) ? 1 : 0;
+  }
+  return usable;
+}
+
+}  // namespace
+
+int CoresOfRank(const std::vector<int>& mine, const std::vector<int>& users) {
+  double share = 0;
+  for (size_t core = 0; core < mine.size(); ++core) {
+    if (mine[core] > 0) share += 1.0 / users[core];
+  }
+  constexpr double kRounding = 1e-6;  // three thirds are one core
+  return std::max(1, static_cast<int>(share + kRounding));
+}
+
+int CoresOfThisRank(MPI_Comm local) {
+  const std::vector<int> mine = UsableCores();
+  std::vector<int> users(mine.size());
+  Check(MPI_Allreduce(mine.data(), users.data(), static_cast<int>(mine.size()), MPI_INT, MPI_SUM,
+                      local),
+        "MPI_Allreduce");
+  return CoresOfRank(mine, users);
+}
+
+}  // namespace tfscale
