@@ -1,4 +1,4 @@
-# make train | test | test-cpp | test-wheel | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
+# make train | test | test-cpp | test-wheel | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-cpp test-wheel check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod train test test-cpp test-wheel test-ranks check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks clean format
 
 venv: $(VENV)/.installed
@@ -60,6 +60,11 @@ test-wheel: wheel
 	@tools/test_installed.sh $(WHEEL_VENV)/bin/python $(PYTEST)
 
 test: test-cpp test-wheel
+
+# `make test` runs each case on several ranks with one number of them; this with 1, 2, 3 and 4, as far
+# as the case allows, and Horovod's contract with 2 and 3: an hour on two cores.
+test-ranks: build
+	@RANKS_ALL=1 $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/horovod_contract $(PYTEST)
 
 # clang-tidy reads custom_ops/comm only: TensorFlow's headers would take minutes per file.
 check: venv

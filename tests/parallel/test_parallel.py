@@ -1,9 +1,14 @@
-"""Every `case_*` of `cases_*.py` here, on 1, 2, 3 and 4 ranks; one mpiexec per number of ranks.
+"""Every `case_*` of `cases_*.py` here, one mpiexec per number of ranks.
+
+Each runs with one number of ranks above 1, by turns among those it allows: tracing the same
+model once more costs seconds per case. `make test-ranks` runs all with every number, 1 included.
 
 Cases are found in the source text: their modules are imported by the ranks only.
 """
 
 import ast
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,7 +46,25 @@ def find_cases() -> list[tuple[str, int, float | None]]:
     return sorted(found, key=lambda item: item[1])
 
 
-CASES = find_cases()
+def by_turns(
+    cases: list[tuple[str, int, float | None]],
+) -> list[tuple[str, int, float | None]]:
+    """Return each case with one of its sizes, cases of the same sizes taking turns."""
+    allowed: dict[str, list[int]] = {}
+    for case, size, _ in cases:
+        if size > 1:
+            allowed.setdefault(case, []).append(size)
+    n_before: Counter[tuple[int, ...]] = Counter()
+    chosen = {}
+    for case, several in allowed.items():
+        kind = tuple(several)
+        chosen[case] = kind[n_before[kind] % len(kind)]
+        n_before[kind] += 1
+    return [item for item in cases if chosen.get(item[0]) == item[1]]
+
+
+HAS_ALL_SIZES = bool(os.environ.get("RANKS_ALL"))
+CASES = find_cases() if HAS_ALL_SIZES else by_turns(find_cases())
 IDS = [f"{size}-{case.rpartition('.cases_')[2]}" for case, size, _ in CASES]
 
 
