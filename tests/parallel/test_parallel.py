@@ -1,7 +1,7 @@
 """Every `case_*` of `cases_*.py` here, one mpiexec per number of ranks.
 
-Each runs with one number of ranks above 1, by turns among those it allows: tracing the same
-model once more costs seconds per case. `make test-ranks` runs all with every number, 1 included.
+Those of `WITH_ALL_SIZES` run with every number above 1 that they allow, others with one of them, by
+turns: tracing the same model once more costs seconds. `make test-ranks` leaves nothing out.
 
 Cases are found in the source text: their modules are imported by the ranks only.
 """
@@ -17,6 +17,14 @@ from tests.helpers.spawn import RankResult, spawn
 
 ALL_SIZES = (1, 2, 3, 4)
 HERE = Path(__file__).parent
+# Equality with one process: what all else rests on.
+WITH_ALL_SIZES = {
+    "tests.parallel.cases_adaptive:case_growing_batches_equal_one_process",
+    "tests.parallel.cases_chunked:case_chunks_equal_one_process",
+    "tests.parallel.cases_equality:case_every_model",
+    "tests.parallel.cases_equality:case_every_optimizer",
+    "tests.parallel.cases_sharded:case_every_model",
+}
 
 
 def read_mark(function: ast.FunctionDef) -> tuple[tuple[int, ...], float | None]:
@@ -58,9 +66,9 @@ def by_turns(
     chosen = {}
     for case, several in allowed.items():
         kind = tuple(several)
-        chosen[case] = kind[n_before[kind] % len(kind)]
+        chosen[case] = kind if case in WITH_ALL_SIZES else (kind[n_before[kind] % len(kind)],)
         n_before[kind] += 1
-    return [item for item in cases if chosen.get(item[0]) == item[1]]
+    return [item for item in cases if item[1] in chosen.get(item[0], ())]
 
 
 HAS_ALL_SIZES = bool(os.environ.get("RANKS_ALL"))
@@ -72,6 +80,11 @@ IDS = [f"{size}-{case.rpartition('.cases_')[2]}" for case, size, _ in CASES]
 def outcomes(request) -> dict[tuple[str, int], list[RankResult]]:
     """Results of all selected cases, filled once per size when the first is asked for."""
     return {}
+
+
+def test_no_case_is_left_out():
+    known = {case for case, _, _ in find_cases()}
+    assert known == {case for case, _, _ in CASES} and known > WITH_ALL_SIZES
 
 
 def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[RankResult]]:
