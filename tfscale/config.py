@@ -116,6 +116,16 @@ def _parse(name: str, text: str, kind: type) -> object:
         raise ConfigError(f"{name} must be a {kind.__name__}. Received: {text!r}.") from error
 
 
+def sets_threads(environ: Mapping[str, str]) -> bool:
+    """Return `Settings.set_threads` of an environment, for launchers.
+
+    Raises:
+        ConfigError: The value cannot be read.
+    """
+    name = variable_name("set_threads")
+    return bool(_parse(name, environ.get(name) or "1", bool))
+
+
 @functools.cache
 def settings() -> Settings:
     """Return the settings of this process, read from its environment at the first call."""

@@ -103,6 +103,8 @@ def main() -> int:
     for name in options.variants.split(","):
         variant, start = VARIANTS[name], time.monotonic()
         programs = [p for p in build_tests(name, variant) if options.only in p.name]
+        if not programs:
+            parser.error(f"No test has this in its name. Received: --only {options.only}.")
         print(f"C++ tests, {name}: built in {time.monotonic() - start:.1f} s")
         for program in programs:
             for size in variant.sizes:

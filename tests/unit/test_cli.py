@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tfscale import cli, doctor
+from tfscale.errors import ConfigError
 from tfscale.launcher.job import find_mpi, thread_variables
 from tfscale.launcher.mpi_command import LaunchSpec
 
@@ -29,7 +30,11 @@ def test_threads_the_user_set_stay():
     assert given == {"TF_NUM_INTRAOP_THREADS": "2"}
 
 
-def test_threads_are_left_alone_where_hosts_are_unknown_or_not_shared():
+def test_threads_are_left_alone_where_the_user_says_so_hosts_are_unknown_or_not_shared():
+    assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": "0"}) == {}
+    assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": ""}) == thread_variables(FOUR, {})
+    with pytest.raises(ConfigError, match="TFSCALE_SET_THREADS must be 1 or 0. Received: 'two'"):
+        thread_variables(FOUR, {"TFSCALE_SET_THREADS": "two"})
     assert thread_variables(LaunchSpec(("x",), 1, n_cores=8), {}) == {}
     assert thread_variables(LaunchSpec(("x",), 4, is_slurm=True), {}) == {}
     assert thread_variables(LaunchSpec(("x",), 2, hosts=(("a", 1), ("b", 1))), {}) == {}

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfscale.config import sets_threads
 from tfscale.launcher.mpi_command import LaunchSpec, Mpi, parse_version
 from tfscale.native.toolchain import find_tool
 
@@ -54,9 +55,13 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     Returns:
         Variables to set: each rank gets cores / ranks-per-host threads, at least 1, for one
         operation, and at least 2 operations at a time, which overlapping communication needs.
-        Empty where one rank has a host for itself, or the number per host is not known.
+        Empty where one rank has a host for itself, the number per host is not known, or the user
+        has switched it off.
+
+    Raises:
+        ConfigError: TFSCALE_SET_THREADS cannot be read.
     """
-    if spec.is_slurm or spec.hostfile:
+    if spec.is_slurm or spec.hostfile or not sets_threads(environ):
         return {}
     n_local = max((n for _, n in spec.hosts), default=spec.size)
     if n_local < 2:

@@ -40,5 +40,5 @@ def _tune(options: argparse.Namespace) -> int:
     advice = advise(stages)
     write(stages, advice, options.output)
     sys.stdout.write(as_text(stages, advice))
-    sys.stdout.write(f"Results are in {options.output}: batch_size.json, batch_size.png.\n")
+    sys.stdout.write(f"Results are in {options.output}.\n")
     return 0

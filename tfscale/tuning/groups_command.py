@@ -68,7 +68,7 @@ def _tune(options: argparse.Namespace) -> int:
     advice = advise(probes)
     write(probes, advice, options.output)
     sys.stdout.write(as_text(probes, advice))
-    sys.stdout.write(f"Results are in {options.output}: groups.json, groups.png.\n")
+    sys.stdout.write(f"Results are in {options.output}.\n")
     return 0
 
 
