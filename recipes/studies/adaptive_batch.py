@@ -24,10 +24,11 @@ SHOWS = f"""
 The four methods of [T] table 5.3, after figure 5.10: a small batch throughout; the large batch
 throughout, with the linear scaling rule and five epochs of gradual warm-up; a batch that grows at
 epochs set beforehand, at a fixed rate; and `AdaptiveBatchSize`, which lets batch and rate grow
-together once theta has settled, then decays the rate to a tenth of the initial one. ResNet-8 learns
-{_images} pictures of Fashion-MNIST (all 10000 test pictures) on two ranks. Batches go from {_small}
-to {_large}; the rate is 0.05 for {_small}; decays come after 50 % and 90 % of the epochs, except
-with the fixed rate, where the growing batch takes their place.
+together, then decays the rate to a tenth of the initial one. Theta has not settled by epoch 4, the
+largest interval that leaves three fifths of the epochs to the largest batch: this limit decides.
+ResNet-8 learns {_images} pictures of Fashion-MNIST (all 10000 test pictures) on two ranks. Batches
+go from {_small} to {_large}; the rate is 0.05 for {_small}; decays come after 50 % and 90 % of the
+epochs, except with the fixed rate, where the growing batch takes their place.
 """
 RECIPE = "resnet"
 RANKS = 2

@@ -14,6 +14,7 @@ from tfscale.callbacks import (
     BatchSizeSchedule,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
+    ParameterAveraging,
 )
 from tfscale.data.slices import epoch_order
 
@@ -39,7 +40,7 @@ def make_data():
     return tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
 
 
-def fit(model, data, **options):
+def fit(model, data, *more, **options):
     """Train with a fresh callback whose batch doubles after each epoch."""
     growth = {"interval": 1, "momentum_correction": False, "log_path": None}
     callbacks = [
@@ -48,6 +49,7 @@ def fit(model, data, **options):
         AdaptiveBatchSize(
             data, SIZES[-1], start_batch_size=SIZES[0], active_ranks="grow", **growth
         ),
+        *more,
     ]
     options = {"epochs": len(SIZES), "verbose": 0, **options}
     return model.fit(data, callbacks=callbacks, **options).history
@@ -110,3 +112,13 @@ def case_weights_that_would_not_count_are_refused():
     weights = dict.fromkeys(range(4), 1.0)
     require_error(lambda: fit(compiled(), data, class_weight=weights), "class_weight in fit")
     assert len(data[0]) == 2
+
+
+@sizes(2, 4)
+def case_exchanges_that_do_not_average_all_ranks_are_refused():
+    groups = tfscale.LocalSGD(groups=tfscale.size(), interval=2)
+    local = compiled(wrap=lambda o: tfscale.DistributedOptimizer(o, exchange=groups))
+    require_error(lambda: fit(local, make_data()), "average in every step", "LocalSGD")
+    apart = compiled(wrap=lambda optimizer: optimizer)
+    averaging = ParameterAveraging()
+    require_error(lambda: fit(apart, make_data(), averaging), "Received: ParameterAveraging")

@@ -12,6 +12,7 @@ from tests.unit.test_global_batches import as_rank
 from tfscale import runtime
 from tfscale.callbacks import (
     BackupAndRestore,
+    BatchSizeSchedule,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
@@ -65,6 +66,15 @@ def test_a_repeated_dataset_of_records():
 def test_other_data_than_fit_trains_on():
     text = refused("another object, GlobalBatches", fit={"x": make_data()})
     assert "Pass the same GlobalBatches to both" in text
+
+
+def test_a_second_callback_that_sets_the_batch_size():
+    text = "Received: BatchSizeSchedule and AdaptiveBatchSize. Remove one"
+    refused(text, BatchSizeSchedule({1: 12}))
+    schedule, data = BatchSizeSchedule({1: 12}), make_data()
+    with pytest.raises(ConfigError, match="Received: BatchSizeSchedule and BatchSizeSchedule"):
+        make_model().fit(data, verbose=0, callbacks=[schedule, BatchSizeSchedule({2: 12})])
+    refused("Received: AdaptiveBatchSize and BatchSizeSchedule", before=[schedule])
 
 
 def test_steps_per_epoch():

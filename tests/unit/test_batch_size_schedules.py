@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import Watch, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
@@ -53,6 +54,14 @@ def test_sizes_that_the_ranks_cannot_share():
         make_model().fit(data, verbose=0, callbacks=[BatchSizeSchedule({1: 9})])
     assert "Name sizes that are multiples" in str(error.value)
     assert "max_batch_size" not in str(error.value) and "active_ranks" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrap", [lambda schedule: schedule, tfscale.ScalableSchedule])
+def test_rates_that_count_steps(wrap):
+    rate = wrap(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    model = make_model(keras.optimizers.SGD(rate))
+    with pytest.raises(ConfigError, match=f"learning_rate={type(rate).__name__}. Use a number"):
+        model.fit(make_data(), verbose=0, callbacks=[BatchSizeSchedule({1: 12})])
 
 
 def test_other_data():

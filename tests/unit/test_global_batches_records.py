@@ -224,21 +224,6 @@ def test_a_last_batch_that_is_cut_short_is_reported(files, served_by, batch_size
         list(from_files(files, served_by, **options))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        (tf.data.Dataset.range(4).repeat(), {}, "Received: an infinite dataset. Remove repeat"),
-        (tf.data.Dataset.range(4), {"size": 5}, "Received: size=5, records=4. Leave size out"),
-        (np.zeros(4), {}, "Received: ndarray. Pass arrays to GlobalBatches"),
-        (tf.data.Dataset.range(4), {"size": 0}, "size must be a whole number of at least 1"),
-        (tf.data.Dataset.range(4), {"shuffle_buffer": -1}, "shuffle_buffer must be"),
-    ],
-)
-def test_bad_datasets(dataset, options, message):
-    with pytest.raises(ConfigError, match=message):
-        GlobalBatches.from_dataset(dataset, batch_size=2, **options)
-
-
 def test_a_record_of_four_parts_is_refused():
     data = GlobalBatches.from_dataset(
         tf.data.Dataset.range(4), batch_size=2, decode=lambda i: (i, i, i, i)

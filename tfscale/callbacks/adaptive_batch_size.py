@@ -67,6 +67,8 @@ class AdaptiveBatchSize(EpochCallback):
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
 
+    sets_batch_size = True
+
     _control: GrowthControl
     _rate: AdaptiveRate
     _n_warmup_left = 0
@@ -118,8 +120,8 @@ class AdaptiveBatchSize(EpochCallback):
                 gradients.
             active_ranks: "grow" lets a batch be smaller than 2 samples per rank: the surplus ranks
                 repeat another rank's slice with weight 0 and join as the batch grows. It needs
-                losses that are means. Metrics without weights and losses that layers add, such as
-                activity regularizers, count these repetitions.
+                losses that are means, and gradients that all ranks average. Metrics without weights
+                and losses that layers add, such as activity regularizers, count these repetitions.
             momentum_correction: As in `LearningRateScheduleCallback`.
             log_path: JSON lines, one per epoch, written by rank 0; None: none.
             verbose: 1 writes a line on rank 0 whenever something changes.
@@ -215,12 +217,9 @@ class AdaptiveBatchSize(EpochCallback):
         shown = {"batch_size": batch.size, "learning_rate": rate, "theta": decision.theta}
         if self._settings.signal == "noise_scale":
             shown["noise_scale"] = measures.noise_scale
-        steps = self.data.steps_for(batch.size)
-        self._record.write(
-            {"epoch": epoch, **shown, "active_ranks": batch.active, "steps": steps},
-            measures,
-            decision,
-        )
+        line = {"epoch": epoch, **shown, "active_ranks": batch.active}
+        line["steps"] = self.data.steps_for(batch.size)
+        self._record.write(line, measures, decision)
         if logs is not None:
             logs.update(shown)
 

@@ -169,6 +169,7 @@ def check_fit(callback: Any, data: GlobalBatches, warmup_epochs: int) -> None:
             f"another object, {type(data_of_fit()).__name__}, in fit. Pass the same GlobalBatches "
             "to both."
         )
+    check_alone(callback)
     if not building.is_built(callback.model):  # the first parameters must be known
         building.build_from_data(callback.model)
         building.build_optimizer(callback.model)
@@ -188,6 +189,22 @@ def check_rate(name: str, model: keras.Model) -> None:
             f"{name} changes the learning rate, which a schedule counted in steps would not "
             f"follow. Received: learning_rate={type(rate).__name__}. Use a number, or "
             "tfscale.ScalableSchedule(schedule)."
+        )
+
+
+def check_alone(own: Any) -> None:
+    """Refuse a second callback that sets the batch size.
+
+    Raises:
+        ConfigError: There is one in the running `fit`.
+    """
+    others = [
+        c for c in callbacks_of_fit() if getattr(c, "sets_batch_size", False) and c is not own
+    ]
+    if others:
+        raise ConfigError(
+            "One callback sets the batch size. Received: "
+            f"{type(others[0]).__name__} and {type(own).__name__}. Remove one."
         )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfscale.callbacks.adaptive_checks import check_data, check_sizes
+import keras
+
+from tfscale.callbacks.adaptive_checks import check_alone, check_data, check_sizes
 from tfscale.callbacks.base import Callback
 from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import unwrap
 
 
 class BatchSizeSchedule(Callback):
@@ -19,7 +22,8 @@ class BatchSizeSchedule(Callback):
 
     The learning rate is left alone: growing the batch takes the place of its decay. Before the
     first epoch named, the data's own batch size holds; the data has it again when `fit` ends. `fit`
-    must train on `tfscale.data.GlobalBatches`. The size is added to the logs as `batch_size`.
+    must train on `tfscale.data.GlobalBatches`, with a rate that does not count steps. The size is
+    added to the logs as `batch_size`.
 
     Collective: all ranks must pass it to `fit`, with the same arguments.
 
@@ -28,10 +32,13 @@ class BatchSizeSchedule(Callback):
 
     Raises:
         ConfigError: Epochs or sizes are not whole numbers; when training begins, also if the data
-            or the ranks do not suit a size.
+            or the ranks do not suit a size, another callback sets it too, or the optimizer has a
+            LearningRateSchedule.
 
     Source: Smith et al., Don't Decay the Learning Rate, Increase the Batch Size (2018); [T] 5.4.
     """
+
+    sets_batch_size = True
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         super().__init__()
@@ -49,10 +56,21 @@ class BatchSizeSchedule(Callback):
         super().on_train_begin(logs)
         data = data_of_fit()
         check_data(data)
+        check_alone(self)
+        self._check_rate()
         with keep_settings(data):
             self._data, self._first_size = data, data.batch_size
             sizes = sorted({data.batch_size, *self.sizes.values()})
             check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
+
+    def _check_rate(self) -> None:
+        rate = unwrap(self.model.optimizer)._learning_rate
+        if not isinstance(rate, keras.Variable):
+            raise ConfigError(
+                "Larger batches make fewer steps of an epoch, which a schedule counted in steps "
+                f"would not follow. Received: learning_rate={type(rate).__name__}. Use a number, "
+                "and LearningRateScheduleCallback for a rate that follows epochs."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the size of the epoch."""

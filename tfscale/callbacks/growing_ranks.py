@@ -6,12 +6,15 @@ from typing import Any
 
 import keras
 
+from tfscale import runtime
 from tfscale.callbacks.building import symbol_of
 from tfscale.data.active_ranks import use_active_ranks
 from tfscale.data.changes import serve_anew
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit, epochs_of_fit
 from tfscale.errors import ConfigError
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.fit.unsynchronised import trains_apart
 
 MEANS = ("sum_over_batch_size", "mean")
 
@@ -24,11 +27,30 @@ def begin_with_surplus(data: GlobalBatches, model: keras.Model) -> None:
         model: Compiled and built.
 
     Raises:
-        ConfigError: Weights would not make the loss that of the active ranks.
+        ConfigError: Weights would not make the loss, or the gradient, that of the active ranks.
     """
+    check_exchange(model)
     check_weights(model)
     use_active_ranks(data, weighs_samples=not has_wide_losses(model))
     serve_anew()
+
+
+def check_exchange(model: keras.Model) -> None:
+    """Refuse steps whose gradients are not averaged over all ranks: weights suit only those.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    optimizer: Any = model.optimizer
+    strategy, process_set = (getattr(optimizer, n, None) for n in ("strategy", "process_set"))
+    n_ranks = runtime.size() if process_set is None else process_set.size()
+    if trains_apart() or isinstance(strategy, LocalSGD) or n_ranks < runtime.size():
+        raise ConfigError(
+            'active_ranks="grow" needs gradients that all ranks average in every step: a rank '
+            "that rests has weight 0, the others more than 1. Received: "
+            f"{'ParameterAveraging' if trains_apart() else f'exchange={strategy}'}, {n_ranks} of "
+            f"{runtime.size()} ranks. Use another exchange on all ranks, or active_ranks='all'."
+        )
 
 
 def check_weights(model: keras.Model) -> None:

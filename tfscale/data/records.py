@@ -48,7 +48,8 @@ class RecordSource:
                 "Pass arrays to GlobalBatches(x, y, ...)."
             )
         cardinality = int(dataset.cardinality())
-        if cardinality == tf.data.INFINITE_CARDINALITY:
+        is_counted = size is None and cardinality == tf.data.UNKNOWN_CARDINALITY
+        if cardinality == tf.data.INFINITE_CARDINALITY or (is_counted and _never_ends(dataset)):
             raise ConfigError(
                 "dataset must end: one pass over it is one epoch. Received: an infinite dataset. "
                 "Remove repeat()."
@@ -68,6 +69,7 @@ class RecordSource:
         """Records of an epoch; reads the dataset once where nothing else tells."""
         if self._samples < 0:
             start = time.monotonic()
+            _log.info("Counting the records of a dataset whose length is not known.")
             count = self._dataset.reduce(np.int64(0), lambda number, *_: number + 1)
             self._samples = int(count)
             _log.info(
@@ -93,6 +95,19 @@ class RecordSource:
             decode = _with_seeds(decode, np.random.SeedSequence([seed, epoch, _DECODE_STREAM]))
             records = records.enumerate()
         return _EpochReader(_own_records(records, slices), decode, slices).read
+
+
+def _never_ends(dataset: tf.data.Dataset) -> bool:
+    """Tell whether nothing but steps like filter(), flat_map() or unbatch() follow on a repeat().
+
+    TensorFlow does not know the length of those.
+    """
+    while dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
+        inputs = dataset._inputs()
+        if len(inputs) != 1 or "Take" in type(dataset).__name__:
+            return False
+        dataset = inputs[0]
+    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
 
 
 def _with_seeds(decode: Callable, seeds: np.random.SeedSequence) -> Callable:

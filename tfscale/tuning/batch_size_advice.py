@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import keras
 
 from tfscale.trace.picture import has_matplotlib
 from tfscale.tuning.batch_size import Stage
@@ -111,9 +114,15 @@ def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
         "advice": dataclasses.asdict(advice),
     }
     path = Path(folder) / "batch_size.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(keras.tree.map_structure(_finite, content), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
     if has_matplotlib():
         _draw(stages, advice, Path(folder) / "batch_size.png")
+
+
+def _finite(value: Any) -> Any:
+    """Return None in place of what JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
