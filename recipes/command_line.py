@@ -1,5 +1,6 @@
-"""How the recipes read their flags."""
+"""How the recipes read their flags, and how much they print."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,3 +55,8 @@ def _underscores(argument: str) -> str:
 def _keep_leading_dashes(match: re.Match[str]) -> str:
     name = match[0].lstrip("-")
     return match[0][: -len(name)] + name.replace("-", "_")
+
+
+def verbosity() -> int:
+    """Return `verbose` for `fit`: a bar in a terminal, a line per epoch elsewhere."""
+    return 1 if sys.stdout.isatty() or os.environ.get("TFSCALE_TERMINAL") else 2

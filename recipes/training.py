@@ -210,7 +210,7 @@ def fit(
         validation_data=valid,
         epochs=FLAGS.epochs,
         callbacks=[*_callbacks(folder, train, batch), *stopping, *last],
-        verbose=1 if is_first and sys.stdout.isatty() else 2 if is_first else 0,
+        verbose=command_line.verbosity() if is_first else 0,
     )
     return history.history
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import flag_rules
 import training
-from command_line import flags_parser
+from command_line import flags_parser, verbosity
 
 RECIPES = Path(flag_rules.__file__).parent
 FLAGS = flags.FLAGS
@@ -155,3 +155,11 @@ def test_ten_times_the_decay_is_what_l2_comes_to_through_a_momentum():
 def test_the_table_has_commands():
     recipes = {recipe for recipe, _, _ in _read_commands()}
     assert recipes == {"edsr", "resnet", "vgg", "lenet", "mlp"}
+
+
+def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch):
+    monkeypatch.delenv("TFSCALE_TERMINAL", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert verbosity() == 2
+    monkeypatch.setenv("TFSCALE_TERMINAL", "1")  # by `tfscale run`
+    assert verbosity() == 1

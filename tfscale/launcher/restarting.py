@@ -26,6 +26,8 @@ from tfscale.launcher.restart_rules import (
 
 # How often this job was started again; the script may read it.
 RESTART_VARIABLE = "TFSCALE_RESTART"
+# Set where the job's output is shown in a terminal: ranks write to a pipe and cannot tell.
+TERMINAL_VARIABLE = "TFSCALE_TERMINAL"
 _ANSWER_S = 20.0
 
 
@@ -74,6 +76,8 @@ class Job:
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
             ours[BEAT_VARIABLE] = "1"
+        if sys.stdout.isatty():
+            ours[TERMINAL_VARIABLE] = "1"
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
 
     def run(self) -> int:
