@@ -64,6 +64,16 @@ def accumulating(model: keras.Model | None) -> list[Any]:
     return [o for o in found if getattr(o, "_self_accumulator", None) is not None]
 
 
+def passes_per_update(model: keras.Model) -> int:
+    """Return how many batches each optimizer of a model has seen when all have updated something.
+
+    More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
+    """
+    passes = [o._self_accumulator.passes for o in accumulating(model)]
+    keras_own = [unwrap(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
+    return max([1, *passes, *keras_own])
+
+
 def config_of(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's settings, also where its learning rate cannot be serialized.
 

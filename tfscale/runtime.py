@@ -44,7 +44,8 @@ def init(
 
     Args:
         comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
-            world's ranks (only these may call).
+            world's ranks (only these may call; the others start MPI too, as by importing
+            mpi4py's MPI, since it starts on all processes together).
         process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
             later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
@@ -233,13 +234,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this host, for hosts that hold equally many consecutive ranks."""
-    return backend().rank // backend().local_size
+    """Return the number of this host among those that have a rank with this local rank."""
+    return backend().cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts, for hosts that hold equally many ranks."""
-    return -(-backend().size // backend().local_size)
+    """Return how many hosts have a rank with this local rank: all, where all have equally many."""
+    return backend().cross_size
 
 
 def is_single() -> bool:

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/cores.h"
 #include "comm/engine.h"
 #include "comm/pending.h"
 
@@ -36,7 +35,7 @@ std::shared_ptr<Engine> Running() {
   return engine;
 }
 
-// Between tfscale_local and tfscale_start MPI is kept alive here.
+// Between tfscale_host_place and tfscale_start MPI is kept alive here.
 std::unique_ptr<tfscale::MpiEnv>& PendingEnv() {
   static std::unique_ptr<tfscale::MpiEnv> env;
   return env;
@@ -94,15 +93,9 @@ int tfscale_thread_level() {
   return Guarded(-1, [] { return Running()->thread_level(); });
 }
 
-int tfscale_local(int fortran_comm, int* rank, int* size, int* cores) {
+int tfscale_host_place(int fortran_comm, tfscale::HostPlace* place) {
   return Guarded(-1, [&] {
-    MPI_Comm local = MPI_COMM_NULL;
-    Check(MPI_Comm_split_type(Parent(fortran_comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
-          "MPI_Comm_split_type");
-    Check(MPI_Comm_rank(local, rank), "MPI_Comm_rank");
-    Check(MPI_Comm_size(local, size), "MPI_Comm_size");
-    *cores = tfscale::CoresOfThisRank(local);
-    MPI_Comm_free(&local);
+    *place = tfscale::FindHostPlace(Parent(fortran_comm));
     return 0;
   });
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "comm/host_place.h"
 #include "comm/options.h"
 #include "comm/task.h"
 
@@ -29,11 +30,8 @@ void tfscale_abort(int code);
 int tfscale_rank();
 int tfscale_size();
 int tfscale_thread_level();
-// Ranks on this host and this rank's number among them, into `rank` and `size`;
-// into `cores` this rank's share of those it may use, where others may use them
-// too: at least 1. Launchers bind ranks to cores of their own, or let all use all.
 // Collective, before tfscale_start only; returns 0 or -1.
-int tfscale_local(int fortran_comm, int* rank, int* size, int* cores);
+int tfscale_host_place(int fortran_comm, tfscale::HostPlace* place);
 
 // Returns the id of a process set, equal on all ranks, or -1.
 int tfscale_add_group(const int* ranks, int n_ranks);

@@ -29,16 +29,18 @@ TEST(NothingWorksBeforeTheStart) {
 
 TEST(StartAndStop) {
   for (int round = 0; round < 2; ++round) {
-    int local_rank = -1, local_size = -1, cores = -1;
-    CHECK_EQ(tfscale_local(-1, &local_rank, &local_size, &cores), 0);
-    CHECK_TRUE(cores >= 1);
+    HostPlace place{};
+    CHECK_EQ(tfscale_host_place(-1, &place), 0);
+    CHECK_TRUE(place.cores >= 1);
     const EngineOptions options = SmallOptions();
     CHECK_EQ(tfscale_start(round == 0 ? -1 : MPI_Comm_c2f(MPI_COMM_WORLD), &options), 0);
     CheckFails(tfscale_start(-1, &options), "already initialised");
     CHECK_TRUE(tfscale_thread_level() >= MPI_THREAD_SERIALIZED);
     // The tests run on one host.
-    CHECK_EQ(local_size, tfscale_size());
-    CHECK_EQ(local_rank, tfscale_rank());
+    CHECK_EQ(place.local_size, tfscale_size());
+    CHECK_EQ(place.local_rank, tfscale_rank());
+    CHECK_EQ(place.cross_size, 1);
+    CHECK_EQ(place.cross_rank, 0);
 
     const int last[] = {tfscale_size() - 1};
     CHECK_EQ(tfscale_add_group(last, 1), 1);

@@ -123,8 +123,8 @@ TEST(AGatherThatAPeerNeverPosts) {
 TEST(StoppingWaitsForWhatWasPosted) {
   const EngineOptions options = SmallOptions();
   for (const bool is_drained : {true, false}) {
-    int local_rank = 0, local_size = 0, cores = 0;
-    CHECK_EQ(tfscale_local(-1, &local_rank, &local_size, &cores), 0);
+    HostPlace place{};
+    CHECK_EQ(tfscale_host_place(-1, &place), 0);
     CHECK_EQ(tfscale_start(-1, &options), 0);
     const int plan = tfscale_plan_create(0, "train");
     CHECK_EQ(tfscale_plan_add_slot(plan, "gather"), 0);

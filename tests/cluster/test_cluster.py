@@ -26,6 +26,7 @@ import tfscale
 tfscale.init()
 assert socket.gethostname() == f"node{{tfscale.rank()}}", socket.gethostname()
 assert (tfscale.local_rank(), tfscale.local_size()) == (0, 1)
+assert (tfscale.cross_rank(), tfscale.cross_size()) == (tfscale.rank(), tfscale.size())
 ones = tf.ones({N_BYTES} // 4)
 for _ in range({N_REPEATS}):
     total = tfscale.allreduce(ones, op=tfscale.Sum)

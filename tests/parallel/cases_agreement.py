@@ -79,8 +79,7 @@ TABLE = {
     "model": (
         lambda: {"width": 4},
         lambda: {},
-        "the same model. Received: number 0: (2, 3) float32 trainable=True on rank 0 and "
-        "number 0: (2, 4) float32 trainable=True on rank {last}. ",
+        "/kernel (2, 4) float32 trainable=True on rank {last}. ",
     ),
     "optimizer": (
         lambda: wrapped(Adam(0.1)),

@@ -6,6 +6,7 @@ import os
 
 import keras
 import numpy as np
+from keras.optimizers import SGD
 
 import tfscale
 from tests.helpers.spawn import sizes
@@ -19,6 +20,7 @@ from tests.parallel.callback_models import (
     require_error_everywhere,
     shared_folder,
 )
+from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
@@ -49,6 +51,29 @@ def case_weights_that_drift_apart_are_named():
     require_error_everywhere(
         lambda: fit(model, own(), [ConsistencyCheck()]), f"'hidden/kernel' on ranks {others}"
     )
+
+
+class NoteUpdates(ConsistencyCheck):
+    """Notes whether there was an update before the first check."""
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.before, self.noted = self.model.get_weights()[0], []
+
+    def check(self, moment):
+        self.noted.append((moment, bool((self.model.get_weights()[0] != self.before).any())))
+        super().check(moment)
+
+
+@sizes(2, 3)
+def case_the_first_update_is_awaited_where_batches_are_added_up():
+    for passes, inner in ((4, SGD(0.1)), (1, SGD(0.1, gradient_accumulation_steps=4))):
+        model = functional(has_statistics=False)
+        optimizer = DistributedOptimizer(inner, backward_passes_per_step=passes)
+        model.compile(optimizer, "binary_crossentropy")
+        begin, check = BroadcastGlobalVariablesCallback(0), NoteUpdates()
+        fit(model, own(), [begin, check], epochs=1, batch_size=1)
+        assert check.noted == [("after the first update", True), ("at the end of epoch 1", True)]
 
 
 @sizes(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -10,6 +12,7 @@ import tfscale
 from tests.helpers.ranks import dtype_policy, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tfscale import DistributedOptimizer
+from tfscale.callbacks import BackupAndRestore
 
 LSO, SGD = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD
 BATCH, STEPS = 4, 3
@@ -82,17 +85,18 @@ def case_loss_scaling_with_cycles():
 
 def case_automatic_loss_scaling_is_repaired():
     """compile() puts a LossScaleOptimizer around ours; prepare turns it inside out."""
-    for is_called in (True, False):
+    folder = tempfile.mkdtemp()
+    for callback in (None, tfscale.callbacks.Callback(), BackupAndRestore(folder)):
         with dtype_policy("mixed_float16"):
             model = new_model(DistributedOptimizer(SGD(0.01)))
             if tfscale.size() > 1:
                 assert type(model.optimizer) is LSO
             model.optimizer.initial_scale = 512.0
-            if is_called:
+            if callback is None:
                 assert tfscale.prepare(model) is model
                 train(model)
             else:
-                train(model, [tfscale.callbacks.Callback()])
+                train(model, [callback])
         assert model.optimizer.__class__ is LSO
         assert model.optimizer.inner_optimizer.__class__ is SGD
         check_skipped_together(model)

@@ -1,4 +1,4 @@
-"""Ranks whose environment is not the usual one: a locale, settings that differ."""
+"""Jobs that begin in another way than usual: a locale, settings that differ, some ranks only."""
 
 import subprocess
 import textwrap
@@ -61,3 +61,65 @@ def test_messages_of_other_lengths_on_one_rank_are_refused_on_all():
     result = launch_script(2, textwrap.dedent(script), LIMIT_S)
     assert result.output.count("REFUSED All ranks must run the same versions with the same") == 2
     assert "chunks of 123456" in result.output, result.output
+
+
+SETS = {
+    "some ranks": (
+        3,
+        """
+        from mpi4py import MPI  # on all ranks: MPI starts only together
+        if MPI.COMM_WORLD.rank == 1:
+            raise SystemExit
+        tfscale.init(comm=[2, 0])
+        assert (tfscale.size(), tfscale.rank()) == (2, MPI.COMM_WORLD.rank // 2)
+        expected = 0 + 2
+        """,
+    ),
+    "a communicator": (
+        4,
+        """
+        from mpi4py import MPI
+        tfscale.init(comm=MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
+        assert (tfscale.size(), tfscale.rank()) == (2, MPI.COMM_WORLD.rank // 2)
+        expected = 2 + 2 * (MPI.COMM_WORLD.rank % 2)
+        """,
+    ),
+    "process sets": (
+        3,
+        """
+        from mpi4py import MPI
+        pair, other = tfscale.ProcessSet([0, 2]), [0, 1]
+        tfscale.init(process_sets=[pair, other])
+        assert pair.included() == (tfscale.rank() != 1)
+        if pair.included():
+            assert float(tfscale.allreduce(1.0, op=tfscale.Sum, process_set=pair)) == 2
+        expected = 0 + 1 + 2
+        """,
+    ),
+}
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("name", SETS)
+def test_who_takes_part(name):
+    size, code = SETS[name]
+    script = (
+        "import tfscale\n"
+        + textwrap.dedent(code)
+        + "total = tfscale.allreduce(float(MPI.COMM_WORLD.rank), op=tfscale.Sum)\n"
+        + "assert float(total) == expected, total\n"
+        + "print('DONE', flush=True)\n"
+    )
+    result = launch_script(size, script, LIMIT_S)
+    n_done = size - (name == "some ranks")
+    assert (result.exit_code, result.output.count("DONE")) == (0, n_done), result.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_rank_that_is_not_named_is_told():
+    script = "import tfscale\nfrom mpi4py import MPI\ntfscale.init(comm=[0])\n"
+    result = launch_script(2, script, LIMIT_S)
+    assert result.exit_code not in (0, None)
+    assert (
+        "Only the ranks named in comm may call init. Received: comm=[0] on rank 1" in result.output
+    )

@@ -88,6 +88,8 @@ class Backend(Protocol):
         size: Number of processes.
         local_rank: Number among those of this host.
         local_size: Processes of this host.
+        cross_rank: Number of this host among those that have a process with this local rank.
+        cross_size: How many hosts have one.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Backend(Protocol):
     size: int
     local_rank: int
     local_size: int
+    cross_rank: int
+    cross_size: int
 
     def allreduce(
         self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling

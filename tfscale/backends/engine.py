@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
-from tfscale.backends.library import EngineOptions, Event, load
+from tfscale.backends.library import EngineOptions, Event, HostPlace, load
 from tfscale.backends.slots import Slots
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
@@ -44,10 +44,11 @@ class EngineBackend:
         self._library = load()
         self._slots = Slots(self._library)
         self._events = (Event * _EVENTS_KEPT)()
-        local_rank, local_size, n_cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        self._library.call("local", fortran_comm, local_rank, local_size, n_cores)
-        self.local_rank, self.local_size = local_rank.value, local_size.value
-        self.n_cores = n_cores.value  # this rank's share
+        place = HostPlace()
+        self._library.call("host_place", fortran_comm, place)
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
+        self.n_cores: int = place.cores
         lengths = f"chunks of {settings.chunk_bytes}, messages of {settings.max_message_bytes}"
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,

@@ -59,9 +59,9 @@ def load_horovod() -> Any:
 class HorovodBackend(WaitingBackend):
     """Collectives through Horovod's ops and process sets.
 
-    Differences from the engine: MPI, Gloo or NCCL choose the order in which ranks are added, so
-    sums may differ in the last bits from the engine's, and from run to run; 16-bit floats are
-    added, and travel, as float32; ranks ask each other before each step of `fit` (no marks).
+    Differences from the engine: the order in which ranks are added is not fixed, so sums may differ
+    in their last bits, also from run to run; 16-bit floats are added, and travel, as float32; ranks
+    ask each other before each step of `fit` (no marks).
     """
 
     name = "horovod"
@@ -102,10 +102,10 @@ class HorovodBackend(WaitingBackend):
                 "comm chooses among the processes of MPI. Received: comm, under Gloo. Start with "
                 "`tfscale run` or mpirun, or use process sets."
             )
-        self.rank: int = self._hvd.rank()
-        self.size: int = self._hvd.size()
-        self.local_rank: int = self._hvd.local_rank()
-        self.local_size: int = self._hvd.local_size()
+        hvd = self._hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
         if self.rank == 0:
             logger.info(
                 "Horovod moves the bytes: ranks ask each other before each step, and what the "

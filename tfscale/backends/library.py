@@ -30,6 +30,18 @@ class EngineOptions(ctypes.Structure):
     )
 
 
+class HostPlace(ctypes.Structure):
+    """Mirror of `HostPlace` in custom_ops/comm/host_place.h."""
+
+    _fields_ = (
+        ("local_rank", ctypes.c_int32),
+        ("local_size", ctypes.c_int32),
+        ("cross_rank", ctypes.c_int32),
+        ("cross_size", ctypes.c_int32),
+        ("cores", ctypes.c_int32),
+    )
+
+
 class Event(ctypes.Structure):
     """Mirror of `Event` in custom_ops/comm/task.h: times in nanoseconds."""
 
@@ -55,7 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rank": (_INT, ()),
     "size": (_INT, ()),
     "thread_level": (_INT, ()),
-    "local": (_INT, (_INT, _INT_P, _INT_P, _INT_P)),
+    "host_place": (_INT, (_INT, ctypes.POINTER(HostPlace))),
     "add_group": (_INT, (_INT_P, _INT)),
     "plan_create": (_INT, (_INT, _TEXT)),
     "plan_add_slot": (_INT, (_INT, _TEXT)),

@@ -20,6 +20,8 @@ class SingleBackend(WaitingBackend):
     size = 1
     local_rank = 0
     local_size = 1
+    cross_rank = 0
+    cross_size = 1
 
     def __init__(self) -> None:
         """Start without any group but that of the one rank."""

@@ -21,6 +21,7 @@ from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_num
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
+from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import accumulating
 
@@ -56,6 +57,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     _restored: Any = None  # until the first step begins
     _numbers: Any = None  # of Keras's callbacks, until all of them have begun training
     _n_given_up = 0
+
+    def set_model(self, model: keras.Model) -> None:
+        """Prepare the model; see `tfscale.prepare`."""
+        super().set_model(model)
+        prepare(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore a backup, if there is one. Collective.

@@ -13,6 +13,7 @@ from tfscale import objects, runtime
 from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import EpochCallback, may_communicate
 from tfscale.errors import ExchangeError
+from tfscale.model_optimizers import passes_per_update
 
 NAMES_SHOWN = 3
 
@@ -50,17 +51,20 @@ class ConsistencyCheck(EpochCallback):
         self.optimizer_state = optimizer_state
         self.local_variables = list(local_variables or ())
         self.groups = groups
-        self._is_first_due = True
+        self._is_first_due, self._n_passes = True, 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Make the check after the first update due."""
         super().on_train_begin(logs)
-        self._is_first_due = True
+        self._is_first_due, self._n_passes = True, 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check after the first batch."""
+        """Check after the first batch, or after those that make up the first update."""
         super().on_train_batch_end(batch, logs)
-        if self._is_first_due and not self.is_void and may_communicate():
+        if not self._is_first_due or self.is_void or not may_communicate():
+            return
+        self._n_passes += 1
+        if self._n_passes >= passes_per_update(self.model):
             self._is_first_due = False
             self.check("after the first update")
 

@@ -52,7 +52,7 @@ def describe(model: Any) -> dict[str, Any]:
     process_set = getattr(optimizer, "process_set", None)
     callbacks = [name for c in callbacks_of_fit() if (name := _own_class(c))]
     is_local = getattr(optimizer, "is_local_var", lambda variable: False)
-    weights = [_variable(v) for v in model.weights if not is_local(v)]
+    weights = [_Variable.of(v) for v in model.weights if not is_local(v)]
     topics = {
         "versions": versions(),
         "tfscale callbacks": callbacks,
@@ -110,8 +110,20 @@ def _own_class(callback: Any) -> str:
     return ours[0].__name__ if is_ours and ours[0].__name__ not in _SILENT else ""
 
 
-def _variable(variable: Any) -> str:
-    return f"{tuple(variable.shape)} {variable.dtype} trainable={variable.trainable}"
+@dataclasses.dataclass(frozen=True)
+class _Variable:
+    """A weight, equal to another rank's whatever numbers Keras has given to their layers."""
+
+    path: str = dataclasses.field(compare=False)
+    kind: str
+
+    @staticmethod
+    def of(variable: Any) -> _Variable:
+        kind = f"{tuple(variable.shape)} {variable.dtype} trainable={variable.trainable}"
+        return _Variable(variable.path, kind)
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.kind}"
 
 
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
@@ -140,7 +152,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
     return {
         "exchange": _text(optimizer.strategy),
         "nonfinite": optimizer._self_nonfinite.policy,
-        "backward_passes_per_step": str(getattr(accumulator, "_passes", 1)),
+        "backward_passes_per_step": str(getattr(accumulator, "passes", 1)),
         "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),
         **{key: str(getattr(options, key)) for key in ("op", "predivide", "sparse_as_dense")},

@@ -66,7 +66,7 @@ class Accumulator:
             passes: Batches per cycle.
             is_mean: Divide the sum by `passes`.
         """
-        self._passes = passes
+        self.passes = passes
         self._is_mean = is_mean
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
         self._current: _Cycle | None = None
@@ -104,22 +104,22 @@ class Accumulator:
     @property
     def n_waiting(self) -> int:
         """Batches seen since the last exchange."""
-        return sum(int(c.count.numpy()) % self._passes for c in self._cycles.values())
+        return sum(int(c.count.numpy()) % self.passes for c in self._cycles.values())
 
     @property
     def is_before_exchange(self) -> bool:
         """Whether the next batch is the last of the cycle of the variables trained last."""
         if self._current is None:
             return False
-        return int(self._current.count.numpy()) % self._passes == self._passes - 1
+        return int(self._current.count.numpy()) % self.passes == self.passes - 1
 
     def drop_cycle(self) -> int:
         """Forget the batches since the last exchange, and return how many they were."""
-        return sum(cycle.drop(self._passes) for cycle in self._cycles.values())
+        return sum(cycle.drop(self.passes) for cycle in self._cycles.values())
 
     def copy_empty(self) -> Accumulator:
         """Return one of the same length at the beginning of a cycle."""
-        return Accumulator(self._passes, self._is_mean)
+        return Accumulator(self.passes, self._is_mean)
 
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         key = tuple(map(id, variables))
@@ -156,8 +156,8 @@ class Accumulator:
         targets = [None if g is None else next(places) for g in gradients]
 
         def full() -> None:
-            factor = 1.0 / self._passes if self._is_mean else 1.0
-            with _averages_begin_with_a_cycle(rule, self._passes):
+            factor = 1.0 / self.passes if self._is_mean else 1.0
+            with _averages_begin_with_a_cycle(rule, self.passes):
                 on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
@@ -170,10 +170,10 @@ class Accumulator:
             count.assign_add(1)
 
         if tf.executing_eagerly():
-            full() if (int(count) + 1) % self._passes == 0 else other()
+            full() if (int(count) + 1) % self.passes == 0 else other()
             return
         with tf.control_dependencies([a.op for a in added]):
-            is_last = tf.equal((count.read_value() + 1) % self._passes, 0)
+            is_last = tf.equal((count.read_value() + 1) % self.passes, 0)
         tf.cond(is_last, _as_branch(full), _as_branch(other))
 
 

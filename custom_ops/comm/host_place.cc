@@ -1,4 +1,4 @@
-#include "comm/cores.h"
+#include "comm/host_place.h"
 
 #include <sched.h>
 
@@ -47,13 +47,27 @@ int CoresOfRank(const std::vector<int>& mine, const std::vector<int>& users) {
   return std::max(1, static_cast<int>(share + kRounding));
 }
 
-int CoresOfThisRank(MPI_Comm local) {
+HostPlace FindHostPlace(MPI_Comm parent) {
+  HostPlace place{};
+  MPI_Comm local = MPI_COMM_NULL;
+  Check(MPI_Comm_split_type(parent, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
+        "MPI_Comm_split_type");
+  Check(MPI_Comm_rank(local, &place.local_rank), "MPI_Comm_rank");
+  Check(MPI_Comm_size(local, &place.local_size), "MPI_Comm_size");
   const std::vector<int> mine = UsableCores();
   std::vector<int> users(mine.size());
   Check(MPI_Allreduce(mine.data(), users.data(), static_cast<int>(mine.size()), MPI_INT, MPI_SUM,
                       local),
         "MPI_Allreduce");
-  return CoresOfRank(mine, users);
+  place.cores = CoresOfRank(mine, users);
+  MPI_Comm_free(&local);
+
+  MPI_Comm cross = MPI_COMM_NULL;
+  Check(MPI_Comm_split(parent, place.local_rank, 0, &cross), "MPI_Comm_split");
+  Check(MPI_Comm_rank(cross, &place.cross_rank), "MPI_Comm_rank");
+  Check(MPI_Comm_size(cross, &place.cross_size), "MPI_Comm_size");
+  MPI_Comm_free(&cross);
+  return place;
 }
 
 }  // namespace tfscale

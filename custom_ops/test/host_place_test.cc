@@ -1,5 +1,5 @@
-// How ranks of a host share its cores.
-#include "comm/cores.h"
+// Places of ranks, and how those of a host share its cores.
+#include "comm/host_place.h"
 
 #include <vector>
 
