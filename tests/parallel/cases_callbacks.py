@@ -182,3 +182,31 @@ def case_metrics_that_are_arrays_equal_one_process():
         np.testing.assert_allclose(history[key], expected[key], rtol=5e-6)
     alone = model.evaluate(*share, verbose=0, callbacks=[average])
     np.testing.assert_allclose(alone[1], expected["val_f1"][-1], rtol=5e-6)
+
+
+class Scores(keras.callbacks.Callback):
+    """Gives each rank scores of its own, whose mean falls until the third epoch.
+
+    Those of rank 0 rise from the beginning, those of the last rank fall to the end.
+    """
+
+    def on_epoch_end(self, epoch, logs=None):
+        last = tfscale.size() - 1
+        own = {0: 10.0 * epoch, last: -10.0 * epoch}.get(tfscale.rank(), 0.0)
+        logs["score"] = (5.0, 4.0, 3.0, 4.0, 4.0, 4.0)[epoch] + own
+
+
+@sizes(2, 3)
+def case_ranks_with_opposite_scores_stop_and_slow_down_together():
+    model = compiled(functional())
+    rate = float(model.optimizer.learning_rate)
+    callbacks = [
+        BroadcastGlobalVariablesCallback(0),
+        Scores(),
+        MetricAverageCallback(),
+        keras.callbacks.ReduceLROnPlateau("score", factor=0.5, patience=1, mode="min"),
+        keras.callbacks.EarlyStopping("score", patience=1, mode="min"),
+    ]
+    history = fit(model, own(), callbacks, epochs=6)
+    np.testing.assert_allclose(history["score"], [5.0, 4.0, 3.0, 4.0])
+    assert float(model.optimizer.learning_rate) == rate / 2

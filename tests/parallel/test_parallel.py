@@ -23,6 +23,8 @@ WITH_ALL_SIZES = {
     "tests.parallel.cases_chunked:case_chunks_equal_one_process",
     "tests.parallel.cases_equality:case_every_model",
     "tests.parallel.cases_equality:case_every_optimizer",
+    "tests.parallel.cases_equality:case_plain_batch_normalization_is_ghost_batches",
+    "tests.parallel.cases_equality:case_sync_batch_normalization",
     "tests.parallel.cases_sharded:case_every_model",
 }
 

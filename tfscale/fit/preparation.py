@@ -19,7 +19,7 @@ logger = logging.getLogger("tfscale")
 
 
 def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
-    """Make a compiled model ready. Every tfscale callback calls this.
+    """Make a compiled model ready. All tfscale callbacks but model checkpoints call this.
 
     Builds the model if a batch is given, switches XLA off where "auto" switched it on, puts
     compile()'s automatic loss scaling inside of the distributed optimizer, lets the exchange change
