@@ -61,8 +61,8 @@ test-wheel: wheel
 
 test: test-cpp test-wheel
 
-# `make test` runs each case on several ranks with one number of them; this with 1, 2, 3 and 4, as far
-# as the case allows, and Horovod's contract with 2 and 3: an hour on two cores.
+# `make test` runs most cases on several ranks with one number of them; this with 2, 3 and 4, as far as
+# the case allows, and Horovod's contract with 2 and 3: an hour on two cores.
 test-ranks: build
 	@RANKS_ALL=1 $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/horovod_contract $(PYTEST)
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import wrapt
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
-
 
 class OptimizerProxy(wrapt.ObjectProxy):
     """Every attribute, the class included, is the wrapped optimizer's.
@@ -30,20 +27,6 @@ class OptimizerProxy(wrapt.ObjectProxy):
             config: What `get_config` of an optimizer of the same class returned.
         """
         return self._around(self.__wrapped__.from_config(config))
-
-    def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as Keras does in one process.
-
-        Raises:
-            ConfigError: On several ranks, whose gradients it would not exchange.
-        """
-        if runtime.is_initialized() and runtime.size() > 1:
-            raise ConfigError(
-                "A step must exchange gradients on several ranks, which a function without state "
-                "cannot. Received: stateless_apply. Call apply(gradients, variables), or train "
-                "with fit."
-            )
-        return self.__wrapped__.stateless_apply(*args, **kwargs)
 
     def __copy__(self) -> Any:
         """Copy the wrapped optimizer and wrap it in the same way."""

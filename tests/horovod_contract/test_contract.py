@@ -1,6 +1,6 @@
-"""Every intent on the Horovod backend with 2 ranks; `make test-ranks`: with 3 as well.
+"""Every intent on the Horovod backend; one mpiexec per number of ranks.
 
-One mpiexec per number of ranks.
+Cases run with 2 ranks, or with 3 where they need them; with both in `make test-ranks`.
 """
 
 import importlib.util
@@ -17,12 +17,16 @@ ENVIRONMENT = {"TFSCALE_BACKEND": "horovod", "TFSCALE_STALL_SHUTDOWN_S": "30"}
 
 # Limit in seconds of each (case, size) that exists.
 LIMITS = {(case, size): limit_s or 60.0 for case, size, limit_s in find_cases()}
+
+
+def sizes_of(name: str) -> list[int]:
+    """Return the sizes that a case of an intent runs with: one of them in `make test`."""
+    sizes = [size for size in SIZES if (f"tests.parallel.cases_{name}", size) in LIMITS]
+    return sizes if HAS_ALL_SIZES else sizes[:1]
+
+
 CASES = {
-    (intent, size): [
-        case
-        for case in (f"tests.parallel.cases_{name}" for name in names)
-        if (case, size) in LIMITS
-    ]
+    (intent, size): [f"tests.parallel.cases_{name}" for name in names if size in sizes_of(name)]
     for size in SIZES
     for intent, names in INTENTS.items()
 }
@@ -30,15 +34,10 @@ CASES = {
 
 def test_every_intent_has_its_cases_on_both_backends():
     """tests/parallel runs them on the engine; a renamed case must not vanish here."""
-    known = {case for case, size in LIMITS if size in SIZES}
-    missing = [
-        name
-        for names in INTENTS.values()
-        for name in names
-        if f"tests.parallel.cases_{name}" not in known
-    ]
-    assert not missing
-    assert all(CASES[intent, size] for intent in INTENTS for size in SIZES)
+    names = {name for names in INTENTS.values() for name in names}
+    assert not [name for name in names if not sizes_of(name)]
+    run = {case for cases in CASES.values() for case in cases}
+    assert run == {f"tests.parallel.cases_{name}" for name in names}
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +65,7 @@ def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[R
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
 )
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("size", SIZES if HAS_ALL_SIZES else SIZES[:1])
-@pytest.mark.parametrize("intent", INTENTS)
+@pytest.mark.parametrize(("intent", "size"), [key for key, cases in CASES.items() if cases])
 def test_intent(intent, size, outcomes, request):
     cases = CASES[intent, size]
     if any((case, size) not in outcomes for case in cases):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 import tfscale
 from tests.helpers.spawn import sizes
@@ -61,6 +63,27 @@ def case_data_that_a_rank_stopped_reading_in_its_last_batch_trains_again():
         require_equal_ranks(model.weights)
         numbers = tfscale.allgather_object(data.epoch)
         assert set(numbers) == {numbers[0]}, numbers
+
+
+@sizes(2, 3)
+def case_steps_and_functions_outside_of_fit_go_on_together():
+    exchanges = ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(tfscale.size(), interval=2))
+    for exchange in exchanges:
+        for batch in (0, 1, None):
+            data, model = _batches(), functional(has_statistics=False)
+            optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(), exchange=exchange)
+            model.compile(optimizer, "mse")
+            first = [BroadcastGlobalVariablesCallback(0)]
+            model.fit(data, epochs=4, verbose=0, callbacks=[*first, _StopsAt(batch)])
+            before = int(model.optimizer.iterations)
+            total = tf.function(lambda: tfscale.allreduce(tf.ones(2), op=tfscale.Sum))
+            for _ in range(2):
+                model.train_on_batch(*own(4))
+                np.testing.assert_array_equal(total(), [tfscale.size()] * 2)
+            assert int(model.optimizer.iterations) == before + 2
+            if not isinstance(exchange, tfscale.LocalSGD):
+                require_equal_ranks(model.trainable_variables)
+            model.fit(data, epochs=1, verbose=0, callbacks=first)
 
 
 @sizes(2, 3)

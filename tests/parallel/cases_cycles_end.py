@@ -65,6 +65,19 @@ def case_a_stop_amid_a_cycle_begins_another():
             np.testing.assert_array_equal(stopped.get_weights()[0], fresh.get_weights()[0])
 
 
+@sizes(2, 3)
+def case_a_stop_amid_the_first_cycle_is_told_although_weights_are_not_yet_compared():
+    for keras_own in (True, False):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=PASSES if keras_own else None)
+        passes = 1 if keras_own else PASSES
+        model.compile(tfscale.DistributedOptimizer(inner, backward_passes_per_step=passes), "mse")
+        for batch in (0, PASSES - 2, PASSES - 1):
+            check = tfscale.callbacks.ConsistencyCheck()
+            fit(model, BATCHES, [check, *([Stop(batch)] if tfscale.rank() == 0 else [])])
+            require_equal_ranks(model.trainable_variables)
+
+
 def case_other_variables_begin_another_cycle():
     """A layer is frozen amid a cycle: the rest is summed from there on."""
     with float64():

@@ -56,7 +56,7 @@ def test_messages_of_other_lengths_on_one_rank_are_refused_on_all():
         try:
             tfscale.init()
         except tfscale.ExchangeError as error:
-            print("REFUSED", error, flush=True)
+            print(f"REFUSED {error}", flush=True)
         """
     result = launch_script(2, textwrap.dedent(script), LIMIT_S)
     assert result.output.count("REFUSED All ranks must run the same versions with the same") == 2

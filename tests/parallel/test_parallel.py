@@ -1,7 +1,8 @@
 """Every `case_*` of `cases_*.py` here, one mpiexec per number of ranks.
 
-Those of `WITH_ALL_SIZES` run with every number above 1 that they allow, others with one of them, by
-turns: tracing the same model once more costs seconds. `make test-ranks` leaves nothing out.
+Those of `WITH_ALL_SIZES` run with every number that they allow, others alone, if they may, and with
+one number above 1, by turns: tracing a model once more costs seconds. `make test-ranks` leaves
+nothing out.
 
 Cases are found in the source text: their modules are imported by the ranks only.
 """
@@ -59,7 +60,7 @@ def find_cases() -> list[tuple[str, int, float | None]]:
 def by_turns(
     cases: list[tuple[str, int, float | None]],
 ) -> list[tuple[str, int, float | None]]:
-    """Return each case with one of its sizes, cases of the same sizes taking turns."""
+    """Return each case with one of its sizes above 1, cases of the same sizes taking turns."""
     allowed: dict[str, list[int]] = {}
     for case, size, _ in cases:
         if size > 1:
@@ -70,7 +71,7 @@ def by_turns(
         kind = tuple(several)
         chosen[case] = kind if case in WITH_ALL_SIZES else (kind[n_before[kind] % len(kind)],)
         n_before[kind] += 1
-    return [item for item in cases if item[1] in chosen.get(item[0], ())]
+    return [item for item in cases if item[1] in (1, *chosen.get(item[0], ()))]
 
 
 HAS_ALL_SIZES = bool(os.environ.get("RANKS_ALL"))

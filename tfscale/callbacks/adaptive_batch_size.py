@@ -130,7 +130,7 @@ class AdaptiveBatchSize(EpochCallback):
             ConfigError: An argument does not fit. When training begins, also if `fit` trains on
                 other data, a batch size does not suit the ranks, the learning rate is a schedule
                 outside of `tfscale.ScalableSchedule`, callbacks contradict each other, or with
-                "grow" there is `class_weight` or a loss that is no mean.
+                "grow" there is `class_weight`, a loss or an exchange that is no mean of all ranks.
         """
         super().__init__()
         check_data(data)

@@ -61,9 +61,11 @@ class ConsistencyCheck(EpochCallback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Check after the first batch, or after those that make up the first update."""
         super().on_train_batch_end(batch, logs)
-        if not self._is_first_due or self.is_void or not may_communicate():
+        # Where this step was given up, those who stopped check at the end of the epoch.
+        is_told = runtime.num_given_up() > self._n_given_up
+        if not self._is_first_due or is_told or not may_communicate():
             return
-        self._n_passes += 1
+        self._n_passes += self.model.steps_per_execution
         if self._n_passes >= passes_per_update(self.model):
             self._is_first_due = False
             self.check("after the first update")

@@ -64,13 +64,12 @@ class Progress:
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
-            "given_up": runtime.num_given_up(),
             "data": probe.describe(data),
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
-        own["cycles"] = cycles.state(self._model(), self._asks)
+        own |= self._given_up()
         self.wants_to_stop = False
         self._is_apart = (
             _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())
@@ -87,10 +86,14 @@ class Progress:
                 )
         probe.agree(data, [rank["data"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
+        self._settle(every)
+        return True
+
+    def _settle(self, every: list[dict[str, Any]]) -> None:
+        """Count steps anew where a rank has given one up; others may have run more or fewer."""
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
         cycles.settle(self._model(), [rank["cycles"] for rank in every])
-        return True
 
     @property
     def is_over(self) -> bool:
@@ -131,8 +134,16 @@ class Progress:
                 self._stop()
                 cycles.end(self._model())
 
+    def _given_up(self) -> dict[str, Any]:
+        """Return what `_settle` compares."""
+        model = self._model()
+        return {"given_up": runtime.num_given_up(), "cycles": cycles.state(model, self._asks)}
+
     def end_training(self) -> None:
-        """Tell the others that this rank's `fit` is over; the first call counts."""
+        """Tell the others that this rank's `fit` is over; the first call counts. Collective.
+
+        Steps outside of `fit` and traced functions of the user go on together from here.
+        """
         if runtime.is_single() or self._marked_epoch == -1:
             return
         is_early = self._marked_epoch + 1 < (self._params.get("epochs") or 0)
@@ -143,6 +154,8 @@ class Progress:
         runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
         if self._asks_epochs and is_early:
             ask("stop", 0)
+        runtime.backend().drain()
+        self._settle(objects.allgather_object(self._given_up(), name="end of fit"))
         self._asks = self._is_over = False
 
     @property

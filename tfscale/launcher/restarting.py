@@ -76,7 +76,7 @@ class Job:
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
             ours[BEAT_VARIABLE] = "1"
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not spec.is_prefixed:  # a bar would overwrite the prefix
             ours[TERMINAL_VARIABLE] = "1"
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
 
