@@ -11,7 +11,6 @@
 
 namespace {
 
-using tfscale::Check;
 using tfscale::CommError;
 using tfscale::Engine;
 
