@@ -37,7 +37,7 @@ class Progress:
         self._is_new = False
         self._params: dict[str, Any] = {}
         self._marked_epoch = -1
-        self._n_steps = 0
+        self._n_steps = self._n_given_up = 0
         self._asks = self._is_apart = False
         self._is_over = False
         self._is_begun = False  # this epoch
@@ -64,12 +64,13 @@ class Progress:
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
+            "given_up": runtime.num_given_up(),
             "data": probe.describe(data),
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
-        own |= self._given_up()
+        own["cycles"] = cycles.state(self._model(), self._asks)
         self.wants_to_stop = False
         self._is_apart = (
             _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())
@@ -86,14 +87,10 @@ class Progress:
                 )
         probe.agree(data, [rank["data"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
-        self._settle(every)
-        return True
-
-    def _settle(self, every: list[dict[str, Any]]) -> None:
-        """Count steps anew where a rank has given one up; others may have run more or fewer."""
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
         cycles.settle(self._model(), [rank["cycles"] for rank in every])
+        return True
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +104,7 @@ class Progress:
 
     def begin_epoch(self) -> None:
         """Count steps anew. Collective under local SGD: the first call of an epoch asks."""
-        self._n_steps = 0
+        self._n_steps, self._n_given_up = 0, runtime.num_given_up()
         if self._is_begun:
             return
         self._is_begun = True
@@ -125,7 +122,11 @@ class Progress:
             if "stop" in ask(own, self._n_steps):
                 self._is_over = True
                 self._stop()
-        runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
+        # An epoch whose first step was given up has not begun on the rank that stopped before it,
+        # and all ranks set as many marks: what comes behind `fit` goes by their number.
+        is_void = self._n_steps <= 1 and runtime.num_given_up() > self._n_given_up
+        if not is_void:
+            runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
         if self._asks_epochs and not self._is_over:  # after the mark: others may wait in a step
             wants_to = self.wants_to_stop or _wants_to_stop(self._model())
             own = "stop" if self._is_stopping() or wants_to else "end"
@@ -134,16 +135,8 @@ class Progress:
                 self._stop()
                 cycles.end(self._model())
 
-    def _given_up(self) -> dict[str, Any]:
-        """Return what `_settle` compares."""
-        model = self._model()
-        return {"given_up": runtime.num_given_up(), "cycles": cycles.state(model, self._asks)}
-
     def end_training(self) -> None:
-        """Tell the others that this rank's `fit` is over; the first call counts. Collective.
-
-        Steps outside of `fit` and traced functions of the user go on together from here.
-        """
+        """Tell the others that this rank's `fit` is over; the first call counts."""
         if runtime.is_single() or self._marked_epoch == -1:
             return
         is_early = self._marked_epoch + 1 < (self._params.get("epochs") or 0)
@@ -154,8 +147,6 @@ class Progress:
         runtime.mark(MarkKind.STOP if self._is_stopping() else MarkKind.EPOCH_END)
         if self._asks_epochs and is_early:
             ask("stop", 0)
-        runtime.backend().drain()
-        self._settle(objects.allgather_object(self._given_up(), name="end of fit"))
         self._asks = self._is_over = False
 
     @property
