@@ -92,7 +92,8 @@ class Fragile(keras.layers.Layer):
     def maybe_fail(self, gradient):
         self.n_steps += 1
         if self.n_steps == 5 and rank == 1:
-            time.sleep(1)  # nothing tells a layer when another has handed its gradient over
+            # The other layers' gradients must wait in the engine by now, which nothing tells here.
+            time.sleep(1)
             print('ALARM', time.time(), flush=True)
             raise ValueError('bad kernel')
         return gradient

@@ -24,6 +24,7 @@ def _comma_locale(folder):
     (folder / "comma").write_text(COMMA + copied)
     command = ["localedef", "-c", "-i", "./comma", "-f", "UTF-8", str(folder / "comma.UTF-8")]
     subprocess.run(command, cwd=folder, capture_output=True)  # its status: 1 after any warning
+    # Not in CI, which installs it; others may test without this package.
     if not (folder / "comma.UTF-8" / "LC_NUMERIC").exists():
         pytest.skip("localedef needs the character maps of Debian's package `locales`")
     return {"LOCPATH": str(folder), "LC_ALL": "comma.UTF-8"}

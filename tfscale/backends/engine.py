@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
-from tfscale.backends.library import EngineOptions, Event, HostPlace, load
+from tfscale.backends.library import EngineOptions, Event, load
 from tfscale.backends.slots import Slots
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
@@ -44,8 +44,7 @@ class EngineBackend:
         self._library = load()
         self._slots = Slots(self._library)
         self._events = (Event * _EVENTS_KEPT)()
-        place = HostPlace()
-        self._library.call("host_place", fortran_comm, place)
+        place = self._library.find_host_place(fortran_comm)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
         self.n_cores: int = place.cores

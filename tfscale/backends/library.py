@@ -127,6 +127,19 @@ class Library:
             raise ExchangeError(self._functions["last_error"]().decode())
         return result
 
+    def find_host_place(self, fortran_comm: int) -> HostPlace:
+        """Return where this rank is among hosts. Collective, before the engine starts.
+
+        Args:
+            fortran_comm: Handle of a communicator, or -1 for all processes.
+
+        Raises:
+            ExchangeError: MPI or the system does not tell.
+        """
+        place = HostPlace()
+        self.call("host_place", fortran_comm, place)
+        return place
+
 
 @functools.cache
 def load() -> Library:

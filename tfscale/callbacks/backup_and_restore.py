@@ -57,7 +57,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     _restored: Any = None  # until the first step begins
     _numbers: Any = None  # of Keras's callbacks, until all of them have begun training
     _n_given_up = 0
-    _is_whole = False  # the last epoch: nobody has cut it
 
     def set_model(self, model: keras.Model) -> None:
         """Prepare the model; see `tfscale.prepare`."""
@@ -116,13 +115,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._current_epoch = epoch + 1
         self._last_batch_seen = 0
         self._is_due = self.save_freq == "epoch"
-        self._is_whole = runtime.num_given_up() == self._n_given_up
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Delete the backup on rank 0, or write the last one that is to be kept."""
         # Of groups there is none: their models are averaged by now. Nor of an epoch that was cut by
         # another rank, which keeps no state for it.
-        is_whole = self._is_due and self._is_whole
+        is_whole = self._is_due and runtime.num_given_up() == self._n_given_up
         if is_whole and not (self.delete_checkpoint or backup_groups.has_groups(self.model)):
             self._is_due = False
             self._write(is_end=True)
