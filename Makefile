@@ -51,13 +51,14 @@ test-cpp: venv
 	@$(BIN)/python tools/cpp_tests.py
 
 # The wheel is tested away from the sources, in an environment that has nothing else of its own:
-# TensorFlow, MPI and pytest are seen through a path file.
+# TensorFlow, MPI and pytest are seen through a path file; scripts that begin with mpi4py are told where
+# MPI's libraries are (an empty entry: where the system looks).
 test-wheel: wheel
 	@rm -rf $(WHEEL_VENV)
 	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
 	@$(BIN)/$(SITE) > $$($(WHEEL_VENV)/bin/$(SITE))/tests.pth
 	@$(PIP) --python $(WHEEL_VENV)/bin/python install --no-deps --no-index dist/tfscale-*.whl
-	@tools/test_installed.sh $(WHEEL_VENV)/bin/python $(PYTEST)
+	@MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib: tools/test_installed.sh $(WHEEL_VENV)/bin/python $(PYTEST)
 
 test: test-cpp test-wheel
 

@@ -108,6 +108,11 @@ def _fortran_handle(comm: Any) -> int:
     if comm is None:
         return -1
     if isinstance(comm, list):
+        # The library brings the MPI that it is linked with: mpi4py takes what is loaded, and finds
+        # none by itself in an environment that has MPI's libraries elsewhere.
+        from tfscale.backends.library import load
+
+        load()
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(comm))
