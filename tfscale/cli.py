@@ -52,7 +52,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     _add_restarts(run)
     run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
     run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
-    run.add_argument("--verbose", action="store_true", help="print the command first")
+    run.add_argument("--quiet", action="store_true", help="do not print the command first")
     run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
 
@@ -129,10 +129,13 @@ def _run(options: argparse.Namespace) -> int:
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
     job = Job(spec, find_mpi(options.mpiexec), rule, environ)
-    command = job.command()
-    if options.dry_run or options.verbose:
-        print(shlex.join(command), flush=True)
-    return 0 if options.dry_run else job.run()
+    line = shlex.join(job.command())
+    if options.dry_run:
+        print(line)
+        return 0
+    if not options.quiet:  # beside the program's own output, which may be piped into another
+        print(f"tfscale: {line}", file=sys.stderr, flush=True)
+    return job.run()
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

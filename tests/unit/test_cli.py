@@ -49,6 +49,17 @@ def test_dry_run_prints_the_command(capsys):
     assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
 
 
+def test_run_prints_the_command_beside_the_output(capsys, monkeypatch):
+    monkeypatch.setattr(cli.Job, "run", lambda self: 3)
+    words = ["run", "-np", "3", "--slurm", "python", "t.py"]
+    assert cli.main(words) == 3
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("tfscale: env TFSCALE_RESTART=0 ")
+    assert " srun " in printed.err and printed.err.endswith(" -- python t.py\n")
+    assert cli.main(["run", "--quiet", *words[1:]]) == 3
+    assert capsys.readouterr().err == ""
+
+
 def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, capsys):
     words = ["run", "-np", "2", "--slurm", "--dry-run", "python", "t.py"]
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")

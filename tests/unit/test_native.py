@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tfscale import native
+from tfscale.backends import library
 from tfscale.errors import ExchangeError
 from tfscale.native import build, toolchain
 
@@ -31,6 +32,12 @@ def test_no_library_names_the_command(tmp_path):
     with pytest.raises(ExchangeError, match="Received: none in .* tfscale build"):
         native.library_path(tmp_path)
     assert native.read_stamp(tmp_path) is None
+
+
+def test_an_older_library_is_refused_with_the_command(monkeypatch):
+    monkeypatch.setitem(library._SIGNATURES, "from_a_later_version", (None, ()))
+    with pytest.raises(ExchangeError, match=r"tfscale_from_a_later_version.*`tfscale build`"):
+        library.Library(native.library_path())
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):

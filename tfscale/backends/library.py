@@ -95,19 +95,19 @@ class Library:
         Raises:
             ExchangeError: It cannot be loaded; the text holds the loader's own.
         """
+        self._functions = {}
         try:
             self.ops = tf.load_op_library(path)
             functions = ctypes.CDLL(path)
-        except (OSError, tf.errors.OpError) as error:
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(functions, f"tfscale_{name}")
+                function.restype, function.argtypes = result, arguments
+                self._functions[name] = function
+        except (OSError, AttributeError, tf.errors.OpError) as error:  # an older one lacks a name
             raise ExchangeError(
                 f"The native library must load. Received: {error}. "
                 "Run `tfscale doctor` to see what is missing, `tfscale build` to build it again."
             ) from error
-        self._functions = {}
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(functions, f"tfscale_{name}")
-            function.restype, function.argtypes = result, arguments
-            self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a C function and turn its error into an exception.
