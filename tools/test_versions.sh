@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Runs the tests with the lowest and the highest TensorFlow supported, each with a Keras of its
-# time, in environments of their own under build/versions.
+# time, in environments of their own under build/versions. One alone: VERSIONS=2.18/3.10
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for versions in "2.18 3.10" "2.21 3.15"; do
-  read -r tensorflow keras <<< "$versions"
+for versions in ${VERSIONS:-2.18/3.10 2.21/3.15}; do
+  tensorflow=${versions%/*}
+  keras=${versions#*/}
   folder=build/versions/$tensorflow
   python=$folder/bin/python
   [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$folder"
