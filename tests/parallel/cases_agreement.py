@@ -14,10 +14,13 @@ from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
+    AdaptiveBatchSize,
+    BatchSizeSchedule,
     BroadcastGlobalVariablesCallback,
     Callback,
     ConsistencyCheck,
     MetricAverageCallback,
+    ParameterAveraging,
     RankZero,
 )
 from tfscale.data import GlobalBatches
@@ -67,6 +70,12 @@ def wrapped(inner=None, **options):
 def batches(seed):
     x = np.zeros((24, 2))
     return {"data": GlobalBatches(x, x[:, :1], batch_size=12, seed=seed)}
+
+
+def growing(**settings):
+    data = batches(1)["data"]
+    adaptive = AdaptiveBatchSize(data, 24, log_path=None, **settings)
+    return {"data": data, "callbacks": [adaptive]}
 
 
 def other_versions():
@@ -143,6 +152,22 @@ TABLE = {
         lambda: {},
         "the same tfscale callbacks. Received: number 0: nothing on rank 0 and "
         "number 0: MetricAverageCallback on rank {last}. ",
+    ),
+    "scheduled sizes": (
+        lambda: {**batches(1), "callbacks": [BatchSizeSchedule({1: 24})]},
+        lambda: {**batches(1), "callbacks": [BatchSizeSchedule({1: 12})]},
+        "number 0: BatchSizeSchedule(sizes={{1: 12}}) on rank 0 and "
+        "number 0: BatchSizeSchedule(sizes={{1: 24}}) on rank {last}. ",
+    ),
+    "growth": (
+        lambda: growing(interval=1),
+        lambda: growing(interval=2),
+        "number 0: AdaptiveBatchSize(settings=GrowthSettings(sizes=(12, 24), ",
+    ),
+    "averaging": (
+        lambda: {"callbacks": [ParameterAveraging(2)], "optimizer": SGD(0.1)},
+        lambda: {"callbacks": [ParameterAveraging(1)], "optimizer": SGD(0.1)},
+        "ParameterAveraging(every_n_epochs=1, weights=DistanceWeights(lam=0.0), when=None) on rank",
     ),
     "weights": (
         lambda: {"callbacks": [Drift(), ConsistencyCheck()]},

@@ -68,6 +68,7 @@ class AdaptiveBatchSize(EpochCallback):
     """
 
     sets_batch_size = True
+    compared = ("_settings", "_has_surplus", "_momentum_correction")
 
     _control: GrowthControl
     _rate: AdaptiveRate

@@ -25,7 +25,12 @@ class Callback(keras.callbacks.Callback):
 
     Subclasses that override a hook call the one here first. With several tfscale callbacks in a
     list the first one's hook counts, so their number is free; but every rank must have one.
+
+    Attributes:
+        compared: Names of attributes that must be equal on all ranks when training begins.
     """
+
+    compared: tuple[str, ...] = ()
 
     def set_model(self, model: keras.Model) -> None:
         """Prepare the model; see `tfscale.prepare` and `finite_state.keep_finite`."""

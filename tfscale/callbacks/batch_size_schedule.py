@@ -39,6 +39,7 @@ class BatchSizeSchedule(Callback):
     """
 
     sets_batch_size = True
+    compared = ("sizes",)
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         super().__init__()

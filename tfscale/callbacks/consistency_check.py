@@ -39,6 +39,8 @@ class ConsistencyCheck(EpochCallback):
         ExchangeError: At a check, on all ranks, naming the variable and the ranks that differ.
     """
 
+    compared = ("every_n_epochs", "optimizer_state")
+
     def __init__(
         self,
         every_n_epochs: int = 1,

@@ -95,6 +95,7 @@ class ParameterAveraging(BeforeValidation):
     """
 
     trains_apart = True  # see tfscale.fit.unsynchronised
+    compared = ("every_n_epochs", "weights", "when")
 
     def __init__(
         self,

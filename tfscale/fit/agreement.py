@@ -50,14 +50,15 @@ def describe(model: Any) -> dict[str, Any]:
     """
     optimizer: Any = getattr(model, "optimizer", None)
     process_set = getattr(optimizer, "process_set", None)
-    callbacks = [name for c in callbacks_of_fit() if (name := _own_class(c))]
+    callbacks = [c for c in callbacks_of_fit() if _own_class(c)]
+    is_loaded = any(_own_class(c) in _LOADING for c in callbacks)
     is_local = getattr(optimizer, "is_local_var", lambda variable: False)
     weights = [_Variable.of(v) for v in model.weights if not is_local(v)]
     topics = {
         "versions": versions(),
-        "tfscale callbacks": callbacks,
+        "tfscale callbacks": [_callback(c) for c in callbacks],
         "model": weights if model.built else None,
-        "optimizer": _optimizer(optimizer, not {*callbacks} & {*_LOADING}),
+        "optimizer": _optimizer(optimizer, not is_loaded),
         "exchange": _exchange(optimizer),
         "batch size": _batch_size(),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
@@ -108,6 +109,11 @@ def _own_class(callback: Any) -> str:
     ours = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
     is_ours = any(c.__module__ == "tfscale.callbacks.base" for c in ours)
     return ours[0].__name__ if is_ours and ours[0].__name__ not in _SILENT else ""
+
+
+def _callback(callback: Any) -> str:
+    settings = [f"{n.lstrip('_')}={_text(getattr(callback, n))}" for n in callback.compared]
+    return _own_class(callback) + (f"({', '.join(settings)})" if settings else "")
 
 
 @dataclasses.dataclass(frozen=True)
