@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import shared_folder
+from tests.helpers.ranks import outcome, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_by_hand import BATCH, samples
@@ -18,7 +18,7 @@ from tfscale.tuning.groups_probe import GroupsProbe, _regroup, _StepsDone, enlar
 STEPS, INTERVAL = 6, 2
 
 
-def probed(rule, learning_rate, folder):
+def probed(rule, learning_rate, folder, more=()):
     """Return what a probe of as many groups as there are ranks has written."""
     settings = {"groups": tfscale.size(), "interval": INTERVAL, "rate_rule": "linear"}
     settings |= {"learning_rate": learning_rate, "steps": STEPS, "output": f"{folder}/found.json"}
@@ -31,10 +31,22 @@ def probed(rule, learning_rate, folder):
     record = tfscale.callbacks.ModelDistance()
     start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
     with contextlib.suppress(_StepsDone):
-        callbacks = [start, record, GroupsProbe(settings, record)]
+        callbacks = [*more, start, record, GroupsProbe(settings, record)]
         model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
     tfscale.barrier()
     return json.loads((folder / "found.json").read_text())
+
+
+@sizes(2, timeout_s=60)
+def case_a_rate_that_changes_is_refused():
+    def lower(epoch):
+        return 0.5 / (1 + epoch)
+
+    with shared_folder() as folder:
+        rule = keras.optimizers.SGD(0.05)
+        changes = [keras.callbacks.LearningRateScheduler(lower)]
+        text = outcome(lambda: probed(rule, None, folder, changes))
+        assert "a rate that the script changes from 0.1 to 0.5 in step 1. " in text, text
 
 
 @sizes(2, timeout_s=120)

@@ -1,6 +1,8 @@
 """Choosing the number of groups from distances."""
 
+import dataclasses
 import json
+import math
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ from tfscale.errors import ConfigError
 from tfscale.tuning.groups import GroupProbe, advise, as_text, write
 from tfscale.tuning.groups_command import check_groups
 from tfscale.tuning.groups_probe import _regroup, enlarge
+from tfscale.tuning.probed_fit import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
 
 
 def probes(*distances):
@@ -37,6 +40,37 @@ def test_text_and_files(tmp_path):
     content = json.loads((tmp_path / "out" / "groups.json").read_text())
     assert content["advice"]["groups"] == 4 and len(content["probes"]) == 3
     assert (tmp_path / "out" / "groups.png").stat().st_size > 1000
+
+
+def test_a_training_that_diverges_is_not_recommended(tmp_path):
+    for distance, loss in ((math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)):
+        broken = dataclasses.replace(probes(1.0, distance)[1], loss=loss)
+        measured = [probes(1.0)[0], broken]
+        assert advise(measured).groups == 2
+        assert "with 4 groups training diverges at a learning rate of 0.1" in advise(measured).reason
+        assert advise([dataclasses.replace(broken, groups=2)]).groups == 1
+        write(measured, advise(measured), tmp_path)
+        assert "NaN" not in (tmp_path / "groups.json").read_text()
+
+
+@pytest.mark.parametrize("script", ["batch sizes", "groups"])
+def test_a_probe_writes_no_files_and_is_not_ended_by_callbacks(script, tmp_path, caplog):
+    rate = tfscale.callbacks.LearningRateWarmupCallback(0.1)
+    files = [
+        keras.callbacks.BackupAndRestore(tmp_path),
+        tfscale.callbacks.BackupAndRestore(tmp_path),
+        tfscale.callbacks.Checkpoint(tmp_path),
+        tfscale.callbacks.BestModelCheckpoint("loss", filepath=tmp_path / "m.keras"),
+        tfscale.callbacks.RankZero(keras.callbacks.EarlyStopping()),
+    ]
+    kept = [tfscale.callbacks.MetricAverageCallback(), keras.callbacks.History()]
+    left_out = FILES_AND_STOPS + (RATES_AND_SIZES if script == "groups" else ())
+    given = arguments_of(
+        keras.Model.fit, (object(), [1]), {"callbacks": [rate, *files, kept]}, left_out
+    )
+    assert given["callbacks"] == ([] if script == "groups" else [rate]) + kept
+    assert given["x"] == [1]
+    assert "without the script's BackupAndRestore, BestModelCheckpoint, Checkpoint" in caplog.text
 
 
 def test_numbers_of_groups():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.reading import weigh_classes
 from tfscale.errors import ConfigError
 from tfscale.tuning.batch_size import Stage, measure
+from tfscale.tuning.probed_fit import FILES_AND_STOPS, arguments_of
 
 
 class BatchSizeProbe(keras.callbacks.Callback):
@@ -139,11 +139,8 @@ def _probed(make_probe: Any) -> Iterator[None]:
     fit = keras.Model.fit
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
-        given = inspect.signature(fit).bind(model, *args, **options).arguments
-        callbacks = given.get("callbacks") or []
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        given["callbacks"] = [*keras.tree.flatten(callbacks), make_probe(_readable(given))]
+        given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
+        given["callbacks"].append(make_probe(_readable(given)))
         return fit(**given)
 
     with mock.patch.object(keras.Model, "fit", probed_fit):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfscale.trace.picture import has_matplotlib
 
@@ -38,6 +40,11 @@ class GroupProbe:
         """The median over the second half: early distances still grow."""
         return statistics.median(self.distances[len(self.distances) // 2 :])
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether loss or distances are not finite."""
+        return not all(map(math.isfinite, (self.loss, *self.distances)))
+
 
 @dataclass(frozen=True)
 class GroupAdvice:
@@ -58,14 +65,15 @@ def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
     Doubling G is accepted while D(2 G) >= 0.85 * 2 * D(G): while groups go separate ways their
     distance grows with their number; where it does not, more groups only add noise that averaging
     cannot remove. With [L]'s own curves this gives the choices published there: 4 for CIFAR-10, 8
-    for DIV2K. One group has no distance, so two are always accepted.
+    for DIV2K. One group has no distance, so two are accepted unless their training diverges.
 
     Args:
         probes: Ascending by groups, each twice the one before.
 
     Source: [L] IV-B, eq. 9.
     """
-    for smaller, larger in itertools.pairwise(probes):
+    fit = list(itertools.takewhile(lambda probe: not probe.has_diverged, probes))
+    for smaller, larger in itertools.pairwise(fit):
         share = larger.distance / (2 * smaller.distance) if smaller.distance > 0 else 0.0
         if share < PROPORTION:
             return GroupAdvice(
@@ -73,6 +81,13 @@ def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
                 f"D({larger.groups}) is {share:.2f} of twice D({smaller.groups}); "
                 f"{PROPORTION} is asked for",
             )
+    if len(fit) < len(probes):
+        failed = probes[len(fit)]
+        return GroupAdvice(
+            fit[-1].groups if fit else 1,
+            f"with {failed.groups} groups training diverges at a learning rate of "
+            f"{failed.learning_rate:.4g}; a smaller one (--learning-rate, --rate-rule) may train",
+        )
     return GroupAdvice(probes[-1].groups, "D grows in proportion up to the most groups probed")
 
 
@@ -90,20 +105,29 @@ def as_text(probes: Sequence[GroupProbe], advice: GroupAdvice) -> str:
             f"| {probe.distance:.4g} | {share} | {probe.loss:.4g} |"
         )
         before = probe.distance
-    return "\n".join([*lines, "", f"Use {advice.groups} groups: {advice.reason}.", ""])
+    return "\n".join([*lines, "", f"Use {advice.groups} group{'s' * (advice.groups > 1)}: {advice.reason}.", ""])
 
 
 def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path) -> None:
     """Write `groups.json` and, where matplotlib is installed, `groups.png` into a folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    content = {
-        "probes": [dataclasses.asdict(p) | {"distance": p.distance} for p in probes],
-        "advice": dataclasses.asdict(advice),
-    }
+    rows = [dataclasses.asdict(p) | {"distance": p.distance} for p in probes]
+    content = {"probes": list(map(_as_json, rows)), "advice": dataclasses.asdict(advice)}
     path = Path(folder) / "groups.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if has_matplotlib():
         _draw(probes, advice, Path(folder) / "groups.png")
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a probe with null in the place of what is not finite, which JSON does not know."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [known(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: known(value) for key, value in row.items()}
 
 
 def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None:

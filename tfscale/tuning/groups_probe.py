@@ -6,7 +6,6 @@ Usage: python -m tfscale.tuning.groups_probe SETTINGS script.py ...; settings ar
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import runpy
@@ -23,6 +22,7 @@ from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import unwrap
 from tfscale.tuning.batch_size_probe import as_main
+from tfscale.tuning.probed_fit import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
 
 
 class _StepsDone(Exception):
@@ -40,12 +40,27 @@ class GroupsProbe(tfscale.callbacks.Callback):
     def __init__(self, settings: dict[str, Any], record: tfscale.callbacks.ModelDistance) -> None:
         super().__init__()
         self._settings, self._record = settings, record
-        self._n_steps = 0
+        self._n_steps, self._rate = 0, 0.0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Remember the rate."""
+        super().on_train_begin(logs)
+        self._rate = self._present_rate()
+
+    def _present_rate(self) -> float:
+        return float(np.asarray(self.model.optimizer.learning_rate))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count; after the last step write the result on rank 0."""
         super().on_train_batch_end(batch, logs)
         self._n_steps += 1
+        if self._present_rate() != self._rate:
+            raise ConfigError(
+                "Distances are compared at one learning rate. Received: a rate that the script "
+                f"changes from {self._rate:.6g} to {self._present_rate():.6g} in step "
+                f"{self._n_steps}. Leave the callback that does so out of the probe, and pass "
+                "--learning-rate."
+            )
         if self._n_steps < self._settings["steps"]:
             return
         loss = float(tfscale.allreduce(np.float64((logs or {}).get("loss", math.nan))))
@@ -53,7 +68,7 @@ class GroupsProbe(tfscale.callbacks.Callback):
             result = {
                 "groups": self._settings["groups"],
                 "interval": self._settings["interval"],
-                "learning_rate": float(np.asarray(self.model.optimizer.learning_rate)),
+                "learning_rate": self._rate,
                 "distances": [distance for _, distance in self._record.distances],
                 "loss": loss,
             }
@@ -75,15 +90,12 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
 
     def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
         _regroup(model, settings)
-        given = inspect.signature(fit).bind(model, *args, **options).arguments
+        left_out = FILES_AND_STOPS + RATES_AND_SIZES
+        given = arguments_of(fit, (model, *args), options, left_out)
         enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
-        extra = [record, GroupsProbe(settings, record)]
-        callbacks = given.get("callbacks") or []
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        callbacks = [*keras.tree.flatten(callbacks), *extra]
-        return fit(**given | {"callbacks": callbacks, "epochs": 10**6})
+        given["callbacks"] += [record, GroupsProbe(settings, record)]
+        return fit(**given | {"epochs": 10**6})
 
     with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):
         try:
