@@ -24,11 +24,26 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Create the layer.
 
         Args:
-            process_set: Whose samples count; not saved with the model.
+            process_set: Whose samples count; not saved with the model. By default that of the
+                model's DistributedOptimizer, which are all ranks or, with `tfscale.LocalSGD`, those
+                of a group.
             **options: As for keras.layers.BatchNormalization.
         """
         super().__init__(**options)
-        self._process_set = process_set
+        self._process_set = self._own_set = process_set
+
+    def follow(self, process_set: ProcessSet) -> bool:
+        """Take the samples of another process set, unless the layer was given one of its own.
+
+        Args:
+            process_set: That of the optimizer.
+
+        Returns:
+            Whether the layer computes otherwise than before, so that functions are traced anew.
+        """
+        before = self._process_set
+        self._process_set = process_set if self._own_set is global_process_set else self._own_set
+        return self._process_set is not before
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         group = self._process_set.group()

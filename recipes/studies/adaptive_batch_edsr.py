@@ -42,6 +42,13 @@ CONFIGURATIONS = {
     "large batch, root scaling": {"batch_size": _large, "warmup_epochs": 5, **_decays},
     "growing batch, fixed rate": {"batch_size": _small, "batch_schedule": "10:4,20:8,30:16"},
     "AdaptiveBatchSize": {"batch_size": _small, "adaptive_batch": _large, **_decays},
+    "AdaptiveBatchSize, fixed rate": {
+        "batch_size": _small,
+        "adaptive_batch": _large,
+        "scaling": "none",
+        "learning_rate": 0.001 * (_small / _large) ** 0.5,
+        "decay_epochs": f"{_epochs * 90 // 100}",
+    },
 }
 SEEDS = (1, 2, 3)
 METRIC = "val_psnr"

@@ -47,7 +47,9 @@ def test_a_training_that_diverges_is_not_recommended(tmp_path):
         broken = dataclasses.replace(probes(1.0, distance)[1], loss=loss)
         measured = [probes(1.0)[0], broken]
         assert advise(measured).groups == 2
-        assert "with 4 groups training diverges at a learning rate of 0.1" in advise(measured).reason
+        assert (
+            "with 4 groups training diverges at a learning rate of 0.1" in advise(measured).reason
+        )
         assert advise([dataclasses.replace(broken, groups=2)]).groups == 1
         write(measured, advise(measured), tmp_path)
         assert "NaN" not in (tmp_path / "groups.json").read_text()

@@ -17,7 +17,7 @@ from tfscale.eager import has_exchanged_gradients
 from tfscale.fit import cycles
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
-from tfscale.fit.unsynchronised import warn_if_unsynchronised
+from tfscale.fit.unsynchronised import require_averages, warn_if_unsynchronised
 
 
 class Callback(keras.callbacks.Callback):
@@ -52,6 +52,7 @@ class Callback(keras.callbacks.Callback):
         if not runtime.is_single():
             refuse_plain_backup()
         if progress_of(self.model).begin(self.params or {}):
+            require_averages(self.model)
             save_points.agree(self.model)
             if cycles.may_end_early(self.model):
                 put_off_stops(self.model)

@@ -89,6 +89,12 @@ class BroadcastGlobalVariablesCallback(Callback):
         for callback in self.companions:
             callback.on_train_batch_end(batch, logs)
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Run the callbacks inside."""
+        super().on_test_begin(logs)
+        for callback in self.companions:
+            callback.on_test_begin(logs)
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Run the callbacks inside."""
         super().on_epoch_begin(epoch, logs)

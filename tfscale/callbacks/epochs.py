@@ -50,13 +50,14 @@ class EpochCallback(Callback):
 class BeforeValidation(EpochCallback):
     """Acts once per epoch on all ranks: after the last batch, before `fit` validates.
 
-    Where `fit` does not know the number of steps, or the epoch was cut short, it acts at the end
-    of the epoch, before callbacks that come later save the model.
+    Where `fit` does not know the number of steps, or the epoch was cut short, it acts when
+    validation begins or, without one, at the end of the epoch, before callbacks that come later
+    save the model.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_acted = False
+        self._has_acted = self._is_in_epoch = False
 
     def act(self) -> None:
         """Do what is due. Collective: all ranks must call this, in the same order."""
@@ -64,7 +65,7 @@ class BeforeValidation(EpochCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Make the epoch due."""
         super().on_epoch_begin(epoch, logs)
-        self._has_acted = False
+        self._has_acted, self._is_in_epoch = False, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Act after the last batch."""
@@ -76,10 +77,17 @@ class BeforeValidation(EpochCallback):
         if is_last and not is_told and may_communicate():
             self._act_once()
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Act before `fit` validates, if that has not happened in this epoch."""
+        super().on_test_begin(logs)
+        if self._is_in_epoch:
+            self._act_once()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Act, if that has not happened in this epoch."""
         super().on_epoch_end(epoch, logs)
         self._act_once()
+        self._is_in_epoch = False
 
     def _act_once(self) -> None:
         if not self._has_acted and not self.is_void:

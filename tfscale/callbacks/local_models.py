@@ -12,8 +12,10 @@ from tfscale import collectives, runtime
 from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
+from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.parameters.group_view import average_models
+from tfscale.reduce_ops import Sum
 
 logger = logging.getLogger("tfscale")
 
@@ -29,6 +31,8 @@ class LocalModels(BeforeValidation):
     Collective: all ranks must pass it to `fit`, at the same place. The callback
     `BroadcastGlobalVariablesCallback` contains one; without local SGD it does nothing.
     """
+
+    shows_averages = True  # see tfscale.fit.unsynchronised
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +63,27 @@ class LocalModels(BeforeValidation):
             return  # with the average in the model, if another rank has stopped
         self._restore()
         start = self._strategy.start
-        is_later = getattr(self.model.optimizer, "waits_for_groups", False)
-        has_decayed = start == "after_first_decay" and self._has_decayed()
-        if is_later and (has_decayed or (isinstance(start, int) and epoch >= start)):
-            self.model.optimizer.start_groups()
-            self.model.make_train_function(force=True)
+        if self._waits and isinstance(start, int) and epoch >= start:
+            self._start_groups()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Form groups behind the first step at a lower rate: all callbacks have set theirs then."""
+        super().on_train_batch_end(batch, logs)
+        if self._n_batches > 1 or self.is_void or not self._waits:
+            return
+        if self._strategy.start == "after_first_decay":
+            has_decayed = np.int64(self._has_decayed())
+            if int(collectives.allreduce(has_decayed, op=Sum, name="decays of the rate")):
+                self._start_groups()
+
+    @property
+    def _waits(self) -> bool:
+        return self._strategy is not None and self.model.optimizer.waits_for_groups
+
+    def _start_groups(self) -> None:
+        self.model.optimizer.start_groups()
+        prepare(self.model)
+        self.model.make_train_function(force=True)
 
     def act(self) -> None:
         """Put the average into the model."""

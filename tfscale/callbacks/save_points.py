@@ -11,6 +11,7 @@ import keras
 from tfscale import objects, runtime
 from tfscale.data.keras_pass import callbacks_of_fit, put_first
 from tfscale.errors import ConfigError
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import optimizers_of, sharded_states
 
@@ -95,6 +96,7 @@ def agree(model: keras.Model) -> None:
         ConfigError: A callback needs the state on each rank.
     """
     _save_points.pop(model, None)
+    _require_averages_saved(model)
     optimizers = optimizers_of(model)
     sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
     later = [o for o in optimizers if getattr(o, "may_share_state", False)]
@@ -124,6 +126,28 @@ def agree(model: keras.Model) -> None:
         save_points.set_model(model)
         put_first(save_points)
         _save_points[model] = save_points
+
+
+def _require_averages_saved(model: keras.Model) -> None:
+    """Refuse callbacks that would show or save one group's model as that of all."""
+    if not isinstance(getattr(getattr(model, "optimizer", None), "strategy", None), LocalSGD):
+        return
+    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
+    text = ""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            text = "SwapEMAWeights, which knows one group's averages over time. Leave it out."
+        elif isinstance(callback, _Checkpoint) and callback.save_freq != "epoch":
+            text = (
+                f"{type(callback).__name__}(save_freq={callback.save_freq}). Use "
+                "save_freq='epoch', or tfscale.callbacks.Checkpoint, which keeps all models."
+            )
+    every = objects.allgather_object(text, "callbacks that see groups")
+    if any(every):
+        raise ConfigError(
+            "Groups that train apart have a common model where epochs end. Received: "
+            f"{next(filter(None, every))}"
+        )
 
 
 def is_given_up(model: Any) -> bool:

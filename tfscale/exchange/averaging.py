@@ -14,6 +14,7 @@ from tfscale import runtime
 from tfscale.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.exchange.compression import Compression
 from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.means import mean_over
 from tfscale.plan.buckets import auto_bucket_bytes, build_buckets
 from tfscale.plan.specs import GradientSpec
 
@@ -79,6 +80,8 @@ class GroupAverage:
         with tf.init_scope():
             if self._needs_common:
                 self._common = [_like(v, self._first_of(v)) for v in self.targets]
+                for common, variable in zip(self._common, self.targets, strict=True):
+                    common.constraint = variable.constraint  # an outer optimizer obeys it
             if self._strategy.average == "gradients":
                 self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
             if self._strategy.outer is not None:
@@ -123,7 +126,7 @@ class GroupAverage:
         """Average what this rank updates over the groups, eagerly. Collective."""
         for variable in self.targets:
             value = tf.convert_to_tensor(variable.value)
-            variable.assign(self._mean([value], variable.path)[0])
+            _set(variable, mean_over(self.across, [value], variable.path)[0])
 
     def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Average if it is due. Called in the traced step, behind the update.
@@ -148,26 +151,17 @@ class GroupAverage:
     def _parts(self) -> list[list[int]]:
         """Return what travels together; all at once where an outer optimizer takes one step."""
         if self._strategy.outer is not None:
-            return [list(range(len(self.targets)))]
+            return [list(range(len(self.targets)))] if self.targets else []
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
         buckets = build_buckets(specs, auto_bucket_bytes(specs))
         return [sorted(bucket.indices) for bucket in buckets[::-1]]
 
-    def _mean(
-        self, values: Sequence[tf.Tensor], what: str, compression: Any = Compression.none
-    ) -> list[tf.Tensor]:
-        scaling = Scaling(1.0, 1.0 / self.across.size)
-        call = Call(self.across, f"average of {what}")
-        packed = [compression.compress(v) for v in values]
-        means = runtime.backend().allreduce([p for p, _ in packed], call, ReduceOp.SUM, scaling)
-        return [compression.decompress(m, c) for m, (_, c) in zip(means, packed, strict=True)]
-
     def _mean_parameters(self, part: Sequence[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if self._compression is Compression.none:
-            return self._mean(own, "parameters")
+            return mean_over(self.across, own, "parameters")
         common = [self._common[i].value for i in part]
         changes = [o - c for o, c in zip(own, common, strict=True)]
-        means = self._mean(changes, "parameters", self._compression)
+        means = mean_over(self.across, changes, "parameters", self._compression)
         return [c + m for c, m in zip(common, means, strict=True)]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
@@ -190,21 +184,28 @@ class GroupAverage:
             means = [c.value for c in common]
         else:
             for last, mean in zip(common, means, strict=False):
-                last.assign(mean)
+                _set(last, mean)
         for i, mean in zip(part, means, strict=True):
-            self.targets[i].assign(mean)
+            _set(self.targets[i], mean)
 
     def _move_by_gradients(self, part: Sequence[int]) -> None:
         sums = [self._sums[i].value for i in part]
-        means = self._mean(sums, "gradients", self._compression)
+        means = mean_over(self.across, sums, "gradients", self._compression)
         for i, mean in zip(part, means, strict=True):
-            rate = tf.cast(self._rule.learning_rate, mean.dtype)
-            self._common[i].assign(self._common[i].value - rate * mean)
+            rate = tf.cast(self._rate_of_step(), mean.dtype)
+            _set(self._common[i], self._common[i].value - rate * mean)
             self.targets[i].assign(self._common[i].value)
             self._sums[i].assign(tf.zeros_like(mean))
 
+    def _rate_of_step(self) -> Any:
+        """Return the rate of the update just made, behind which a schedule is a step ahead."""
+        rate = self._rule._learning_rate
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            return rate(self._rule.iterations - 1)
+        return self._rule.learning_rate
+
     def _average_state(self, state: Any) -> tf.Tensor:
-        state.assign(self._mean([state.value], state.path)[0])
+        state.assign(mean_over(self.across, [state.value], state.path)[0])
         return tf.zeros([], tf.float64)
 
     def _measure(self, square: tf.Tensor) -> tf.Tensor:
@@ -227,6 +228,11 @@ class GroupAverage:
 def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+
+
+def _set(variable: keras.Variable, value: Any) -> None:
+    """Assign a value as a rule does: a mean may lie where a constraint lets no parameter be."""
+    variable.assign(value if variable.constraint is None else variable.constraint(value))
 
 
 def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -14,6 +14,8 @@ from tfscale.fit.guarded_step import GuardedStep
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import DistributedOptimizer, is_distributed
 from tfscale.parameters.shared_saves import make_saves_safe
+from tfscale.process_sets import global_process_set
+from tfscale.sync_batch_norm import SyncBatchNormalization
 
 logger = logging.getLogger("tfscale")
 
@@ -47,6 +49,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         has_changed = model.optimizer.wire(model) or has_changed
     else:
         has_changed = _restore_layers(model) or has_changed
+    has_changed = _share_statistics(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
     _guard_steps(model)
@@ -91,6 +94,14 @@ def _restore_layers(model: keras.Model) -> bool:
     if not optimizers or any(is_distributed(optimizer) for optimizer in optimizers):
         return False
     return any([dense.restore(layer) for layer in model._flatten_layers()])
+
+
+def _share_statistics(model: keras.Model) -> bool:
+    """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
+    reducer = getattr(getattr(model, "optimizer", None), "_self_reducer", None)
+    process_set = global_process_set if reducer is None else reducer.process_set
+    layers = [i for i in model._flatten_layers() if isinstance(i, SyncBatchNormalization)]
+    return any([layer.follow(process_set) for layer in layers])
 
 
 def _guard_steps(model: keras.Model) -> None:

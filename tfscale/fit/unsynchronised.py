@@ -10,6 +10,8 @@ import keras
 
 from tfscale import runtime
 from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.errors import ConfigError
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.model_optimizers import optimizers_of
 
 logger = logging.getLogger("tfscale")
@@ -26,6 +28,27 @@ _told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 def trains_apart() -> bool:
     """Return whether a callback of the running `fit` wants ranks that exchange no gradients."""
     return any(getattr(callback, "trains_apart", False) for callback in callbacks_of_fit())
+
+
+def require_averages(model: Any) -> None:
+    """Raise where the groups of local SGD would never be united.
+
+    Args:
+        model: Whose `fit` begins, on several ranks.
+
+    Raises:
+        ConfigError: No callback puts their average into the model.
+    """
+    if not isinstance(getattr(getattr(model, "optimizer", None), "strategy", None), LocalSGD):
+        return
+    given = callbacks_of_fit()
+    every = [*given, *(inner for c in given for inner in getattr(c, "companions", ()))]
+    if not any(getattr(callback, "shows_averages", False) for callback in every):
+        raise ConfigError(
+            "Groups that train apart need a callback that starts them alike and unites their "
+            "models before validation, saving and the end. Received: exchange=LocalSGD without "
+            "one. Pass tfscale.callbacks.BroadcastGlobalVariablesCallback(0) to fit."
+        )
 
 
 def warn_if_unsynchronised(model: Any, has_exchanged: bool | None = None) -> None:

@@ -105,7 +105,8 @@ def as_text(probes: Sequence[GroupProbe], advice: GroupAdvice) -> str:
             f"| {probe.distance:.4g} | {share} | {probe.loss:.4g} |"
         )
         before = probe.distance
-    return "\n".join([*lines, "", f"Use {advice.groups} group{'s' * (advice.groups > 1)}: {advice.reason}.", ""])
+    groups = f"{advice.groups} group{'s' if advice.groups > 1 else ''}"
+    return "\n".join([*lines, "", f"Use {groups}: {advice.reason}.", ""])
 
 
 def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path) -> None:

@@ -13,8 +13,9 @@ from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.exchange.averaging import GroupAverage
 from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.shard_state import slots_of
 from tfscale.exchange.strategies import resolve
-from tfscale.gradients import GradientReducer
+from tfscale.gradients import GradientReducer, first_exchanged
 from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rebuilding import unbuilt
@@ -59,6 +60,7 @@ class LocalUpdate:
         self.average: GroupAverage | None = None
         self._variables: list[keras.Variable] = []
         self._model: keras.Model | None = None
+        self._made: list[Any] = []  # by the batch of the present step
         reducer.strategy = resolve(strategy.within)
         self._is_local = strategy.start == "immediately"
         if self._is_local:
@@ -120,9 +122,10 @@ class LocalUpdate:
         is_counted = shards is not None or places == 0
         across, compression = self._across.group(), self._reducer.options.compression
         self.average = GroupAverage(self.strategy, across, is_counted, compression)
-        slots = optimizer.variables if self.strategy.average_state else []
-        self.average.build(rule, targets, slots)
-        self._inner.after_update = self.average.after_update
+        has_state = self.strategy.average_state
+        states = _shared_state(rule, self._reducer.is_local) if has_state else []
+        self.average.build(rule, targets, states)
+        self._inner.after_update = self._after_update
 
     def _require_unscaled(self, optimizer: Any, rule: Any) -> None:
         is_scaled = rule is not optimizer or rule.loss_scale_factor is not None
@@ -165,7 +168,15 @@ class LocalUpdate:
         """
         if self._is_local and self.average is None:
             self._begin_averaging(optimizer)
+        self._made = first_exchanged(gradients)
         return self._inner.apply(optimizer, gradients, variables, skips)
+
+    def _after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
+        # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
+        # does not wait for one: on some ranks, steps would be counted that none makes.
+        assert self.average is not None
+        with tf.control_dependencies(self._made):
+            self.average.after_update(targets, gradients)
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Let the optimizer set final values, each group its own, and average them. Collective."""
@@ -213,6 +224,13 @@ class LocalUpdate:
         if self._model is not None:
             self._inner.attach(self._model)
         return optimizer
+
+
+def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:
+    """Return a rule's variables but the slots of local variables, which stay each rank's own."""
+    owners, trainable = slots_of(rule), rule._trainable_variables
+    of_local = {slot for slot, index in owners.items() if is_local(trainable[index])}
+    return [variable for variable in rule.variables if id(variable) not in of_local]
 
 
 def _require_elementwise(outer: Any) -> None:

@@ -1,0 +1,165 @@
+"""What a `fit` makes of groups that train apart: validation, statistics, when they part."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import outcome
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import dense_model
+from tests.parallel.cases_local_models import SGD, LocalSGD, distributed, own_fit, start
+from tests.parallel.cases_local_sgd import agree, train
+from tests.parallel.local_by_hand import BATCH, STEPS, samples
+
+
+@sizes(2, timeout_s=60)
+def case_groups_need_a_callback_that_unites_them():
+    model = dense_model()
+    x, y = samples()
+    model.compile(distributed(SGD(0.1), LocalSGD(2, 4, "allreduce")), "mse")
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH)
+    text = outcome(
+        lambda: model.fit(data, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+    )
+    assert "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Broad" in text, text
+
+
+@sizes(2, timeout_s=100)
+def case_what_would_show_one_groups_model_is_refused_on_all():
+    for callback, text in (
+        (keras.callbacks.SwapEMAWeights(), "Received: SwapEMAWeights, which"),
+        (keras.callbacks.ModelCheckpoint("never.keras", save_freq=3), "save_freq=3). Use save_fr"),
+        (tfscale.callbacks.ModelCheckpoint("never.keras", save_freq=3), "Received: ModelCheck"),
+    ):
+        given = [callback] if tfscale.rank() == 0 else []
+        rule = SGD(0.1, use_ema=True)
+        found = outcome(
+            lambda r=rule, g=given: train(lambda: r, LocalSGD(2, 4, "allreduce"), callbacks=g)
+        )
+        assert text in found and found.startswith("ConfigError"), found
+
+
+def normalised(layer):
+    keras.utils.set_random_seed(5)
+    return keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3), layer, keras.layers.Dense(1)]
+    )
+
+
+class Validated(keras.callbacks.Callback):
+    """Notes whether ranks agree on all weights, moving statistics included, when they validate."""
+
+    def __init__(self):
+        super().__init__()
+        self.agreed = []
+
+    def on_test_begin(self, logs=None):
+        self.agreed.append(all([agree(v.numpy()) for v in self.model.weights]))
+
+
+@sizes(2, 3, timeout_s=120)
+def case_validation_sees_the_average_whether_the_length_is_known_or_not():
+    """The numbers are those of the model that an epoch's end shows, in either case."""
+    n = tfscale.size()
+    x = np.random.default_rng(4).normal(size=(24 * n, 2)).astype("float32")
+    own = slice(24 * tfscale.rank(), 24 * tfscale.rank() + 24)
+    data = tf.data.Dataset.from_tensor_slices((x[own], x[own, :1])).batch(4)
+    unknown = data.filter(lambda x, y: True)
+    results = []
+    for given in (data, unknown):
+        for exchange in (LocalSGD(n, 4, "allreduce"), None):  # None: ParameterAveraging
+            model = normalised(keras.layers.BatchNormalization(momentum=0.5))
+            unite = [] if exchange else [tfscale.callbacks.ParameterAveraging()]
+            model.compile(distributed(SGD(0.1), exchange) if exchange else SGD(0.1), "mse")
+            begin = hvd.callbacks.BroadcastGlobalVariablesCallback(
+                0, consistency_check=exchange is not None
+            )
+            watch = Validated()
+            history = model.fit(
+                given,
+                validation_data=(x, x[:, :1]),
+                epochs=2,
+                verbose=0,
+                callbacks=[begin, *unite, watch],
+            )
+            assert watch.agreed == [True, True], (given, exchange)
+            seen = model.evaluate(x, x[:, :1], verbose=0)
+            np.testing.assert_allclose(history.history["val_loss"][-1], seen, rtol=1e-5)
+            results.append(history.history["val_loss"])
+    np.testing.assert_allclose(results[2:], results[:2], rtol=1e-6)
+
+
+@sizes(4, timeout_s=120)
+def case_synchronised_statistics_are_those_of_a_group():
+    """Two groups of two ranks, or of all ranks until groups form."""
+    for begin, sizes_of_sets in (("immediately", [2]), (1, [4, 2])):
+        found = []
+
+        class Spy(tfscale.SyncBatchNormalization):
+            def _moments(self, inputs, mask):
+                found.append(self._process_set.size())  # noqa: B023
+                return super()._moments(inputs, mask)
+
+        model = normalised(Spy())
+        strategy = LocalSGD(2, 100, "allreduce", start=begin)
+        watch = Watch()
+        own_fit(model, distributed(SGD(0.1), strategy), start(), watch, epochs=2)
+        assert list(dict.fromkeys(found)) == sizes_of_sets, found
+        every = tfscale.allgather_object(watch.statistics)
+        assert np.array_equal(every[0], every[1]) and np.array_equal(every[2], every[3])
+        assert not np.array_equal(every[0], every[2])
+
+
+class Watch(keras.callbacks.Callback):
+    """Keeps the moving variance behind the third step of the last epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.statistics = self.model.layers[1].moving_variance.numpy()
+
+
+@sizes(2, timeout_s=120)
+def case_groups_part_behind_the_first_step_at_a_lower_rate():
+    """Lowered when an epoch begins, by its first batch, or by a schedule within that."""
+    half = {"initial_lr": 0.1, "multiplier": lambda epoch: 0.1 if epoch else 1.0}
+    piecewise = keras.optimizers.schedules.PiecewiseConstantDecay([STEPS], [0.1, 0.01])
+    ways = (
+        ([keras.callbacks.LearningRateScheduler(lambda e, r: 0.01 if e else 0.1)], None),
+        ([hvd.callbacks.LearningRateScheduleCallback(**half)], None),
+        ([], piecewise),
+    )
+    for callbacks, schedule in ways:
+        watch = Parted()
+        strategy = LocalSGD(2, 4, "allreduce", start="after_first_decay")
+
+        def rule(given=schedule):
+            return SGD(0.1 if given is None else given)
+
+        train(rule, strategy, epochs=2, callbacks=[*callbacks, watch])
+        # One step of the second epoch is together; the first of those apart shows it.
+        assert watch.apart == STEPS + 1, (callbacks, watch.apart)
+
+
+class Parted(keras.callbacks.Callback):
+    """Notes how many steps all ranks trained together."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_steps, self.apart = 0, None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.n_steps += 1
+        if self.apart is None and not agree(self.model.trainable_variables[0].numpy()):
+            self.apart = self.n_steps - 1
+
+
+@sizes(2, timeout_s=60)
+def case_a_start_at_an_epoch_is_exact():
+    with float64():
+        strategy = LocalSGD(2, 4, "allreduce", start=1)
+        model = train(OPTIMIZERS["momentum"], strategy, epochs=2)
+        compare(model, by_hand_for_steps(2 * STEPS, 4, 2, 1))
