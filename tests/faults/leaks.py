@@ -70,7 +70,7 @@ def measure(exchange: str, n_steps: int) -> float:
         batch_size=BATCH,
         epochs=n_steps // 50,
         verbose=0,
-        callbacks=[tfscale.callbacks.Callback(), sample],
+        callbacks=[tfscale.callbacks.BroadcastGlobalVariablesCallback(0), sample],
     )
     steps, sizes = np.array([s for s in sample.samples if s[0] > n_steps // 4], float).T
     return float(np.polyfit(steps, sizes, 1)[0])

@@ -155,11 +155,3 @@ class Parted(keras.callbacks.Callback):
         self.n_steps += 1
         if self.apart is None and not agree(self.model.trainable_variables[0].numpy()):
             self.apart = self.n_steps - 1
-
-
-@sizes(2, timeout_s=60)
-def case_a_start_at_an_epoch_is_exact():
-    with float64():
-        strategy = LocalSGD(2, 4, "allreduce", start=1)
-        model = train(OPTIMIZERS["momentum"], strategy, epochs=2)
-        compare(model, by_hand_for_steps(2 * STEPS, 4, 2, 1))

@@ -11,6 +11,7 @@ from tests.helpers.ranks import outcome, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model, float64
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
+from tfscale.callbacks import BroadcastGlobalVariablesCallback
 from tfscale.errors import ConfigError
 
 STEPS, BAD = 5, 2  # of these steps this one is bad on the last rank
@@ -44,7 +45,7 @@ def fit(optimizer, **options):
     x, _, y = data()
     model = compiled(optimizer, **options)
     batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
-    model.fit(batches, verbose=0, callbacks=[tfscale.callbacks.Callback()])
+    model.fit(batches, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)])
     return model
 
 
