@@ -65,7 +65,9 @@ def case_scaled_gradients_are_not_added_up():
         strategy = tfscale.LocalSGD(2, 2, "allreduce", average="gradients")
         optimizer = hvd.DistributedOptimizer(inner, exchange=strategy)
         require_error(
-            lambda optimizer=optimizer: trained(optimizer),
+            lambda optimizer=optimizer: trained(
+                optimizer, callbacks=[BroadcastGlobalVariablesCallback(0)]
+            ),
             "average='gradients' with",
             "Use average='parameters'",
         )
