@@ -7,11 +7,12 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, network, train
 from tests.parallel.cases_equality import float64
 from tfscale import runtime
-from tfscale.callbacks import BackupAndRestore
+from tfscale.callbacks import BackupAndRestore, ModelDistance
 
 
 @sizes(2, timeout_s=120)
@@ -140,3 +141,28 @@ def case_what_no_backup_knows_begins_with_the_average():
         assert since == 0 and not np.array_equal(every[0][0], every[1][0])
         for i, own in enumerate(weights):
             np.testing.assert_allclose(own, (every[0][i] + every[1][i]) / 2, rtol=0, atol=1e-12)
+
+
+@sizes(2, timeout_s=120)
+def case_distances_go_on_and_an_interval_is_what_the_program_says():
+    def run(*more, interval=2):
+        record = ModelDistance(places.pop())
+        train([*more, record], 4, tfscale.LocalSGD(2, interval, "allreduce"))
+        return record
+
+    with float64(), shared_folder() as folder:
+        other, first = folder / "other", folder / "first"
+        places = [other, first, first]
+        run(BackupAndRestore(folder / "backup"), InterruptAfter(1))
+        record = run(BackupAndRestore(folder / "backup"))
+        assert record.distances == run().distances and len(record.distances) == 10
+        tfscale.barrier()
+        texts = [(path / "distance.jsonl").read_text() for path in (first, other)]
+        assert texts[0] == texts[1] and texts[0].count("\n") == 10
+        tfscale.barrier()
+        places = [None, None]
+        run(BackupAndRestore(folder / "second"), InterruptAfter(1), interval=8)
+        record = run(BackupAndRestore(folder / "second"), interval=5)
+        steps = [step for step, _ in record.distances]
+        # Five steps were made of an interval that had eight.
+        assert steps == [6, 11, 16], steps

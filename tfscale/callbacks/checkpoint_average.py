@@ -10,6 +10,7 @@ import numpy as np
 
 from tfscale import collectives, runtime
 from tfscale.checkpoints.reader import Reader
+from tfscale.exchange.local_sgd import AdaptiveInterval
 from tfscale.reduce_ops import Sum
 
 logger = logging.getLogger("tfscale")
@@ -37,7 +38,9 @@ def restore_average(
     if average is None:
         return
     leader = groups[0][0]
-    if reader.has(leader, f"{name}/0"):
+    given = average.interval.numpy()  # an interval that does not adapt is the program's to say
+    adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval)
+    if reader.has(leader, f"{name}/0") and adapts:
         average.interval.assign(reader.get(leader, f"{name}/0"))
     if not is_exact:  # all groups hold the average already
         average.start_from_here()
@@ -47,6 +50,8 @@ def restore_average(
     if kept is not None and int(fits) == runtime.size():
         for variable, value in zip(average.variables, kept, strict=True):
             variable.assign(value)
+        if not adapts:
+            average.interval.assign(given)
         return
     average.average_now()
     optimizer.show_own()

@@ -23,10 +23,10 @@ class ModelDistance(Callback):
 
     Args:
         directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
-            average; None writes nothing.
+            average; None writes nothing. A run that goes on from a backup keeps the lines up to it.
 
     Attributes:
-        distances: Pairs of step (counted from 1 over the whole `fit`) and distance.
+        distances: Pairs of step (counted from 1 over the whole run) and distance.
 
     Source: [L] eq. 9.
     """
@@ -36,18 +36,34 @@ class ModelDistance(Callback):
         self.directory = Path(directory) if directory is not None else None
         self.distances: list[tuple[int, float]] = []
         self._n_steps = self._n_before = self._n_steps_before = self._n_averages = 0
+        self._epoch = -1
+        self._backup: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begin a new record."""
+        """Begin a new record, or go on with that of a backup."""
         super().on_train_begin(logs)
-        self.distances, self._n_steps, self._n_averages = [], 0, self._count()
+        known, self._backup = self._backup or {"distances": [], "n_steps": 0}, None
+        self.distances = [(step, distance) for step, distance in known["distances"]]
+        self._n_steps, self._n_averages = known["n_steps"], self._count()
         if self.directory is not None and runtime.rank() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "distance.jsonl").write_text("")
+            (self.directory / "distance.jsonl").write_text("".join(map(_line, self.distances)))
+
+    def backup_state(self) -> dict[str, Any]:
+        """Return the record, and the steps before the present epoch and in all."""
+        steps = {"n_steps": self._n_steps, "before_epoch": self._n_steps_before}
+        return {"distances": self.distances, "epoch": self._epoch, **steps}
+
+    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from a backup when training begins; steps of a broken epoch are counted again."""
+        is_amid = epoch == state["epoch"]
+        n_steps = state["before_epoch"] if is_amid else state["n_steps"]
+        self._backup = {"distances": state["distances"], "n_steps": n_steps}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect averages of this epoch."""
         super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
         self._n_before, self._n_steps_before = len(self.distances), self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -62,7 +78,7 @@ class ModelDistance(Callback):
         self.distances.append((self._n_steps, distance))
         if self.directory is not None and runtime.rank() == 0:
             with (self.directory / "distance.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
+                file.write(_line(self.distances[-1]))
 
     @property
     def _average(self) -> Any:
@@ -76,3 +92,8 @@ class ModelDistance(Callback):
         super().on_epoch_end(epoch, logs)
         if len(self.distances) > self._n_before and logs is not None:
             logs["model_distance"] = self.distances[-1][1]
+
+
+def _line(entry: tuple[int, float]) -> str:
+    step, distance = entry
+    return json.dumps({"step": step, "distance": distance}) + "\n"
