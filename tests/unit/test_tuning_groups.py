@@ -26,6 +26,8 @@ def test_doubling_is_accepted_while_the_distance_doubles():
     assert advise(probes(1.0, 1.8, 2.5)).groups == 4
     assert advise(probes(1.0, 1.6)).groups == 2
     assert advise(probes(1.0, 2.0, 4.0)).groups == 8
+    # Read off [L]'s curves for CIFAR-10: 0.8 to 0.9, 1.9 to 2.0, 3 to 3.4; published choice: 4.
+    assert advise(probes(0.85, 1.95, 3.2)).groups == 4
 
 
 def test_the_settled_distance_counts():

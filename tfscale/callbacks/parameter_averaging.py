@@ -77,7 +77,8 @@ class ParameterAveraging(BeforeValidation):
     `BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")` before
     this callback in the list, and give each rank its own batches
     (`tfscale.data.GlobalBatches`). Averages are taken before `fit` validates. Moving statistics
-    are averaged with the parameters; the optimizer's state stays each rank's own.
+    are averaged with the parameters; the optimizer's state stays each rank's own. Ranks leave `fit`
+    with equal models only if its last epoch is one that averages.
 
     Collective: all ranks must pass it to `fit`, at the same place, with the same arguments.
 
