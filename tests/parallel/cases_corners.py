@@ -19,7 +19,7 @@ from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, Parame
 from tfscale.exchange.dense import why_not
 from tfscale.trace.recorder import Listener, has_events
 
-BATCH, STEPS = 12, 4
+BATCH, STEPS, START = 12, 4, [BroadcastGlobalVariablesCallback(0)]
 
 
 def arrays(n: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
@@ -65,9 +65,7 @@ def case_scaled_gradients_are_not_added_up():
         strategy = tfscale.LocalSGD(2, 2, "allreduce", average="gradients")
         optimizer = hvd.DistributedOptimizer(inner, exchange=strategy)
         require_error(
-            lambda optimizer=optimizer: trained(
-                optimizer, callbacks=[BroadcastGlobalVariablesCallback(0)]
-            ),
+            lambda optimizer=optimizer: trained(optimizer, callbacks=START),
             "average='gradients' with",
             "Use average='parameters'",
         )
@@ -77,9 +75,9 @@ def case_scaled_gradients_are_not_added_up():
 def case_a_copy_forms_groups_of_its_own():
     strategy = tfscale.LocalSGD(2, 2, "allreduce")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=strategy)
-    first = trained(optimizer, callbacks=[BroadcastGlobalVariablesCallback(0)])
+    first = trained(optimizer, callbacks=START)
     for other in (copy.deepcopy(optimizer), optimizer.from_config(optimizer.get_config())):
-        model = trained(other, callbacks=[BroadcastGlobalVariablesCallback(0)])
+        model = trained(other, callbacks=START)
         assert other.groups == [[0], [1]], other.groups
         require_equal_ranks(model.trainable_variables)  # the average, which fit leaves behind
         for own, expected in zip(model.get_weights(), first.get_weights(), strict=True):
