@@ -23,7 +23,7 @@ noise scale is about one sample here, and what more than 16 samples would save i
 updates lose. Adam's rate is 0.001 for {_large}; it follows the root of the batch, since {_epochs}
 epochs need a rate ten times the thesis's, which would not grow eightfold without harm. Decays come
 after 50 % and 90 % of the epochs, except with the fixed rate, where the growing batch takes their
-place.
+place. "AdaptiveBatchSize, fixed rate" grows at the small batch's rate and decays once, after 90 %.
 """
 RECIPE = "edsr"
 RANKS = 2
