@@ -16,7 +16,7 @@ from tfscale.doctor import examine
 from tfscale.errors import ConfigError
 from tfscale.forecast.command import add_plan
 from tfscale.launcher.job import count_cores, find_mpi
-from tfscale.launcher.mpi_command import LaunchSpec, parse_places
+from tfscale.launcher.mpi_command import LaunchSpec, parse_places, without_values
 from tfscale.launcher.restart_rules import Places, RestartRule
 from tfscale.launcher.restarting import Job
 from tfscale.native import build as native_build
@@ -129,12 +129,13 @@ def _run(options: argparse.Namespace) -> int:
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
     job = Job(spec, find_mpi(options.mpiexec), rule, environ)
-    line = shlex.join(job.command())
+    command = job.command()
     if options.dry_run:
-        print(line)
+        print(shlex.join(command))
         return 0
     if not options.quiet:  # beside the program's own output, which may be piped into another
-        print(f"tfscale: {line}", file=sys.stderr, flush=True)
+        shown = shlex.join(without_values(command, spec.environment or {}))
+        print(f"tfscale: {shown}", file=sys.stderr, flush=True)
     return job.run()
 
 

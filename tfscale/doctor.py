@@ -148,7 +148,7 @@ def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: fl
         is_root: Started by root.
         timeout_s: Limit in seconds; then the ranks are killed.
     """
-    remedy = "see the message; tfscale run --verbose shows the command that starts ranks"
+    remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
     spec = LaunchSpec((sys.executable, "-c", _SELF_TEST), 2, is_root=is_root, n_cores=count_cores())
     job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **environ})
     try:

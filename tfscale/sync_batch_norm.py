@@ -25,8 +25,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         Args:
             process_set: Whose samples count; not saved with the model. By default that of the
-                model's DistributedOptimizer, which are all ranks or, with `tfscale.LocalSGD`, those
-                of a group.
+                model's DistributedOptimizer: all ranks, its `process_set`, or with
+                `tfscale.LocalSGD` the ranks of a group.
             **options: As for keras.layers.BatchNormalization.
         """
         super().__init__(**options)

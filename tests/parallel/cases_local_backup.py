@@ -154,8 +154,8 @@ def case_distances_go_on_and_an_interval_is_what_the_program_says():
         other, first = folder / "other", folder / "first"
         places = [other, first, first]
         run(BackupAndRestore(folder / "backup"), InterruptAfter(1))
-        record = run(BackupAndRestore(folder / "backup"))
-        assert record.distances == run().distances and len(record.distances) == 10
+        record = run(BackupAndRestore(folder / "backup"))  # the second epoch is made again
+        assert record.distances == run().distances[2:] and len(record.distances) == 8
         tfscale.barrier()
         texts = [(path / "distance.jsonl").read_text() for path in (first, other)]
         assert texts[0] == texts[1] and texts[0].count("\n") == 10

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import outcome
+from tests.helpers.ranks import outcome, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.cases_local_models import SGD, LocalSGD, distributed, own_fit, start
@@ -112,6 +112,25 @@ def case_synchronised_statistics_are_those_of_a_group():
         every = tfscale.allgather_object(watch.statistics)
         assert np.array_equal(every[0], every[1]) and np.array_equal(every[2], every[3])
         assert not np.array_equal(every[0], every[2])
+
+
+@sizes(4, timeout_s=120)
+def case_statistics_are_those_of_a_group_behind_a_restart():
+    """Groups had begun before the checkpoint, which forms them before the first epoch."""
+    found = []
+
+    class Spy(tfscale.SyncBatchNormalization):
+        def _moments(self, inputs, mask):
+            found.append(self._process_set.size())
+            return super()._moments(inputs, mask)
+
+    with shared_folder() as folder:
+        for epochs, expected in ((2, [4, 2]), (3, [2])):
+            found.clear()
+            optimizer = distributed(SGD(0.1), LocalSGD(2, 100, "allreduce", start=1))
+            checkpoint = tfscale.callbacks.Checkpoint(folder)
+            own_fit(normalised(Spy()), optimizer, checkpoint, start(), epochs=epochs)
+            assert [n for n in dict.fromkeys(found)] == expected, found
 
 
 class Watch(keras.callbacks.Callback):

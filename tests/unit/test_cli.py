@@ -7,7 +7,7 @@ import pytest
 from tfscale import cli, doctor
 from tfscale.errors import ConfigError
 from tfscale.launcher.job import find_mpi, thread_variables
-from tfscale.launcher.mpi_command import LaunchSpec
+from tfscale.launcher.mpi_command import LaunchSpec, without_values
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
 
@@ -58,6 +58,31 @@ def test_run_prints_the_command_beside_the_output(capsys, monkeypatch):
     assert " srun " in printed.err and printed.err.endswith(" -- python t.py\n")
     assert cli.main(["run", "--quiet", *words[1:]]) == 3
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("launcher", [["--slurm"], []])
+def test_run_shows_no_values_of_variables(launcher, capsys, monkeypatch):
+    monkeypatch.setattr(cli.Job, "run", lambda self: 0)
+    words = [
+        "run",
+        "-np",
+        "2",
+        *launcher,
+        "--env",
+        "KEY=secret=1",
+        "--env",
+        "N=2",
+        "python",
+        "t.py",
+    ]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().err
+    assert "secret" not in shown and "KEY" in shown and "..." in shown
+    assert without_values(["-x", "KEY=secret", "2"], {"KEY": "secret"}) == [
+        "-x",
+        "KEY=...",
+        "2",
+    ]
 
 
 def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, capsys):

@@ -9,6 +9,7 @@ import keras
 
 from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.errors import ConfigError
+from tfscale.fit.preparation import share_statistics
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import is_distributed
 
@@ -56,6 +57,7 @@ def build_optimizer(model: keras.Model) -> None:
     optimizer: Any = getattr(model, "optimizer", None)
     if is_distributed(optimizer) and is_built(model) and hasattr(optimizer, "wire"):
         optimizer.wire(model)  # where the layers did not exist yet when the model was prepared
+        share_statistics(model)
     is_shared = getattr(optimizer, "shares_state", False) and len(optimizers_of(model)) > 1
     if optimizer is not None and not optimizer.built and not is_shared:
         optimizer.build(model.trainable_variables)

@@ -17,6 +17,7 @@ from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError, ExchangeError
+from tfscale.fit.preparation import prepare
 from tfscale.model_optimizers import optimizers_of
 from tfscale.reduce_ops import Sum
 
@@ -114,6 +115,7 @@ class Restore:
             is_waiting = getattr(optimizer, "waits_for_groups", False)
             if is_waiting and len(self._reader.groups) > 1:
                 optimizer.start_groups()
+                prepare(self._model)
                 self._model.make_train_function(force=True)
 
     def _restore_weights(self) -> None:

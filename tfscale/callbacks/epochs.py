@@ -8,6 +8,7 @@ from typing import Any
 from tfscale import runtime
 from tfscale.callbacks.base import Callback
 from tfscale.data.continued_epoch import steps_until
+from tfscale.fit.progress import progress_of
 
 
 class EpochCallback(Callback):
@@ -57,7 +58,8 @@ class BeforeValidation(EpochCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_acted = self._is_in_epoch = False
+        self._has_acted = False
+        self._open_epoch: int | None = None  # the one that has begun, and not ended
 
     def act(self) -> None:
         """Do what is due. Collective: all ranks must call this, in the same order."""
@@ -65,7 +67,7 @@ class BeforeValidation(EpochCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Make the epoch due."""
         super().on_epoch_begin(epoch, logs)
-        self._has_acted, self._is_in_epoch = False, True
+        self._has_acted, self._open_epoch = False, epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Act after the last batch."""
@@ -80,14 +82,16 @@ class BeforeValidation(EpochCallback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Act before `fit` validates, if that has not happened in this epoch."""
         super().on_test_begin(logs)
-        if self._is_in_epoch:
+        if self._open_epoch is not None and not self._has_acted:
+            # Ranks that wait in a step must learn first that this one runs no more of them.
+            progress_of(self.model).end_epoch(self._open_epoch)
             self._act_once()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Act, if that has not happened in this epoch."""
         super().on_epoch_end(epoch, logs)
         self._act_once()
-        self._is_in_epoch = False
+        self._open_epoch = None
 
     def _act_once(self) -> None:
         if not self._has_acted and not self.is_void:

@@ -11,6 +11,7 @@ import numpy as np
 from tfscale import collectives, runtime
 from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.data.continued_epoch import steps_until
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
@@ -67,9 +68,10 @@ class LocalModels(BeforeValidation):
             self._start_groups()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Form groups behind the first step at a lower rate: all callbacks have set theirs then."""
+        """Form groups behind an epoch's first step at a lower rate, which all have set by then."""
         super().on_train_batch_end(batch, logs)
-        if self._n_batches > 1 or self.is_void or not self._waits:
+        is_first = steps_until(self.model, batch) <= self.model.steps_per_execution
+        if not is_first or self.is_void or not self._waits:
             return
         if self._strategy.start == "after_first_decay":
             has_decayed = np.int64(self._has_decayed())

@@ -28,10 +28,10 @@ class MetricAverageCallback(EpochCallback):
     beforehand (with `tfscale.data.GlobalBatches` it never is). Their sum, `loss`, counts samples.
 
     Callbacks that use metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) and callbacks
-    that call `evaluate` themselves come after it. Within `fit` ranks communicate when an epoch
-    ends and at no other time, so one rank may validate alone as long as it keeps the results out
-    of the logs. `model.evaluate(..., callbacks=[MetricAverageCallback()])` returns the metrics
-    of all ranks.
+    that call `evaluate` themselves come after it. Within `fit` ranks communicate when the steps of
+    an epoch are over and at no other time, so one rank may evaluate alone as long as it keeps the
+    results out of the logs. `model.evaluate(..., callbacks=[MetricAverageCallback()])` returns the
+    metrics of all ranks.
 
     Collective: all ranks must pass it, at the same place.
 

@@ -23,10 +23,12 @@ class ModelDistance(Callback):
 
     Args:
         directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
-            average; None writes nothing. A run that goes on from a backup keeps the lines up to it.
+            average; None writes nothing. A `fit` that goes on in a later epoch, or amid the first,
+            keeps the lines of the steps before.
 
     Attributes:
-        distances: Pairs of step (counted from 1 over the whole run) and distance.
+        distances: Pairs of step and distance, of this `fit`. Steps are counted from 1 over the
+            whole run, where `fit` knows how many an epoch has; else over this `fit`.
 
     Source: [L] eq. 9.
     """
@@ -36,40 +38,28 @@ class ModelDistance(Callback):
         self.directory = Path(directory) if directory is not None else None
         self.distances: list[tuple[int, float]] = []
         self._n_steps = self._n_before = self._n_steps_before = self._n_averages = 0
-        self._epoch = -1
-        self._backup: dict[str, Any] | None = None
+        self._is_new = True  # no step was made in this `fit`
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begin a new record, or go on with that of a backup."""
+        """Begin a new record."""
         super().on_train_begin(logs)
-        known, self._backup = self._backup or {"distances": [], "n_steps": 0}, None
-        self.distances = [(step, distance) for step, distance in known["distances"]]
-        self._n_steps, self._n_averages = known["n_steps"], self._count()
-        if self.directory is not None and runtime.rank() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "distance.jsonl").write_text("".join(map(_line, self.distances)))
-
-    def backup_state(self) -> dict[str, Any]:
-        """Return the record, and the steps before the present epoch and in all."""
-        steps = {"n_steps": self._n_steps, "before_epoch": self._n_steps_before}
-        return {"distances": self.distances, "epoch": self._epoch, **steps}
-
-    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from a backup when training begins; steps of a broken epoch are counted again."""
-        is_amid = epoch == state["epoch"]
-        n_steps = state["before_epoch"] if is_amid else state["n_steps"]
-        self._backup = {"distances": state["distances"], "n_steps": n_steps}
+        self.distances, self._n_steps, self._n_averages = [], 0, self._count()
+        self._is_new = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect averages of this epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._epoch = epoch
+        if self._is_new:
+            self._n_steps = epoch * int((self.params or {}).get("steps") or 0)
         self._n_before, self._n_steps_before = len(self.distances), self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Take down the distance, if this step has averaged."""
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_steps_before + steps_until(self.model, batch)
+        if self._is_new and self.directory is not None and runtime.rank() == 0:
+            _keep_lines(self.directory, self._n_steps - self.model.steps_per_execution)
+        self._is_new = False
         n_averages, before = self._count(), self._n_averages
         self._n_averages = n_averages
         if n_averages == before:
@@ -78,7 +68,7 @@ class ModelDistance(Callback):
         self.distances.append((self._n_steps, distance))
         if self.directory is not None and runtime.rank() == 0:
             with (self.directory / "distance.jsonl").open("a") as file:
-                file.write(_line(self.distances[-1]))
+                file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
 
     @property
     def _average(self) -> Any:
@@ -94,6 +84,11 @@ class ModelDistance(Callback):
             logs["model_distance"] = self.distances[-1][1]
 
 
-def _line(entry: tuple[int, float]) -> str:
-    step, distance = entry
-    return json.dumps({"step": step, "distance": distance}) + "\n"
+def _keep_lines(directory: Path, n_steps: int) -> None:
+    """Keep what an earlier `fit` has written of the first steps of the run."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "distance.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    whole = [line for line in lines if line.endswith("}")]  # the last one may have been cut
+    kept = [line for line in whole if json.loads(line)["step"] <= n_steps]
+    path.write_text("".join(f"{line}\n" for line in kept))

@@ -181,12 +181,14 @@ class GroupAverage:
         common = [self._common[i] for i in part] if self._common else []
         if self._outer is not None:
             self._outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
-            means = [c.value for c in common]
         else:
             for last, mean in zip(common, means, strict=False):
                 _set(last, mean)
-        for i, mean in zip(part, means, strict=True):
-            _set(self.targets[i], mean)
+        for place, i in enumerate(part):
+            if common:
+                self.targets[i].assign(common[place].value)
+            else:
+                _set(self.targets[i], means[place])
 
     def _move_by_gradients(self, part: Sequence[int]) -> None:
         sums = [self._sums[i].value for i in part]

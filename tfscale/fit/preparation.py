@@ -49,7 +49,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         has_changed = model.optimizer.wire(model) or has_changed
     else:
         has_changed = _restore_layers(model) or has_changed
-    has_changed = _share_statistics(model) or has_changed
+    has_changed = share_statistics(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
     _guard_steps(model)
@@ -96,7 +96,7 @@ def _restore_layers(model: keras.Model) -> bool:
     return any([dense.restore(layer) for layer in model._flatten_layers()])
 
 
-def _share_statistics(model: keras.Model) -> bool:
+def share_statistics(model: keras.Model) -> bool:
     """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
     reducer = getattr(getattr(model, "optimizer", None), "_self_reducer", None)
     process_set = global_process_set if reducer is None else reducer.process_set

@@ -236,3 +236,10 @@ def parse_version(text: str) -> tuple[str, str] | None:
         if found:
             return kind, found.group(1)
     return None
+
+
+def without_values(command: list[str], variables: Mapping[str, str]) -> list[str]:
+    """Return a command for everyone to see: what the user gives in variables may be secret."""
+    shown = {f"{name}={value}": f"{name}=..." for name, value in variables.items()}
+    pairs = zip(["", *command], command, strict=False)  # as MPICH has it: -genv NAME VALUE
+    return ["..." if variables.get(last) == word else shown.get(word, word) for last, word in pairs]

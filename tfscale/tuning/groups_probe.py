@@ -19,6 +19,7 @@ import numpy as np
 
 import tfscale
 from tfscale import runtime
+from tfscale.callbacks.local_models import LocalModels
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import unwrap
 from tfscale.tuning.batch_size_probe import as_main
@@ -94,7 +95,8 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
         given = arguments_of(fit, (model, *args), options, left_out)
         enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
-        given["callbacks"] += [record, GroupsProbe(settings, record)]
+        # The script need not have a callback that unites groups: it has none.
+        given["callbacks"] += [LocalModels(), record, GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 
     with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):

@@ -19,6 +19,7 @@ FILES_AND_STOPS = (
     _of_keras.BackupAndRestore,
     _of_keras.ModelCheckpoint,
     _of_keras.EarlyStopping,
+    _of_keras.TerminateOnNaN,
     ours.BackupAndRestore,
     ours.Checkpoint,
 )
@@ -28,6 +29,7 @@ RATES_AND_SIZES = (
     ours.LearningRateScheduleCallback,
     ours.AdaptiveBatchSize,
     ours.BatchSizeSchedule,
+    _of_keras.SwapEMAWeights,  # groups have no average over time in common
 )
 
 

@@ -60,7 +60,7 @@ class LocalUpdate:
         self.average: GroupAverage | None = None
         self._variables: list[keras.Variable] = []
         self._model: keras.Model | None = None
-        self._made: list[Any] = []  # by the batch of the present step
+        self._own: list[Any] = []  # a gradient of this rank's in the step that is traced
         reducer.strategy = resolve(strategy.within)
         self._is_local = strategy.start == "immediately"
         if self._is_local:
@@ -168,14 +168,15 @@ class LocalUpdate:
         """
         if self._is_local and self.average is None:
             self._begin_averaging(optimizer)
-        self._made = first_exchanged(gradients)
+        self._own = first_exchanged(gradients)
         return self._inner.apply(optimizer, gradients, variables, skips)
 
     def _after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
         # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
-        # does not wait for one: on some ranks, steps would be counted that none makes.
+        # does not wait for one: on some ranks, steps would be counted that none makes. A gradient
+        # of this rank's own needs a batch, and is there without waiting for others.
         assert self.average is not None
-        with tf.control_dependencies(self._made):
+        with tf.control_dependencies(self._own):
             self.average.after_update(targets, gradients)
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
