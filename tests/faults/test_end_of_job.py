@@ -92,8 +92,7 @@ class Fragile(keras.layers.Layer):
     def maybe_fail(self, gradient):
         self.n_steps += 1
         if self.n_steps == 5 and rank == 1:
-            # The other layers' gradients must wait in the engine by now, which nothing tells here.
-            time.sleep(1)
+            time.sleep(1)  # the other gradients are in the engine by then, which nothing tells
             print('ALARM', time.time(), flush=True)
             raise ValueError('bad kernel')
         return gradient

@@ -115,9 +115,7 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
         (keras.optimizers.Adam(0.1), "_momentums", 1.0),
         pytest.param(
             *(keras.optimizers.Muon(0.1, momentum=0.5), "momentums", 1.0),  # these add up gradients
-            marks=pytest.mark.skipif(
-                not HAS_MUON, reason="Muon fails on TensorFlow before Keras 3.13"
-            ),
+            marks=pytest.mark.skipif(not HAS_MUON, reason="Keras's Muon fails before 3.13"),
         ),
         (keras.optimizers.RMSprop(0.1, momentum=0.5), "_velocities", 1.0),  # and these squares
     ],

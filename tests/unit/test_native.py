@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tfscale import native
-from tfscale.backends import library
+from tfscale.backends import engine_library
+from tfscale.backends.engine_library import Library
 from tfscale.errors import ExchangeError
-from tfscale.native import build, toolchain
+from tfscale.native import build, library_path, toolchain
 
 
 @pytest.fixture
@@ -35,9 +36,9 @@ def test_no_library_names_the_command(tmp_path):
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):
-    monkeypatch.setitem(library._SIGNATURES, "from_a_later_version", (None, ()))
+    monkeypatch.setitem(engine_library._SIGNATURES, "from_a_later_version", (None, ()))
     with pytest.raises(ExchangeError, match=r"tfscale_from_a_later_version.*`tfscale build`"):
-        library.Library(native.library_path())
+        Library(library_path())
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
-from tfscale.backends.library import EngineOptions, Event, load
+from tfscale.backends.engine_library import EngineOptions, Event, load
 from tfscale.backends.slots import Slots
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings

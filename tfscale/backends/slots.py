@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from tfscale.backends.base import Call
-from tfscale.backends.library import Library
+from tfscale.backends.engine_library import Library
 from tfscale.errors import ExchangeError, PlanError
 
 EAGER = -1

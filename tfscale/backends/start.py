@@ -110,7 +110,7 @@ def _fortran_handle(comm: Any) -> int:
     if isinstance(comm, list):
         # The library brings the MPI that it is linked with: mpi4py takes what is loaded, and finds
         # none by itself in an environment that has MPI's libraries elsewhere.
-        from tfscale.backends.library import load
+        from tfscale.backends.engine_library import load
 
         load()
         from mpi4py import MPI
