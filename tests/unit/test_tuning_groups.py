@@ -10,7 +10,9 @@ import pytest
 
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
+from tfscale.callbacks.local_models import LocalModels
 from tfscale.errors import ConfigError
+from tfscale.fit.unsynchronised import unites_groups
 from tfscale.tuning.groups import GroupProbe, advise, as_text, write
 from tfscale.tuning.groups_command import check_groups
 from tfscale.tuning.groups_probe import _regroup, enlarge
@@ -75,6 +77,12 @@ def test_a_probe_writes_no_files_and_is_not_ended_by_callbacks(script, tmp_path,
     assert given["callbacks"] == ([] if script == "groups" else [rate]) + kept
     assert given["x"] == [1]
     assert "without the script's BackupAndRestore, BestModelCheckpoint, Checkpoint" in caplog.text
+
+
+def test_what_unites_groups_is_known():
+    inside = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+    assert unites_groups([keras.callbacks.History(), inside]) and unites_groups([LocalModels()])
+    assert not unites_groups([tfscale.callbacks.MetricAverageCallback()])
 
 
 def test_numbers_of_groups():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -30,6 +31,12 @@ def trains_apart() -> bool:
     return any(getattr(callback, "trains_apart", False) for callback in callbacks_of_fit())
 
 
+def unites_groups(callbacks: Iterable[Any]) -> bool:
+    """Return whether some callback, or one inside of it, shows the average of the groups' models."""
+    every = [item for c in callbacks for item in (c, *getattr(c, "companions", ()))]
+    return any(getattr(callback, "shows_averages", False) for callback in every)
+
+
 def require_averages(model: Any) -> None:
     """Raise where the groups of local SGD would never be united.
 
@@ -41,9 +48,7 @@ def require_averages(model: Any) -> None:
     """
     if not isinstance(getattr(getattr(model, "optimizer", None), "strategy", None), LocalSGD):
         return
-    given = callbacks_of_fit()
-    every = [*given, *(inner for c in given for inner in getattr(c, "companions", ()))]
-    if not any(getattr(callback, "shows_averages", False) for callback in every):
+    if not unites_groups(callbacks_of_fit()):
         raise ConfigError(
             "Groups that train apart need a callback that starts them alike and unites their "
             "models before validation, saving and the end. Received: exchange=LocalSGD without "

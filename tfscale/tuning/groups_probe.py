@@ -21,6 +21,7 @@ import tfscale
 from tfscale import runtime
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.errors import ConfigError
+from tfscale.fit.unsynchronised import unites_groups
 from tfscale.model_optimizers import unwrap
 from tfscale.tuning.batch_size_probe import as_main
 from tfscale.tuning.probed_fit import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
@@ -95,8 +96,9 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
         given = arguments_of(fit, (model, *args), options, left_out)
         enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
-        # The script need not have a callback that unites groups: it has none.
-        given["callbacks"] += [LocalModels(), record, GroupsProbe(settings, record)]
+        # A script without groups need not unite any; two that do would lose the groups' models.
+        unite = [] if unites_groups(given["callbacks"]) else [LocalModels()]
+        given["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 
     with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):
