@@ -32,7 +32,7 @@ def trains_apart() -> bool:
 
 
 def unites_groups(callbacks: Iterable[Any]) -> bool:
-    """Return whether some callback, or one inside of it, shows the average of the groups' models."""
+    """Return whether some callback, or one inside of it, shows the average of the models."""
     every = [item for c in callbacks for item in (c, *getattr(c, "companions", ()))]
     return any(getattr(callback, "shows_averages", False) for callback in every)
 
