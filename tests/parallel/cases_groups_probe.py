@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,7 +14,14 @@ from tests.helpers.ranks import outcome, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_by_hand import BATCH, samples
-from tfscale.tuning.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
+from tests.parallel.local_by_hand import STEPS as STEPS_PER_EPOCH
+from tfscale.tuning.groups_probe import (
+    GroupsProbe,
+    _regroup,
+    _StepsDone,
+    enlarge,
+    probed_fit,
+)
 
 STEPS, INTERVAL = 6, 2
 
@@ -35,6 +43,27 @@ def probed(rule, learning_rate, folder, more=()):
         model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
     tfscale.barrier()
     return json.loads((folder / "found.json").read_text())
+
+
+@sizes(2, timeout_s=100)
+def case_groups_go_on_apart_behind_an_epoch():
+    """A script may have a callback that unites groups; the probe's own must not do so again."""
+    found = []
+    with shared_folder() as folder:
+        settings = {"groups": 2, "interval": 4, "rate_rule": "linear", "learning_rate": None}
+        settings |= {"steps": 3 * STEPS_PER_EPOCH, "output": f"{folder}/found.json"}
+        for callbacks in ([tfscale.callbacks.BroadcastGlobalVariablesCallback(0)], []):
+            keras.utils.set_random_seed(3)
+            model = dense_model()
+            model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+            data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
+            patched = mock.patch.object(keras.Model, "fit", probed_fit(settings))
+            with patched, contextlib.suppress(_StepsDone):
+                model.fit(data, epochs=1, verbose=0, callbacks=callbacks)
+            tfscale.barrier()
+            found.append(json.loads((folder / "found.json").read_text())["distances"])
+            tfscale.barrier()
+    np.testing.assert_array_equal(*found)
 
 
 @sizes(2, timeout_s=60)

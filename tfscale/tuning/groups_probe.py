@@ -10,6 +10,7 @@ import json
 import math
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,9 +89,22 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
     Raises:
         ConfigError: It trains without a DistributedOptimizer.
     """
+    with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit(settings)):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except _StepsDone:
+            tfscale.shutdown()
+
+
+def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
+    """Return what takes the place of Keras's `fit`; it ends with an exception of its own.
+
+    Args:
+        settings: As for `probe`.
+    """
     fit = keras.Model.fit
 
-    def probed_fit(model: Any, *args: Any, **options: Any) -> Any:
+    def run(model: Any, *args: Any, **options: Any) -> Any:
         _regroup(model, settings)
         left_out = FILES_AND_STOPS + RATES_AND_SIZES
         given = arguments_of(fit, (model, *args), options, left_out)
@@ -101,11 +115,7 @@ def probe(words: list[str], settings: dict[str, Any]) -> None:
         given["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 
-    with as_main(words), mock.patch.object(keras.Model, "fit", probed_fit):
-        try:
-            runpy.run_path(words[0], run_name="__main__")
-        except _StepsDone:
-            tfscale.shutdown()
+    return run
 
 
 def _regroup(model: Any, settings: dict[str, Any]) -> None:
