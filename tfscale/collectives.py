@@ -69,6 +69,8 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over ranks.
 
+    Collective: all ranks of the process set must call this, in the same order.
+
     Args:
         tensor: Tensor or `tf.IndexedSlices` of equal dtype and shape on all ranks; float32,
             float64, float16, bfloat16, int32 or int64.
@@ -86,6 +88,7 @@ def allreduce(
     Raises:
         ConfigError: Unknown op or dtype.
         ExchangeError: Ranks call different collectives (eager), or communication failed.
+        PlanError: Called eagerly, and not on the main thread.
     """
     factors = Scaling(prescale_factor, postscale_factor)
     group = _members(process_set, "allreduce")
@@ -111,6 +114,8 @@ def grouped_allreduce(
 ) -> list[tf.Tensor]:
     """Reduce several tensors at once: those of one dtype travel as one message.
 
+    Collective: all ranks of the process set must call this, in the same order.
+
     Args:
         tensors: Tensors; otherwise as `allreduce`.
         op: See `allreduce`, as the other arguments.
@@ -126,6 +131,7 @@ def grouped_allreduce(
     Raises:
         ConfigError: Unknown op or dtype.
         ExchangeError: See `allreduce`.
+        PlanError: Called eagerly, and not on the main thread.
     """
     group = _members(process_set, "grouped_allreduce")
     call = Call(group, name or "grouped_allreduce")
@@ -178,6 +184,8 @@ def broadcast(
 ) -> tf.Tensor:
     """Return the tensor of one rank on all ranks.
 
+    Collective: all ranks of the process set must call this, in the same order.
+
     Args:
         tensor: Tensor of any numeric dtype or bool; dtype and shape equal on all ranks.
         root_rank: Whose; a rank of the job, not a number within the process set.
@@ -190,6 +198,7 @@ def broadcast(
     Raises:
         ConfigError: root_rank is not in the process set.
         ExchangeError: See `allreduce`.
+        PlanError: Called eagerly, and not on the main thread.
     """
     group = _members(process_set, "broadcast")
     require_member(root_rank, group)
@@ -217,7 +226,17 @@ def broadcast(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the process set have called this. Eager, main thread only."""
+    """Return when all ranks of the process set have called this. Eager only.
+
+    Collective: all ranks of the process set must call this, in the same order.
+
+    Args:
+        process_set: Who takes part.
+
+    Raises:
+        ExchangeError: Ranks call different collectives, or communication failed.
+        PlanError: Called eagerly, and not on the main thread.
+    """
     group = _members(process_set, "barrier")
     call = Call(group, "barrier")
     _run("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))

@@ -59,9 +59,12 @@ def end_job_on_error(abort: Callable[[int], None]) -> None:
     if _is_watching:
         return
     _is_watching = True
-    previous = sys.excepthook
+    previous, process_id = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process_id:  # a forked child is no rank
+            previous(kind, error, trace)
+            return
         if issubclass(kind, ExchangeError):
             # Most likely another rank failed first. It ends this one in a moment, and its
             # traceback, which says why, is to be the last one.

@@ -46,7 +46,8 @@ class Sharing:
     def _built_for(self) -> list[Any]:
         """Return the model's variables that the optimizer was built for."""
         shards = self._update().shards
-        trained = self.__wrapped__._trainable_variables
+        # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
+        trained = update_rule(self.__wrapped__)._trainable_variables
         if shards is None:
             return list(trained)
         places = {id(piece): i for i, piece in enumerate(shards.pieces)}
@@ -210,5 +211,10 @@ class Sharing:
         self._self_reducer.register_local_var(variable)
 
     def is_local_var(self, variable: Any) -> bool:
-        """Return whether a variable may differ between ranks."""
-        return self._self_reducer.is_local(variable)
+        """Return whether a variable may differ between ranks, as moving statistics of local layers.
+
+        Known before the optimizer is built, which registers what is trained.
+        """
+        if self._self_reducer.is_local(variable):
+            return True
+        return any(variable is v for layer in self._self_local_layers for v in layer.weights)

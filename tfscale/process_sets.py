@@ -100,8 +100,26 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         settings.stall_warning_s, settings.stall_shutdown_s, "tfscale.add_process_set()"
     ):
         process_set.process_set_id = runtime.backend().add_group(ranks)
-    runtime.remember_process_set(process_set)
+    runtime.known_process_sets().append(process_set)
     return process_set
+
+
+class _OwnProcessSet(ProcessSet):
+    """Made by tfscale, so that nobody takes it out of use."""
+
+
+def own_process_set(ranks: Sequence[int]) -> ProcessSet:
+    """Return tfscale's own set of these ranks, made once. Collective, as `add_process_set`.
+
+    MPI has a limited number of communicators; the optimizers of a search share theirs.
+
+    Args:
+        ranks: Its members, ascending.
+    """
+    for known in runtime.known_process_sets():
+        if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
+            return known
+    return add_process_set(_OwnProcessSet(ranks))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -119,8 +119,6 @@ def _leave_at_exit() -> None:
     """Leave the job when the program ends; where others never come, it ends as by an error."""
     global _state
     state = _state
-    if state is not None and state.process_id != os.getpid():
-        return  # A forked child is no rank, and has no communication thread.
     try:
         shutdown()
     except ExchangeError as error:
@@ -138,8 +136,8 @@ def shutdown() -> None:
             TFSCALE_STALL_SHUTDOWN_S.
     """
     global _state
-    if _state is None:
-        return
+    if _state is None or _state.process_id != os.getpid():
+        return  # A forked child is no rank, and has no communication thread.
     from tfscale.process_sets import global_process_set
     from tfscale.trace import timeline
 
@@ -156,9 +154,9 @@ def shutdown() -> None:
         timeline.merge_at_end(folder, state.backend.size)  # Closing waited for all ranks.
 
 
-def remember_process_set(process_set: Any) -> None:
-    """Keep a process set, so that `shutdown` takes it out of use."""
-    _current().process_sets.append(process_set)
+def known_process_sets() -> list[Any]:
+    """Return the process sets of the job, to which others are added; `shutdown` ends them."""
+    return _current().process_sets
 
 
 def _current() -> _State:

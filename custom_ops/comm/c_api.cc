@@ -107,8 +107,8 @@ int tfscale_plan_create(int group, const char* name) {
   return Guarded(-1, [&] { return Running()->plans().Create(group, name); });
 }
 
-int tfscale_plan_add_slot(int plan, const char* description) {
-  return Guarded(-1, [&] { return Running()->plans().AddSlot(plan, description); });
+int tfscale_plan_add_slot(int plan, const char* name, const char* signature) {
+  return Guarded(-1, [&] { return Running()->plans().AddSlot(plan, name, signature); });
 }
 
 int tfscale_mark(int kind) {
@@ -140,7 +140,15 @@ int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pendin
 
 int64_t tfscale_num_failed() { return tfscale::PendingVariables::Get().n_failed(); }
 
-void tfscale_drain() { tfscale::PendingVariables::Get().WaitForAll(); }
+void tfscale_drain() {
+  Guarded(-1, [] {
+    // What a failed step left behind a gather that it never reached would not come.
+    const std::shared_ptr<Engine> engine = Engine::Get();
+    if (engine && tfscale_num_pending() > 0) engine->GiveUpStranded();
+    return 0;
+  });
+  tfscale::PendingVariables::Get().WaitForAll();
+}
 
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {
   return Guarded(int64_t{-1}, [&] {

@@ -39,7 +39,7 @@ int tfscale_add_group(const int* ranks, int n_ranks);
 // Returns the id of a new plan over a group, or -1.
 int tfscale_plan_create(int group, const char* name);
 // Returns the number of the new slot, or -1.
-int tfscale_plan_add_slot(int plan, const char* description);
+int tfscale_plan_add_slot(int plan, const char* name, const char* signature);
 
 // kind: see MarkKind. Returns 0 or -1.
 int tfscale_mark(int kind);
@@ -51,7 +51,7 @@ int tfscale_fail(const char* why);
 int64_t tfscale_num_pending();
 // Variables whose last gather failed, and that got no value since.
 int64_t tfscale_num_failed();
-// Blocking until there is none.
+// Blocking until there is none. No step may be running.
 void tfscale_drain();
 
 // Moves up to `capacity` finished collectives to `out`; returns how many.

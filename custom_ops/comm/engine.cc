@@ -170,6 +170,10 @@ int64_t Engine::NumGivenUp() {
   return n;
 }
 
+void Engine::GiveUpStranded() {
+  RunOnCommThread([this] { scheduler_->GiveUpStranded(); });
+}
+
 void Engine::Fail(const std::string& why) {
   RunOnCommThread([&] { scheduler_->Fail(why); });
 }

@@ -64,6 +64,8 @@ class Engine {
   void StartIncarnation(int incarnation);
   // Steps given up since the start of this incarnation.
   int64_t NumGivenUp();
+  // See Scheduler::GiveUpStranded. Blocking until it is done.
+  void GiveUpStranded();
   // Fails all collectives, these and later ones.
   void Fail(const std::string& why);
 

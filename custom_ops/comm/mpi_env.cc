@@ -2,6 +2,9 @@
 
 #include <mpi.h>
 
+#include <algorithm>
+#include <string>
+
 #include "comm/types.h"
 
 namespace tfscale {
@@ -11,7 +14,10 @@ void Check(int rc, const char* function) {
   char text[MPI_MAX_ERROR_STRING];
   int length = 0;
   if (MPI_Error_string(rc, text, &length) != MPI_SUCCESS) length = 0;
-  throw CommError(std::string(function) + ": " + std::string(text, static_cast<size_t>(length)));
+  // One line, of which nothing is lost on the way to the user.
+  std::string reason(text, static_cast<size_t>(length));
+  std::replace(reason.begin(), reason.end(), '\n', ' ');
+  throw CommError(std::string(function) + ": " + reason);
 }
 
 MpiEnv::MpiEnv() {

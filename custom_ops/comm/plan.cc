@@ -1,6 +1,7 @@
 #include "comm/plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <sstream>
 
 #include "comm/types.h"
@@ -11,13 +12,20 @@ namespace {
 std::vector<std::string> Lines(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  for (std::string line; std::getline(stream, line);) {
+    if (!line.empty()) lines.push_back(line);
+  }
   return lines;
 }
 
 std::string LineOr(const std::vector<std::string>& lines, size_t i, const char* otherwise) {
-  return i < lines.size() ? lines[i] : otherwise;
+  return i < lines.size() ? lines[i].substr(lines[i].find_first_not_of(' ')) : otherwise;
 }
+
+// Of plans of one job. Ids are equal on ranks that trace alike, in later jobs too.
+constexpr int kMostPlans = 1 << 20;
+constexpr int kMostJobs = 1 << 11;
+std::atomic<int> n_jobs{0};
 
 }  // namespace
 
@@ -30,7 +38,9 @@ bool PlanSpec::is_patient() const {
 std::string PlanSpec::Describe() const {
   std::ostringstream text;
   text << "function " << name << "\n";
-  for (size_t i = 0; i < slots.size(); ++i) text << "#" << tag_slots[i] << " " << slots[i] << "\n";
+  for (size_t i = 0; i < slots.size(); ++i) {
+    text << "#" << tag_slots[i] << " " << signatures[i] << "\n";
+  }
   return text.str();
 }
 
@@ -42,9 +52,15 @@ std::string FirstDifference(const std::vector<std::string>& descriptions,
     const std::vector<std::string> other = Lines(descriptions[r]);
     size_t line = 0;
     while (line < std::min(first.size(), other.size()) && first[line] == other[line]) ++line;
+    // Lines of tensors follow that of their slot.
+    const auto begins_slot = [](const std::string& text) { return text.front() == '#'; };
+    const auto end = first.begin() + static_cast<std::ptrdiff_t>(line);
+    auto n_slots = std::count_if(first.begin(), end, begins_slot);
+    if (LineOr(first, line, "#").front() == '#' && LineOr(other, line, "#").front() == '#')
+      ++n_slots;
     std::ostringstream text;
     text << "All ranks must run the same collectives in the same order. Received: ";
-    if (line > 0) text << "at slot " << line - 1 << ", ";
+    if (line > 0) text << "at slot " << n_slots - 1 << ", ";
     text << "rank " << ranks[0] << " has '" << LineOr(first, line, "nothing more") << "' and rank "
          << ranks[r] << " has '" << LineOr(other, line, "nothing more")
          << "'. Build the same model, optimizer and functions on every rank, in the same order.";
@@ -52,6 +68,8 @@ std::string FirstDifference(const std::vector<std::string>& descriptions,
   }
   return "";
 }
+
+PlanTable::PlanTable() : first_id_(n_jobs++ % kMostJobs * kMostPlans) {}
 
 int PlanTable::Create(int group, const std::string& name) {
   if (group < 0) throw CommError("No process set has the id " + std::to_string(group));
@@ -62,7 +80,7 @@ int PlanTable::Create(int group, const std::string& name) {
     next_tag_slot_.resize(g + 1, 0);
   }
   Entry entry;
-  entry.spec.id = static_cast<int>(plans_.size());
+  entry.spec.id = first_id_ + static_cast<int>(plans_.size());
   entry.spec.group = group;
   entry.spec.index = n_plans_[g]++;
   entry.spec.name = name;
@@ -70,14 +88,15 @@ int PlanTable::Create(int group, const std::string& name) {
   return plans_.back().spec.id;
 }
 
-int PlanTable::AddSlot(int plan, const std::string& description) {
+int PlanTable::AddSlot(int plan, const std::string& name, const std::string& signature) {
   std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = Find(plan);
   if (entry.is_frozen) {
-    throw CommError("A plan cannot change after its first use. Received: '" + description +
+    throw CommError("A plan cannot change after its first use. Received: '" + name +
                     "' for plan '" + entry.spec.name + "'.");
   }
-  entry.spec.slots.push_back(description);
+  entry.spec.slots.push_back(name);
+  entry.spec.signatures.push_back(signature.empty() ? name : signature);
   entry.spec.tag_slots.push_back(next_tag_slot_[static_cast<size_t>(entry.spec.group)]++);
   return static_cast<int>(entry.spec.slots.size()) - 1;
 }
@@ -90,8 +109,9 @@ PlanSpec PlanTable::Freeze(int plan) {
 }
 
 PlanTable::Entry& PlanTable::Find(int plan) {
-  if (plan >= 0 && static_cast<size_t>(plan) < plans_.size()) {
-    return plans_[static_cast<size_t>(plan)];
+  const int place = plan - first_id_;
+  if (place >= 0 && static_cast<size_t>(place) < plans_.size()) {
+    return plans_[static_cast<size_t>(place)];
   }
   throw CommError(
       "A traced function must run in the job in which it was traced. Received: a collective of "

@@ -18,7 +18,9 @@ struct PlanSpec {
   int group = 0;
   int index = 0;
   std::string name;
-  std::vector<std::string> slots;
+  std::vector<std::string> slots;  // what messages call them
+  // What is compared: a line for what is done, and one for each tensor that has a name.
+  std::vector<std::string> signatures;
   // Numbers that tell the slots of all plans of the group apart on the wire.
   // They are given out while tracing, hence equal on ranks that trace alike.
   std::vector<int> tag_slots;
@@ -27,7 +29,7 @@ struct PlanSpec {
   // without any harm; see tfscale/exchange/meeting.py. Ends of epochs and of
   // training on other ranks say nothing about such a plan.
   bool is_patient() const;
-  // One line per slot, compared over ranks before the plan's first use.
+  // The signatures, numbered, compared over ranks before the plan's first use.
   std::string Describe() const;
 };
 
@@ -35,14 +37,17 @@ struct PlanSpec {
 std::string FirstDifference(const std::vector<std::string>& descriptions,
                             const std::vector<int>& ranks);
 
-// All plans of a process. Thread-safe. Tracing adds slots on any thread; the
+// All plans of a job. Thread-safe. Tracing adds slots on any thread; the
 // communication thread freezes a plan when its first slot arrives.
 class PlanTable {
  public:
-  // Returns the id of a new plan over `group`.
+  PlanTable();
+  // Returns the id of a new plan over `group`. No other plan of this process
+  // ever had it: a function that was traced in an earlier job is recognised.
   int Create(int group, const std::string& name);
-  // Returns the slot number. Throws CommError when the plan is frozen.
-  int AddSlot(int plan, const std::string& description);
+  // Returns the slot number. Without a signature the name is compared. Throws
+  // CommError when the plan is frozen.
+  int AddSlot(int plan, const std::string& name, const std::string& signature = "");
   // A copy of the plan as it stands, which is final from now on.
   PlanSpec Freeze(int plan);
 
@@ -55,6 +60,7 @@ class PlanTable {
   // Throws CommError when there is none. Called with the mutex held.
   Entry& Find(int plan);
 
+  const int first_id_;
   std::mutex mutex_;
   std::vector<Entry> plans_;        // guarded by mutex_
   std::vector<int> n_plans_;        // per group; guarded by mutex_

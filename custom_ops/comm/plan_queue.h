@@ -72,6 +72,8 @@ class PlanQueue {
   bool is_next_here() const {
     return is_agreed_ && n_under_way_ > 0 && !waiting_[next_slot_].empty();
   }
+  // The next slot has arrived, whatever keeps it from starting.
+  bool is_next_due() const { return n_waiting_ > 0 && !waiting_[next_slot_].empty(); }
   bool is_idle() const { return n_waiting_ == 0 && n_under_way_ == 0; }
   bool is_comparing() const { return n_waiting_ > 0 && !is_agreed_; }
   PlanKey key() const { return {spec_.group, spec_.index}; }

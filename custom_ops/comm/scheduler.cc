@@ -127,7 +127,7 @@ void Scheduler::Start(Task task, int tag) {
   Channel channel = BaseChannel();
   channel.comm = GroupOf(task.group).comm.get();
   channel.tag = tag;
-  task.started = Clock::now();
+  task.started = task.moved = Clock::now();
   active_.push_back(std::move(task));
   active_.back().operation->Start(channel);
 }
@@ -158,7 +158,10 @@ bool Scheduler::Step() {
 bool Scheduler::StepActive() {
   bool has_moved = false;
   for (auto it = active_.begin(); it != active_.end();) {
-    if (it->operation->Step()) has_moved = true;
+    if (it->operation->Step()) {
+      has_moved = true;
+      it->moved = Clock::now();
+    }
     if (!it->operation->is_done()) {
       ++it;
       continue;

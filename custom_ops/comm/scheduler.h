@@ -56,6 +56,9 @@ class Scheduler {
   // The run of a plan has failed on this rank: slots that wait for one that will
   // never come end. Those under way go on, since the other ranks join them.
   void GiveUpWaiting(int plan);
+  // No step runs on this rank: what it posted without waiting for it, and what
+  // would begin behind a slot that never came, ends.
+  void GiveUpStranded();
   // Collectives given up since the start of this incarnation.
   int64_t n_given_up() const { return n_given_up_; }
 

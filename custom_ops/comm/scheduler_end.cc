@@ -176,6 +176,16 @@ void Scheduler::GiveUpWaiting(int plan) {
   }
 }
 
+void Scheduler::GiveUpStranded() {
+  for (auto& [id, queue] : queues_) {
+    if (!queue->is_waiting() || queue->is_next_due()) continue;
+    // Those of a function that another thread runs can be cancelled with it.
+    const auto is_posted = [](const Task& task) { return task.is_cancelled == nullptr; };
+    if (queue->is_patient()) continue;
+    for (Task& task : queue->TakeIf(is_posted)) GiveUp(task, StepFailedHere());
+  }
+}
+
 void Scheduler::GiveUpHopeless() {
   for (auto it = active_.begin(); it != active_.end();) {
     const std::optional<Status> why = WhyGivenUp(*it);

@@ -50,8 +50,10 @@ void Scheduler::CheckStalls() {
   if (!stalls_.IsDue(now)) return;
   const Task* oldest = nullptr;
   bool is_active = false;
+  // What moves is not stalled, however long it takes.
+  const auto since = [](const Task& task) { return std::max(task.posted, task.moved); };
   const auto look = [&](const Task& task, bool is_task_active) {
-    if (oldest != nullptr && task.posted >= oldest->posted) return;
+    if (oldest != nullptr && since(task) >= since(*oldest)) return;
     if (is_patient(task)) return;
     oldest = &task;
     is_active = is_task_active;
@@ -62,7 +64,7 @@ void Scheduler::CheckStalls() {
     queue->ForEachWaiting([&](const Task& task) { look(task, false); });
   }
   if (oldest != nullptr) {
-    stalls_.Look(now, oldest->posted, [&] { return Describe(*oldest, is_active); });
+    stalls_.Look(now, since(*oldest), [&] { return Describe(*oldest, is_active); });
   }
 }
 

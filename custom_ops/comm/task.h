@@ -31,6 +31,7 @@ struct Task {
   std::shared_ptr<std::atomic<bool>> is_cancelled;  // of a step that has failed; may be null
   Clock::time_point posted;
   Clock::time_point started;
+  Clock::time_point moved;  // when anything of it last arrived or was sent
 };
 
 // Times of one finished collective, in nanoseconds of the steady clock; of a

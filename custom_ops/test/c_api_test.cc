@@ -48,9 +48,9 @@ TEST(StartAndStop) {
     // Ranks compare the members of a group by a gather.
     CHECK_EQ(tfscale_take_events(events.data(), 8), int64_t{1});
     const int plan = tfscale_plan_create(0, "train");
-    CHECK_EQ(tfscale_plan_add_slot(plan, "a"), 0);
-    CHECK_EQ(tfscale_plan_add_slot(plan, "b"), 1);
-    CheckFails(tfscale_plan_add_slot(plan + 1, "c"), "plan 1");
+    CHECK_EQ(tfscale_plan_add_slot(plan, "a", ""), 0);
+    CHECK_EQ(tfscale_plan_add_slot(plan, "b", ""), 1);
+    CheckFails(tfscale_plan_add_slot(plan + 1, "c", ""), "plan " + std::to_string(plan + 1));
     CheckFails(tfscale_plan_create(-1, "f"), "-1");
 
     std::vector<int> all;
@@ -83,6 +83,16 @@ TEST(Fail) {
   CHECK_EQ(tfscale_fail("on purpose"), 0);
   CHECK_EQ(Sum({0}, 0, 1, 0, {}).Wait().message, std::string("on purpose"));
   tfscale_stop();
+}
+
+// MPI's texts have several lines, and the last ones say why.
+TEST(ErrorsOfMpiAreOneLine) {
+  Job job;
+  int error_class = 0, code = 0;
+  CHECK_EQ(MPI_Add_error_class(&error_class), MPI_SUCCESS);
+  CHECK_EQ(MPI_Add_error_code(error_class, &code), MPI_SUCCESS);
+  CHECK_EQ(MPI_Add_error_string(code, "Other error, stack:\nsocket closed"), MPI_SUCCESS);
+  CHECK_THROWS(Check(code, "MPI_Test"), "MPI_Test: Other error, stack: socket closed");
 }
 
 }  // namespace testing

@@ -1,5 +1,10 @@
 // Allgather, alltoall and broadcast on the engine.
+#include <sched.h>
+#include <time.h>
+
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -118,14 +123,58 @@ TEST(BroadcastWithShortLastChunks) {
   }
 }
 
+// The cores on which the communication thread may run.
+cpu_set_t CoresOfCommThread() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(task.path() / "comm") >> name;
+    const pid_t id = std::stoi(task.path().filename());
+    if (name == "tfscale-comm") CHECK_EQ(sched_getaffinity(id, sizeof(cores), &cores), 0);
+  }
+  return cores;
+}
+
+// Seconds of processor time that this process takes while it waits for the last rank.
+double ProcessorTimeOfWait(const Job& job, int wait_ms) {
+  const auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  };
+  CheckBroadcast(job, 0, 1000, false);
+  if (job.rank() == job.size() - 1) SleepMs(wait_ms);
+  const double before = now();
+  CheckBroadcast(job, job.size() - 1, 1000, false);
+  return now() - before;
+}
+
 // Waiting costs no processor time by default; both ways give the same result.
 TEST(SpinningAndPinning) {
   EngineOptions options = SmallOptions();
+  constexpr int kWaitMs = 300;
+  double sleeping = 0, spinning = 0;
+  {
+    Job job(options);
+    sleeping = ProcessorTimeOfWait(job, kWaitMs);
+  }
   options.spin = 1;
   options.pin_core = 0;
   {
     Job job(options);
     CheckAllgather(job, std::vector<size_t>(static_cast<size_t>(job.size()), 5000));
+    const cpu_set_t cores = CoresOfCommThread();
+    CHECK_TRUE(CPU_COUNT(&cores) == 1 && CPU_ISSET(0, &cores));
+    options.pin_core = -1;
+  }
+  {
+    Job job(options);
+    spinning = ProcessorTimeOfWait(job, kWaitMs);
+    if (job.size() > 1 && job.rank() != job.size() - 1) {
+      CHECK_TRUE(sleeping < 0.5 * 1e-3 * kWaitMs);
+      CHECK_TRUE(spinning > sleeping);
+    }
   }
   options.spin = 0;
   options.pin_core = 100000;  // not there: a message, no error

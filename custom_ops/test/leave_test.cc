@@ -85,6 +85,22 @@ TEST(ASuspensionOfFinishedRanksIsNoDeath) {
   CHECK_EQ(Engine::Stop().failure, std::string());
 }
 
+// What moves slowly is no stall, though it takes three times as long as one may wait.
+TEST(ASlowTransferIsNotStalled) {
+  EngineOptions options = ShortLimits();
+  options.chunk_bytes = 1 << 13;
+  options.max_message_bytes = 1 << 30;
+  Job job(options);
+  if (job.size() != 2) return;
+  const std::vector<int> all = job.Ranks([](int) { return true; });
+  Sum slow(all, job.rank(), 1 << 22, 0, {"slow"});
+  for (int i = 0; i < 15 && job.rank() == 1; ++i) {
+    Deafen(100);
+    SleepMs(105);
+  }
+  slow.Check();
+}
+
 // Long messages to a rank that has failed are taken by it, while its program goes on.
 TEST(AFailedRankLetsTheOthersEnd) {
   EngineOptions options = ShortLimits();

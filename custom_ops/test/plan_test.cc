@@ -47,6 +47,41 @@ TEST(UnknownPlansAreNamed) {
   CHECK_THROWS(table.Create(-1, "a"), "-1");
 }
 
+// A function that was traced in an earlier job is recognised, whatever is traced in this one.
+TEST(PlansOfAnEarlierJobAreUnknown) {
+  int earlier = 0;
+  {
+    PlanTable table;
+    earlier = table.Create(0, "train");
+    table.AddSlot(earlier, "a");
+  }
+  PlanTable table;
+  const int plan = table.Create(0, "train");
+  table.AddSlot(plan, "b");
+  CHECK_TRUE(plan != earlier);
+  CHECK_THROWS(table.Freeze(earlier), "Trace the function again.");
+  CHECK_EQ(table.Freeze(plan).slots[0], std::string("b"));
+}
+
+TEST(SignaturesAreComparedAndNamesAreShown) {
+  PlanTable table;
+  const int plan = table.Create(0, "train");
+  table.AddSlot(plan, "all gradients", "kernel float32(3,)\n  bias float32(2,)\n  sum");
+  table.AddSlot(plan, "loss");
+  const PlanSpec spec = table.Freeze(plan);
+  CHECK_EQ(spec.slots[0], std::string("all gradients"));
+  CHECK_EQ(spec.Describe(), std::string("function train\n#0 kernel float32(3,)\n"
+                                        "  bias float32(2,)\n  sum\n#1 loss\n"));
+}
+
+TEST(FirstDifferenceNamesTheTensorOfItsSlot) {
+  const std::string text = FirstDifference(
+      {"f\n#0 a\n#1 w\n  b (2,)\n  sum\n", "f\n#0 a\n#1 w\n  b (3,)\n  sum\n"}, {0, 1});
+  CHECK_CONTAINS(text, "at slot 1, rank 0 has 'b (2,)' and rank 1 has 'b (3,)'");
+  const std::string fewer = FirstDifference({"f\n#0 w\n  b\n#1 c\n", "f\n#0 w\n#1 c\n"}, {0, 1});
+  CHECK_CONTAINS(fewer, "at slot 0, rank 0 has 'b' and rank 1 has '#1 c'");
+}
+
 TEST(EqualPlansHaveNoDifference) {
   CHECK_EQ(FirstDifference({"a\nb\n"}, {0}), std::string());
   CHECK_EQ(FirstDifference({"a\nb\n", "a\nb\n", "a\nb\n"}, {0, 1, 2}), std::string());

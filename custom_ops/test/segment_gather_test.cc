@@ -120,6 +120,27 @@ TEST(AGatherThatAPeerNeverPosts) {
   CHECK_TRUE(Pending().is_empty());
 }
 
+// A step failed on rank 0 behind its second gather and before the first.
+TEST(AGatherBehindOneThatNeverComesEndsWithTheDrain) {
+  Job job;
+  if (job.size() == 1) return;
+  const int plan = job.engine().plans().Create(0, "train");
+  for (const char* name : {"first", "second"}) job.engine().plans().AddSlot(plan, name);
+  const Parts parts(EvenCuts(job.size(), 5000), job.rank(), 0);
+  PostFor(parts, {"second", 0, plan, 1});
+  if (job.rank() != 0) {
+    SleepMs(30);
+    PostFor(parts, {"first", 0, plan, 0});
+  } else {
+    tfscale_drain();
+    CHECK_CONTAINS(Failure(), "The step failed on this rank.");
+    Pending().Forget(&variable);
+    job.engine().Mark(MarkKind::kStop);
+  }
+  if (job.rank() != 0) CHECK_TRUE(!Failure().empty());
+  Pending().Forget(&variable);
+}
+
 TEST(StoppingWaitsForWhatWasPosted) {
   const EngineOptions options = SmallOptions();
   for (const bool is_drained : {true, false}) {
@@ -127,7 +148,7 @@ TEST(StoppingWaitsForWhatWasPosted) {
     CHECK_EQ(tfscale_host_place(-1, &place), 0);
     CHECK_EQ(tfscale_start(-1, &options), 0);
     const int plan = tfscale_plan_create(0, "train");
-    CHECK_EQ(tfscale_plan_add_slot(plan, "gather"), 0);
+    CHECK_EQ(tfscale_plan_add_slot(plan, "gather", ""), 0);
     const Parts parts(EvenCuts(tfscale_size(), 100003), tfscale_rank(), 2);
     if (tfscale_rank() == 0) SleepMs(100);
     PostFor(parts, {"gather", 0, plan, 0});

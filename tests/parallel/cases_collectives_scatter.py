@@ -119,11 +119,17 @@ def case_reducescatter_of_any_number_of_rows():
 
 
 def case_grouped_reducescatter():
-    size = tfscale.size()
-    own = [tf.ones([size, 2]), tf.ones([3 * size], tf.int64)]
+    rank, size = tfscale.rank(), tfscale.size()
+    rows = np.arange(2 * size, dtype="float32").reshape(size, 2)
+    numbers = np.arange(3 * size, dtype="int64")
+    own = [tf.constant(rows + rank), tf.constant(numbers + rank)]
+    ranks = size * (size - 1) // 2  # their sum
     for one, three in in_both_modes(lambda *x: tfscale.grouped_reducescatter(x, op=Sum), *own):
-        np.testing.assert_array_equal(one.numpy(), np.full((1, 2), size))
-        np.testing.assert_array_equal(three.numpy(), np.full(3, size))
+        np.testing.assert_array_equal(one.numpy(), size * rows[rank : rank + 1] + ranks)
+        wanted = size * numbers[3 * rank : 3 * rank + 3] + ranks
+        np.testing.assert_array_equal(three.numpy(), wanted)
+    for one in in_both_modes(lambda x: tfscale.grouped_reducescatter([x])[0], own[0]):
+        np.testing.assert_allclose(one.numpy(), rows[rank : rank + 1] + ranks / size, rtol=1e-6)
 
 
 def case_reducescatter_of_a_scalar():

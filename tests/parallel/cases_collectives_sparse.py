@@ -28,6 +28,19 @@ def sum_of_slices(size):
     return total
 
 
+def case_means_of_sparse_integers_are_those_of_their_sums():
+    """Each rank has a one: shares rounded before they are added would make nothing of them."""
+    size = tfscale.size()
+    own = tf.IndexedSlices(tf.ones([1, 1], tf.int32), tf.constant([1]), tf.constant([2, 1]))
+    for as_dense in (False, True):
+        for result in in_both_modes(
+            lambda as_dense=as_dense: tf.convert_to_tensor(
+                tfscale.allreduce(own, op=Average, sparse_as_dense=as_dense)
+            )
+        ):
+            np.testing.assert_array_equal(result.numpy(), [[0], [1]], f"{size} {as_dense}")
+
+
 def case_sparse():
     size = tfscale.size()
 

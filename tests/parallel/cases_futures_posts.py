@@ -126,7 +126,8 @@ def case_scatter_reduce():
 def address_of(variable) -> int:
     """Return where the value lies."""
     tensor = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
-    return np.from_dlpack(tensor).__array_interface__["data"][0]
+    # A view: TensorFlow 2.18 has no __dlpack__.
+    return np.frombuffer(memoryview(tensor), np.float32).__array_interface__["data"][0]
 
 
 @sizes(2)

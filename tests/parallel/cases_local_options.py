@@ -107,3 +107,16 @@ def case_summed_gradients_know_nothing_of_what_an_optimizer_makes_of_them():
             raise AssertionError("no error")
         except tfscale.ConfigError as error:
             assert f"average='gradients' with {next(iter(options))}. Use" in str(error)
+
+
+@sizes(2, 4, timeout_s=120)
+def case_optimizers_with_the_same_groups_share_their_communicators():
+    """MPI has a limited number of them, and a search over settings builds many optimizers."""
+    with float64():
+        strategy = tfscale.LocalSGD(tfscale.size(), 5)
+        first = train(OPTIMIZERS["sgd"], strategy)
+        known = len(runtime.known_process_sets())
+        again = train(OPTIMIZERS["sgd"], strategy)
+    assert len(runtime.known_process_sets()) == known > 0
+    for one, other in zip(first.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -61,12 +61,14 @@ class Call:
             function run in the order in which they were traced.
         stream: Collectives of one function and stream start in the order of tracing; those of
             different streams do not wait for each other. "" separates gradients from calls.
+        names: Of the tensors, where each has one: an error says which differs between ranks.
     """
 
     group: Group
     label: str
     after: tuple[Any, ...] = field(default=(), compare=False)
     stream: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

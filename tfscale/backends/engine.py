@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.backends.base import Call, MarkKind, ReduceOp, Scaling
 from tfscale.backends.engine_library import EngineOptions, Event, load
-from tfscale.backends.slots import Slots
+from tfscale.backends.slots import Slots, rows_of
 from tfscale.backends.variables import gather_and_assign, raw_variable
 from tfscale.config import Settings
 from tfscale.launcher import rank_status
@@ -92,8 +92,7 @@ class EngineBackend:
 
     def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
         """Put the members' tensors one after another; also return rows per member (int64)."""
-        # The number of rows may differ between ranks, so it is no part of the fingerprint.
-        attributes = self._attributes(call, f"allgather {tensor.dtype.name}", [])
+        attributes = self._attributes(call, f"allgather {rows_of(tensor)}", [])
         gathered, rows = self._library.ops.tfscale_allgather(tensor=tensor, **attributes)
         return gathered, rows
 
@@ -101,7 +100,7 @@ class EngineBackend:
         self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Send splits[r] rows to member r; also return rows received per member (int64)."""
-        attributes = self._attributes(call, f"alltoall {tensor.dtype.name}", [])
+        attributes = self._attributes(call, f"alltoall {rows_of(tensor)}", [])
         received, rows = self._library.ops.tfscale_alltoall(
             tensor=tensor, splits=splits, **attributes
         )

@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "host_place": (_INT, (_INT, ctypes.POINTER(HostPlace))),
     "add_group": (_INT, (_INT_P, _INT)),
     "plan_create": (_INT, (_INT, _TEXT)),
-    "plan_add_slot": (_INT, (_INT, _TEXT)),
+    "plan_add_slot": (_INT, (_INT, _TEXT, _TEXT)),
     "mark": (_INT, (_INT,)),
     "start_incarnation": (_INT, (_INT,)),
     "num_given_up": (ctypes.c_int64, ()),

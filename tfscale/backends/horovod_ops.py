@@ -24,7 +24,7 @@ class _PlanNumbers:
         self.titles: list[str] = []
 
     def call(self, name: str, *arguments: Any) -> int:
-        """Answer "plan_create" (group, title) and "plan_add_slot" (plan, description)."""
+        """Answer "plan_create" (group, title) and "plan_add_slot" (plan, name, signature)."""
         if name == "plan_create":
             group = arguments[0]
             number = self._n_plans.get(group, 0)

@@ -72,11 +72,8 @@ class Slots:
                 "tfscale.prepare(model) or any tfscale callback do it where it is 'auto'."
             )
         plan = self._plan_of(graph, call)
-        inputs = " ".join(f"{t.dtype.name}{t.shape}" for t in tensors)
-        # Keras numbers layers by a count of the process, which may differ between ranks.
-        label = COUNT.sub("", call.label)
-        description = f"{kind} {label} {inputs}".replace("\n", " ")
-        slot = self._library.call("plan_add_slot", plan, description.encode())
+        texts = [f"{kind} {call.label}".replace("\n", " "), _signature(call, kind, tensors)]
+        slot = self._library.call("plan_add_slot", plan, *(text.encode() for text in texts))
         self._names[Position(plan, slot)] = call.label
         return Position(plan, slot)
 
@@ -102,3 +99,20 @@ class Slots:
             title = f"{name} ({stream})".encode()
             plans[key] = self._library.call("plan_create", call.group.id, title)
         return plans[key]
+
+
+def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
+    """Return what all ranks must have alike: with names of tensors, a line for each of them."""
+    inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
+    if call.names:
+        lines = [f"{n} {text}" for n, text in zip(call.names, inputs, strict=True)]
+        lines.append(kind)  # behind them: it may hold numbers that follow from their shapes
+    else:
+        lines = [" ".join([kind, call.label, *inputs])]
+    # Keras numbers layers by a count of the process, which may differ between ranks.
+    return "\n  ".join(COUNT.sub("", line).replace("\n", " ") for line in lines)
+
+
+def rows_of(tensor: tf.Tensor) -> str:
+    """Return what ranks must have alike of rows, whose number may differ."""
+    return f"rows of {tensor.dtype.name}{tensor.shape[1:]}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from tfscale import objects, runtime
 from tfscale.callbacks.epochs import EpochCallback
+from tfscale.data.continued_epoch import steps_until
 from tfscale.errors import ConfigError
 from tfscale.trace import recorder, records, timeline
 from tfscale.trace.analysis import EAGER, Key
@@ -108,7 +109,7 @@ class CommunicationReport(EpochCallback):
         super().on_train_batch_end(batch, logs)
         if not self._is_due:
             return
-        n_steps = batch - self._first_step + 1
+        n_steps = steps_until(self.model, batch) - self._first_step
         window = records.Window(self._first_step, n_steps, self._begin_ns, end_ns)
         self._record.windows.append(window)
         timeline.note_span(f"step {self._first_step}", self._begin_ns, end_ns)

@@ -94,7 +94,7 @@ def _chosen_by_user(
         places = {id(v): i for i, v in enumerate(variables)}
         chosen = [[places[id(v)] for v in g if id(v) in places] for g in options.groups]
         return group_buckets(specs, [g for g in chosen if g])
-    if options.num_groups > 0:
+    if options.num_groups > 0 and specs:
         n = -(-len(specs) // options.num_groups)
         parts = [list(range(i, min(i + n, len(specs)))) for i in range(0, len(specs), n)]
         return group_buckets(specs, parts)
@@ -115,7 +115,8 @@ def _call(group: Group, variables: Sequence[Any]) -> Call:
     names = [name_of(v) for v in variables]
     label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
     # Sources of a tape may be tensors, which have no handle.
-    return Call(group, label, tuple(v.handle for v in variables if hasattr(v, "handle")))
+    after = tuple(v.handle for v in variables if hasattr(v, "handle"))
+    return Call(group, label, after, names=tuple(names))
 
 
 def _reduce(

@@ -208,7 +208,8 @@ class Shards:
         names = [name_of(self.variables[i]) for i in indices]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
         after = tuple(self.pieces[i].handle for i in indices)
-        return Call(self.group, f"{what} of {label}", after, what)
+        own = tuple(names) if what == "gradients" else ()  # parameters travel as one tensor
+        return Call(self.group, f"{what} of {label}", after, what, own)
 
     def buckets_with(self, updated: frozenset[int] | None) -> list[SegmentedBucket]:
         """Return the buckets that hold some of the variables, all of them for None.

@@ -60,9 +60,12 @@ def allreduce_sparse(
     indices, _ = backend.allgather(
         own.indices, Call(call.group, f"{call.label} indices", call.after)
     )
+    factor = scaling.prescale * scaling.postscale
+    if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
+        rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
+        return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
     # Keras's nonlinear rules (Adam squares each row) need each index once.
-    scaled = scale(values, scaling.prescale * scaling.postscale)
-    return deduplicate(tf.IndexedSlices(scaled, indices, slices.dense_shape))
+    return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
 
 
 def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:

@@ -16,7 +16,7 @@ from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.shard_state import slots_of
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
-from tfscale.process_sets import ProcessSet, add_process_set, global_process_set
+from tfscale.process_sets import ProcessSet, global_process_set, own_process_set
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rebuilding import unbuilt
 from tfscale.update.rules import ELEMENTWISE
@@ -95,9 +95,9 @@ class LocalUpdate:
     def _form_groups(self) -> None:
         """Make process sets: a group's ranks, and ranks with the same place in their groups."""
         rank, m = runtime.rank(), len(self._members[0])
-        sets = [add_process_set(ranks) for ranks in self._members]
+        sets = [own_process_set(ranks) for ranks in self._members]
         alike = [[group[i] for group in self._members] for i in range(m)]
-        across = [add_process_set(ranks) for ranks in alike]
+        across = [own_process_set(ranks) for ranks in alike]
         self.groups = self._members
         self._reducer.process_set = sets[rank // m]
         self._across: ProcessSet = across[rank % m]
