@@ -15,9 +15,10 @@ from tfscale.config import environment
 from tfscale.doctor import examine
 from tfscale.errors import ConfigError
 from tfscale.forecast.command import add_plan
-from tfscale.launcher.job import count_cores, find_mpi
-from tfscale.launcher.mpi_command import LaunchSpec, parse_places, without_values
-from tfscale.launcher.restart_rules import Places, RestartRule
+from tfscale.launcher.job import choose_mpi, count_cores
+from tfscale.launcher.mpi_command import LaunchSpec, without_values
+from tfscale.launcher.places import Places, parse_places, require_hosts
+from tfscale.launcher.restart_rules import RestartRule
 from tfscale.launcher.restarting import Job
 from tfscale.native import build as native_build
 from tfscale.tuning.batch_size_command import add_batch_size
@@ -32,7 +33,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         usage="tfscale run -np 4 [options] python train.py ...",
     )
     run.add_argument("-np", "-n", type=int, dest="size", metavar="N", help="number of ranks")
-    run.add_argument("-H", "--hosts", default="", metavar="HOST:N,...", help="hosts and places")
+    run.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and places")
     run.add_argument("--hostfile", metavar="FILE", help="hosts, in the MPI's own format")
     run.add_argument("--slurm", action="store_true", help="start with srun in an allocation")
     run.add_argument(
@@ -112,23 +113,27 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
 
 def _read_places(options: argparse.Namespace) -> Places:
     """Return all hosts; those of a file only where some may have to be left out."""
-    if options.hosts and options.hostfile:
+    if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
             f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
         )
-    if options.hostfile and options.restarts:
-        try:
-            return parse_places(Path(options.hostfile).read_text())
-        except OSError as error:
-            raise ConfigError(f"The host file must be readable. Received: {error}.") from error
-    return parse_places(options.hosts)
+    if options.hosts is not None:
+        return parse_places(require_hosts(options.hosts, "-H"))
+    if options.hostfile is None:
+        return ()
+    try:
+        text = Path(options.hostfile).read_text()
+    except OSError as error:
+        raise ConfigError(f"The host file must be readable. Received: {error}.") from error
+    require_hosts(text, f"--hostfile {options.hostfile}")
+    return parse_places(text) if options.restarts else ()
 
 
 def _run(options: argparse.Namespace) -> int:
     environ = dict(environment())
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
-    job = Job(spec, find_mpi(options.mpiexec), rule, environ)
+    job = Job(spec, choose_mpi(options.mpiexec, options.slurm), rule, environ)
     command = job.command()
     if options.dry_run:
         print(shlex.join(command))

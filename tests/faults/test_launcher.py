@@ -1,6 +1,8 @@
 """What `tfscale run` does when ranks, or it itself, end; TensorFlow plays no part in it."""
 
+import os
 import signal
+import sys
 import time
 
 import pytest
@@ -95,3 +97,47 @@ def test_a_job_is_started_again_with_fewer_ranks(tmp_path):
         assert job.process.wait(START_S) == 0, job.output()
     assert "rank 0 after 1" in job.output()
     assert "rank 1 after 1" not in job.output()
+
+
+# As Slurm's, with tasks followed by cgroups: SIGTERM kills, others go to the tasks, no further.
+# SIGUSR2 stands for what its daemons do at `scancel` and before the time limit.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+
+ranks = []
+instead = {{signal.SIGTERM: signal.SIGKILL, signal.SIGHUP: signal.SIGKILL,
+           signal.SIGUSR2: signal.SIGTERM}}
+
+def pass_on(number, frame):
+    for rank in ranks:
+        rank.send_signal(instead.get(number, number))
+
+for number in (signal.SIGUSR1, *instead):
+    signal.signal(number, pass_on)
+words = sys.argv[1:]
+command = words[[word.startswith("--") for word in words].index(False):]
+print(f"srun {{os.getpid()}} .", flush=True)
+for rank in range(2):
+    environ = {{**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "2"}}
+    ranks.append(subprocess.Popen(command, env=environ))
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.mark.timeout(START_S)
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT", "by Slurm"])
+def test_ranks_save_under_slurm(tmp_path, sent):
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    environ = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    with Job(tmp_path, PLAIN, "saves", options=("--slurm",), environ=environ) as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        os.kill(pids[0], signal.SIGUSR1)  # Slurm may signal all processes
+        if sent == "by Slurm":
+            os.kill(int(job.output().split("srun ")[-1].split()[0]), signal.SIGUSR2)
+        else:
+            job.process.send_signal(signal.Signals[sent])
+        assert job.process.wait(START_S) == 75, job.output()
+    for rank in range(2):
+        assert f"rank {rank} had 1 signal" in job.output()

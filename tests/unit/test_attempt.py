@@ -1,10 +1,13 @@
 """One run of a launcher, to its end."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+
+import pytest
 
 from tfscale.launcher.attempt import StopRequest, run_attempt
 from tfscale.launcher.job import JOB_VARIABLE, find_processes
@@ -112,3 +115,28 @@ def test_a_rank_that_ignores_signals_is_killed(tmp_path):
 
 def test_any_signal_asks_ranks_to_end(tmp_path):
     assert signal_to_launcher(POLITE, tmp_path / "ready") == 75
+
+
+# A shell in a terminal of its own, which starts a job in front or, as with "&", behind it.
+SHELL = """
+import fcntl, os, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+leave = os.setpgrp if sys.argv[1] == "behind" else None
+sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[2:]], preexec_fn=leave).returncode)
+"""
+READS = "import sys; open(sys.argv[1], 'w').write(sys.stdin.readline())"
+
+
+@pytest.mark.parametrize(("where", "expected"), [("in front", "typed\n"), ("behind", "")])
+def test_a_job_behind_a_shell_leaves_it_what_is_typed(tmp_path, where, expected):
+    terminal, inside = pty.openpty()
+    read = tmp_path / "read"
+    command = [sys.executable, "-c", SHELL, where, RUNS, READS, str(read)]
+    process = subprocess.Popen(command, stdin=inside, start_new_session=True)
+    try:
+        os.write(terminal, b"typed\n")
+        assert process.wait(60) == 0
+        assert read.read_text() == expected
+    finally:
+        process.kill()
+        os.close(terminal), os.close(inside)

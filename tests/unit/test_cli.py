@@ -6,6 +6,7 @@ import pytest
 
 from tfscale import cli, doctor
 from tfscale.errors import ConfigError
+from tfscale.launcher import job
 from tfscale.launcher.job import find_mpi, thread_variables
 from tfscale.launcher.mpi_command import LaunchSpec, without_values
 
@@ -21,8 +22,6 @@ def test_threads_are_shared_among_the_ranks_of_a_host():
     crowded = LaunchSpec(("x",), 4, n_cores=2)
     assert thread_variables(crowded, {})["TF_NUM_INTRAOP_THREADS"] == "1"
     assert thread_variables(crowded, {})["TF_NUM_INTEROP_THREADS"] == "2"
-    spread = LaunchSpec(("x",), 4, n_cores=8, hosts=(("a", 2), ("b", 2)))
-    assert thread_variables(spread, {})["TF_NUM_INTRAOP_THREADS"] == "4"
 
 
 def test_threads_the_user_set_stay():
@@ -30,21 +29,39 @@ def test_threads_the_user_set_stay():
     assert given == {"TF_NUM_INTRAOP_THREADS": "2"}
 
 
-def test_threads_are_left_alone_where_the_user_says_so_hosts_are_unknown_or_not_shared():
+@pytest.mark.parametrize(
+    ("fields", "environ"),
+    [
+        ({"hosts": (("a", 2), ("b", 2))}, {}),
+        ({"hostfile": "f"}, {}),
+        ({"is_slurm": True}, {}),
+        ({}, {"SLURM_JOB_NUM_NODES": "2"}),  # mpiexec reads the nodes itself
+        ({}, {"PBS_NODEFILE": "f"}),
+    ],
+)
+def test_threads_are_left_to_ranks_that_may_be_on_hosts_with_other_cores(fields, environ):
+    assert thread_variables(LaunchSpec(("x",), 4, n_cores=8, **fields), environ) == {}
+
+
+def test_threads_are_set_in_an_allocation_of_this_host():
+    assert thread_variables(FOUR, {"SLURM_JOB_NUM_NODES": "1"}) == thread_variables(FOUR, {})
+
+
+def test_threads_are_left_alone_where_the_user_says_so_or_a_rank_is_alone():
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": "0"}) == {}
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": ""}) == thread_variables(FOUR, {})
     with pytest.raises(ConfigError, match="TFSCALE_SET_THREADS must be 1 or 0. Received: 'two'"):
         thread_variables(FOUR, {"TFSCALE_SET_THREADS": "two"})
     assert thread_variables(LaunchSpec(("x",), 1, n_cores=8), {}) == {}
-    assert thread_variables(LaunchSpec(("x",), 4, is_slurm=True), {}) == {}
-    assert thread_variables(LaunchSpec(("x",), 2, hosts=(("a", 1), ("b", 1))), {}) == {}
 
 
 def test_dry_run_prints_the_command(capsys):
     words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
     assert cli.main(words) == 0
     line = capsys.readouterr().out.strip()
-    assert line.startswith("env K=V TFSCALE_RESTART=0 TFSCALE_BEAT=1 srun ")
+    assert line.startswith(
+        "env K=V TFSCALE_RESTART=0 TFSCALE_BEAT=1 TFSCALE_STOP_SIGNAL=SIGUSR1 srun "
+    )
     assert "--ntasks=3" in line
     assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
 
@@ -112,12 +129,50 @@ def test_impossible_runs_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_unknown_mpiexec_is_no_mpi(tmp_path):
+@pytest.mark.parametrize("launcher", [[], ["--slurm"]])
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [(["-H", ""], "Received: -H without a name"), (["--hostfile", ""], "readable")],
+)
+def test_hosts_of_an_unset_variable_are_refused(launcher, hosts, message, capsys):
+    assert cli.main(["run", "-np", "3", *launcher, *hosts, "--dry-run", "python"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("restarts", [[], ["--restarts", "1"]])
+def test_a_host_file_without_hosts_is_refused(tmp_path, restarts, capsys):
+    path = tmp_path / "hosts"
+    words = ["run", "-np", "3", "--hostfile", str(path), *restarts, "--dry-run", "python"]
+    for text in ("", "# to be filled in\n\n"):
+        path.write_text(text)
+        assert cli.main(words) == 2
+        assert f"Received: --hostfile {path} without a name" in capsys.readouterr().err
+    path.write_text("# one\nnode1\nnode1\nnode1\n")
+    assert cli.main(words) == 0
+
+
+@pytest.fixture
+def fake_mpiexec(tmp_path):
     fake = tmp_path / "mpiexec"
     fake.write_text("#!/bin/sh\necho something else\n")
     fake.chmod(0o755)
-    assert find_mpi(str(fake)) is None
-    assert find_mpi(str(tmp_path / "none")) is None
+    return str(fake)
+
+
+def test_unknown_mpiexec_is_no_mpi(fake_mpiexec):
+    assert find_mpi(fake_mpiexec) is None
+    assert find_mpi(f"{fake_mpiexec}.none") is None
+
+
+@pytest.mark.parametrize("launcher", [[], ["--slurm"]])
+def test_an_mpiexec_that_cannot_be_used_is_named(launcher, fake_mpiexec, capsys, monkeypatch):
+    words = ["run", "-np", "2", *launcher, "--dry-run"]
+    for path in (fake_mpiexec, f"{fake_mpiexec}.none"):
+        assert cli.main([*words, "--mpiexec", path, "python"]) == 2
+        assert f"Received: {path}, which is another one" in capsys.readouterr().err
+    monkeypatch.setattr(job, "find_tool", lambda name: fake_mpiexec)
+    assert cli.main([*words, "python"]) == (0 if launcher else 2)  # srun needs none
+    assert launcher or f"Received: {fake_mpiexec}, which" in capsys.readouterr().err
 
 
 def test_doctor_names_remedies(monkeypatch, capsys):

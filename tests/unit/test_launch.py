@@ -8,10 +8,9 @@ from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     build_command,
-    parse_hosts,
-    parse_places,
     parse_version,
 )
+from tfscale.launcher.places import parse_hosts, parse_places, require_hosts
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 INTEL = Mpi("intel", "2021.14", "/mpi/mpiexec")
@@ -153,8 +152,19 @@ def test_host_files():
     openmpi = "a slots=2\nb  slots = 1 # the small one\n"
     assert parse_places(mpich) == parse_places(openmpi) == (("a", 2), ("b", 1))
     assert parse_places("") == ()
+    assert require_hosts(mpich, "-H") == mpich
+    for nothing in ("", " , ", "# none yet\n\n"):
+        with pytest.raises(ConfigError, match=r"Received: --hostfile f without a name.*leave"):
+            require_hosts(nothing, "--hostfile f")
     with pytest.raises(ConfigError, match="Received: a slots=2 max_slots=4"):
         parse_places("a slots=2 max_slots=4")
+
+
+def test_a_host_that_is_named_again_has_more_places():
+    pbs = "a\na\nb\n"
+    assert parse_places(pbs) == (("a", 2), ("b", 1))
+    assert parse_places("a:2,b,a slots=3,b") == (("a", 5), ("b", 2))
+    assert parse_hosts("a,a,b,b", 3) == (("a", 2), ("b", 1))
 
 
 @pytest.mark.parametrize(

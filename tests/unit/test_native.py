@@ -50,6 +50,28 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
         toolchain.find_tensorflow(tmp_path)
 
 
+@pytest.mark.parametrize("is_environment", [True, False])
+@pytest.mark.parametrize("conda", [True, False])
+def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
+    monkeypatch, tmp_path, is_environment, conda
+):
+    for folder in ("python/bin", "loaded"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "mpi-tool").touch(0o755)
+    if conda:
+        (tmp_path / "python/conda-meta").mkdir()
+    monkeypatch.setattr(toolchain.sys, "prefix", str(tmp_path / "python"))
+    monkeypatch.setattr(
+        toolchain.sys, "base_prefix", str(tmp_path / ("base" if is_environment else "python"))
+    )
+    monkeypatch.setattr(toolchain.sys, "executable", str(tmp_path / "python/bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "loaded"))
+    expected = "python/bin" if is_environment or conda else "loaded"
+    assert toolchain.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
+    monkeypatch.setenv("PATH", "")
+    assert toolchain.find_tool("mpi-tool") == str(tmp_path / "python/bin/mpi-tool")
+
+
 def test_a_failing_compiler_shows_its_message(tmp_path):
     (tmp_path / "room").mkdir()
     source = tmp_path / "room" / "wrong.cc"

@@ -96,6 +96,16 @@ def test_ranks_are_told_of_a_terminal(monkeypatch, is_shown):
     assert ("-genv TFSCALE_TERMINAL 1 " in launcher.commands[0]) == is_shown
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_slurm", "expected"),
+    [("mpich", False, False), ("openmpi", False, True), ("mpich", True, True)],
+)
+def test_ranks_are_told_of_a_signal_that_stands_for_sigterm(kind, is_slurm, expected):
+    spec = LaunchSpec(("python", "t.py"), 2, is_slurm=is_slurm)
+    command = Job(spec, Mpi(kind, "5.0", "/mpi/mpiexec"), RestartRule(0), {}).command()
+    assert ("TFSCALE_STOP_SIGNAL=SIGUSR1" in command) == expected
+
+
 def test_restarts_are_counted(monkeypatch, capsys):
     launcher = Launcher(monkeypatch, [failed(), failed(), Outcome(0, is_orderly=True)])
     assert run(RestartRule(3)) == 0
@@ -134,7 +144,7 @@ def test_fewer_ranks(monkeypatch, capsys):
         "a:2,b:2",
         "b:2",
     ]
-    assert "OMP_NUM_THREADS 4" in launcher.commands[2]
+    assert "NUM_THREADS" not in launcher.commands[2]  # the cores of b are not known here
     assert "restart 2 of 2, with 2 ranks" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -94,6 +95,18 @@ class Outcome:
         return f"tfscale: the launcher ended with exit code {self.exit_code}; no rank said why.\n"
 
 
+def _input() -> int | None:
+    """Return what a launcher reads from: a shell keeps its terminal where this runs behind it."""
+    if not os.isatty(0):
+        return None
+    try:
+        is_in_front = os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # the terminal of another session
+        is_in_front = False
+    # A launcher has a session of its own, where nothing would stop it from reading.
+    return None if is_in_front else subprocess.DEVNULL
+
+
 class _Launcher:
     """mpiexec or srun, and what it prints."""
 
@@ -103,6 +116,7 @@ class _Launcher:
         self.process = subprocess.Popen(
             list(command),
             env=dict(environ),
+            stdin=_input(),
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=self._end_with_parent,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfscale.config import sets_threads
+from tfscale.errors import ConfigError
 from tfscale.launcher.mpi_command import LaunchSpec, Mpi, parse_version
 from tfscale.native.toolchain import find_tool
 
@@ -38,9 +39,39 @@ def find_mpi(mpiexec: str | None = None) -> Mpi | None:
     return Mpi(*known, path) if known else None
 
 
+def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:
+    """Find the MPI that a job is started with.
+
+    Args:
+        mpiexec: Its mpiexec, as the user named it; None as in `find_mpi`.
+        is_slurm: srun starts the ranks, and needs none.
+
+    Returns:
+        The MPI, or None where there is no mpiexec, or srun does not need what is there.
+
+    Raises:
+        ConfigError: There is an mpiexec, named or found, that nobody knows how to use.
+    """
+    mpi = find_mpi(mpiexec)
+    path = mpiexec or (None if is_slurm else find_tool("mpiexec"))
+    if mpi is None and path is not None:
+        raise ConfigError(
+            "mpiexec must be that of MPICH, Open MPI or Intel MPI, which its --version tells. "
+            f"Received: {path}, which is another one or cannot be run. Name one with --mpiexec, "
+            "install one (pip install mpich), or use --slurm in an allocation."
+        )
+    return mpi
+
+
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _has_allocation(environ: Mapping[str, str]) -> bool:
+    """Return whether mpiexec finds hosts by itself, in what a scheduler tells."""
+    names = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
+    return environ.get("SLURM_JOB_NUM_NODES", "1") != "1" or any(name in environ for name in names)
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -49,24 +80,22 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     Without this every rank starts a thread per core, and the ranks of a host disturb each other.
 
     Args:
-        spec: What will be started. Other hosts are taken to have as many cores as this one.
+        spec: What will be started.
         environ: Environment variables; what the user set there stays as it is.
 
     Returns:
         Variables to set: each rank gets cores / ranks-per-host threads, at least 1, for one
         operation, and at least 2 operations at a time, which overlapping communication needs.
-        Empty where one rank has a host for itself, the number per host is not known, or the user
-        has switched it off.
+        Empty for one rank, where the user has switched it off, and where ranks may be on other
+        hosts, whose cores are not known here: `tfscale.init` sees to these, if nothing is set.
 
     Raises:
         ConfigError: TFSCALE_SET_THREADS cannot be read.
     """
-    if spec.is_slurm or spec.hostfile or not sets_threads(environ):
+    is_spread = spec.is_slurm or spec.hostfile or spec.hosts or _has_allocation(environ)
+    if not sets_threads(environ) or is_spread or spec.size < 2:
         return {}
-    n_local = max((n for _, n in spec.hosts), default=spec.size)
-    if n_local < 2:
-        return {}
-    threads = max(1, spec.n_cores // n_local)
+    threads = max(1, spec.n_cores // spec.size)
     wanted = {
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,

@@ -10,6 +10,8 @@ from tfscale.errors import ExchangeError
 
 # Where a rank says of itself what `rank_process` wants to know, see `rank_status`.
 STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
+# Name of the signal that the launcher passes on where ranks are to get SIGTERM, if it is another.
+STOP_VARIABLE = "TFSCALE_STOP_SIGNAL"
 
 
 @dataclass(frozen=True)

@@ -57,64 +57,6 @@ class LaunchSpec:
     cpus_per_task: str = ""
 
 
-def parse_places(text: str) -> tuple[tuple[str, int], ...]:
-    """Read "host1:2,host2:2", or the lines of a host file, as places for ranks.
-
-    Args:
-        text: Names with the number of ranks each may have, "host:2" or "host slots=2"; a name
-            alone may have 1. Items are separated by commas or lines; "#" begins a comment.
-
-    Returns:
-        (name, number of places) pairs in order.
-
-    Raises:
-        ConfigError: A number is not positive, or there is something else.
-    """
-    lines = [line.partition("#")[0].strip() for line in text.replace(",", "\n").splitlines()]
-    places = []
-    for item in filter(None, lines):
-        found = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?", item)
-        if found is None:
-            raise ConfigError(
-                f"A host is a name and a positive number of ranks. Received: {item}. "
-                "Write -H host1:2,host2:2."
-            )
-        places.append((found.group(1), int(found.group(2) or 1)))
-    return tuple(places)
-
-
-def spread(places: tuple[tuple[str, int], ...], size: int) -> tuple[tuple[str, int], ...]:
-    """Spread `size` ranks over places, in order.
-
-    Args:
-        places: (name, number of places) pairs.
-        size: Number of ranks to place.
-
-    Returns:
-        Pairs whose numbers sum up to `size`; hosts that get no rank are left out.
-
-    Raises:
-        ConfigError: There are fewer places than ranks.
-    """
-    hosts, n_left = [], size
-    for name, n_places in places:
-        if n_left:
-            hosts.append((name, min(n_places, n_left)))
-            n_left -= hosts[-1][1]
-    if n_left:
-        text = ",".join(f"{name}:{n}" for name, n in places)
-        raise ConfigError(
-            f"The hosts must have a place for each of {size} ranks. Received: hosts={text}, "
-            f"{n_left} too few. Raise the numbers or lower -np."
-        )
-    return tuple(hosts)
-
-
-def parse_hosts(text: str, size: int) -> tuple[tuple[str, int], ...]:
-    """Read "host1:2,host2:2" and spread `size` ranks over it; see `parse_places`, `spread`."""
-    return spread(parse_places(text), size)
-
-
 def _mpich(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["-prepend-rank"] if spec.is_prefixed else [])]
     for name, value in (spec.environment or {}).items():

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from tfscale.config import environment
 from tfscale.exit_codes import PREEMPTED
 from tfscale.launcher import rank_status
-from tfscale.launcher.launch import STATUS_VARIABLE, Launch, discover
+from tfscale.launcher.launch import STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
 from tfscale.launcher.pulse import BEAT_S, BEAT_VARIABLE, Beat
 from tfscale.launcher.rank_reports import Report, encode, encode_beat
 
@@ -40,9 +40,10 @@ class _Rank:
 
     def __init__(self, command: Sequence[str], launch: Launch) -> None:
         self.number = launch.rank
-        # mpirun of Open MPI sends SIGUSR1 on, but no SIGTERM; the rank is to get SIGTERM.
-        self._is_openmpi = launch.launcher == "openmpi"
-        self._stops = {*_STOPS, *({signal.SIGUSR1} if self._is_openmpi else ())}
+        # srun, and mpirun of Open MPI: they pass on this signal, and the rank is to get SIGTERM.
+        name = environment().get(STOP_VARIABLE)
+        self._stop_signal = signal.Signals[name] if name else None
+        self._stops = {*_STOPS, *({self._stop_signal} if self._stop_signal else ())}
         self._parent = os.getppid()
         self._is_beating, self._next_beat = bool(environment().get(BEAT_VARIABLE)), 0.0
         self._watched = {*self._stops, signal.SIGCHLD}
@@ -59,8 +60,11 @@ class _Rank:
 
     def _prepare(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self._is_openmpi:
+        if self._stop_signal:
+            # Slurm signals its tasks alone, their process groups, or all processes, as configured.
+            # The rank gets SIGTERM from here, and must not end by what stands for it.
             os.setpgid(0, 0)
+            signal.signal(self._stop_signal, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def wait(self) -> int:
@@ -94,8 +98,8 @@ class _Rank:
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True
-        # The launcher signals the whole process group; anybody else means this process alone.
-        if sender != self._parent or self._is_openmpi:
+        # MPICH signals the whole process group; anybody else means this process alone.
+        if sender != self._parent or self._stop_signal:
             self._process.send_signal(signal.SIGTERM)
 
 

