@@ -69,6 +69,55 @@ def test_rows_frozen_and_shared_layers():
     assert not any("frozen" in p.name for p in table.parameters)
 
 
+def flops_by_name(inputs, outputs):
+    return {layer.name: layer.flops for layer in read_layers(keras.Model(inputs, outputs)).layers}
+
+
+def test_attention_multiplies_each_position_once():
+    n_heads, size, steps, width = 8, 3, 6, 16
+    inputs = keras.Input((steps, width))
+    attention = keras.layers.MultiHeadAttention(n_heads, size, name="mha")
+    flops = flops_by_name(inputs, attention(inputs, inputs))
+    parts = ("query", "key", "value", "attention_output")
+    assert flops == {f"mha/{part}": 2 * steps * n_heads * size * width for part in parts}
+
+
+@pytest.mark.parametrize(
+    "equation, shape",
+    [
+        ("...x,xy->...y", 5),
+        ("ab...,bc->ac...", 5),
+        ("abcd,cde->abe", (7, 5)),
+        ("abcd,bde->abce", (7, 4, 5)),
+    ],
+)
+def test_products_of_any_dimensions(equation, shape):
+    inputs = keras.Input((7, 4, 3))
+    dense = keras.layers.EinsumDense(equation, shape, name="dense")
+    assert flops_by_name(inputs, dense(inputs)) == {"dense": 2 * 7 * 4 * 3 * 5}
+
+
+@pytest.mark.parametrize("options", [{}, {"unroll": True}, {"return_sequences": True}])
+def test_recurrent_layers_make_all_their_steps(options):
+    inputs = keras.Input((20, 4))
+    lstm = keras.layers.LSTM(5, name="lstm", **options)(inputs)
+    top = keras.layers.Bidirectional(keras.layers.SimpleRNN(6), name="top")
+    table = read_layers(keras.Model(inputs, top(lstm) if "return_sequences" in options else lstm))
+    first, *others = table.layers
+    assert first.flops == 20 * 2 * (4 * 20 + 5 * 20) and first.values == 20 * 5
+    assert first.weights[0][0] == "lstm/lstm_cell/kernel"
+    assert all(one.flops == 20 * 2 * (5 * 6 + 6 * 6) for one in others)
+    assert len(others) == (2 if "return_sequences" in options else 0)
+
+
+def test_a_recurrent_layer_of_several_cells():
+    cells = [keras.layers.LSTMCell(5), keras.layers.SimpleRNNCell(6)]
+    layer = keras.layers.RNN(cells, stateful=True, name="two")
+    inputs = keras.Input(batch_shape=(1, 20, 4))
+    flops = flops_by_name(inputs, layer(inputs))
+    assert flops == {"two": 20 * 2 * (4 * 20 + 5 * 20 + 5 * 6 + 6 * 6)}
+
+
 class Own(keras.Model):
     """A model in a class of its own, with a weight that belongs to no layer."""
 
@@ -148,6 +197,17 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(
+    "ranks, samples, said", [("1,4", 64, True), ("3", 64, True), ("3", 63, False)]
+)
+def test_groups_that_divide_nothing_are_told_of(ranks, samples, said, capsys):
+    words = ["--model", "resnet20", "--ranks", ranks, "--global-batch", str(samples)]
+    assert cli.main(["plan", *words, "--groups", "3"]) == 0
+    shown = capsys.readouterr()
+    assert ("no local SGD: its 3 groups must divide" in shown.err) == said
+    assert (LOCAL_SGD in shown.out) != said
+
+
 def test_the_command_explains(capsys):
     assert cli.main(["plan", "--model", "vgg-a", "--explain", "4"]) == 0
     assert "fc1/kernel" in capsys.readouterr().out
@@ -180,6 +240,9 @@ def test_a_model_of_a_module_in_the_working_directory(tmp_path):
         (["--model", "vgg-a", "--input-shape", "64,64,3"], "--input-shape is for models of your"),
         (["--model", "vgg-a", "--explain", "-3"], "--explain takes 1 rank or more"),
         (["--model", "vgg-a", "--explain", "4", "--output", "x"], "and prints only"),
+        (["--model", "resnet20", "--groups", "2", "--interval", "0"], "groups=2, interval=0"),
+        (["--model", "resnet20", "--groups", "1"], "Local SGD has 2 groups or more"),
+        (["--model", "resnet20", "--groups", "-2", "--explain", "4"], "groups=-2, interval=8"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, text, capsys):

@@ -2,13 +2,14 @@
 
 import json
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from tfscale import cli
 from tfscale.errors import ConfigError
-from tfscale.trace import chrome, records
+from tfscale.trace import chrome, records, timeline
 from tfscale.trace.analysis import Key
 from tfscale.trace.clocks import measure_offset
 from tfscale.trace.summary import FILE_NAME, read_rows, table
@@ -103,6 +104,23 @@ def test_table_and_picture_are_drawn_again(run_folder, capsys):
     assert (run_folder / "communication.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_line_that_a_killed_run_has_cut_is_left_out(run_folder):
+    path, rows = run_folder / FILE_NAME, read_rows(run_folder)
+    with path.open("a") as file:
+        file.write('{"kind": "st')
+    assert read_rows(run_folder) == rows
+    assert cli.main(["report", str(run_folder)]) == 0
+
+
+def test_a_file_with_something_else_is_refused(run_folder, capsys):
+    path = run_folder / FILE_NAME
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first, '{"kind": "st', *others]))
+    assert cli.main(["report", str(run_folder)]) == 2
+    message = 'must hold a JSON object per line. Received: \'{"kind": "st\' in line 2 of'
+    assert message in capsys.readouterr().err
+
+
 def test_step_times_only(tmp_path):
     own = records.RankRecord([records.Window(5, 1, 0, 4 * MS)])
     rows = [{"kind": "run", "size": 1, "backend": "single", "clock_error_s": [0.0]}]
@@ -146,3 +164,36 @@ def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
     assert [bar["tid"] for bar in bars] == [1, 2, 1]
     assert content["otherData"] == {"clock_error_us": [0.005]}
     assert not chrome.merge_parts(tmp_path)
+
+
+def write_parts(folder, ranks):
+    for rank in ranks:
+        entries = chrome.rank_events(chrome.RankTrace(rank, 5))
+        chrome.write_trace(chrome.part_path(folder, rank), entries, [5])
+
+
+def ranks_of(folder):
+    content = json.loads((folder / chrome.FILE_NAME).read_text())
+    return {entry["pid"] for entry in content["traceEvents"]}
+
+
+def test_a_timeline_is_of_the_ranks_of_its_job(tmp_path):
+    write_parts(tmp_path, (0, 3, 4))
+    assert not chrome.merge_parts(tmp_path, 2)  # 0 and two of an earlier job
+    write_parts(tmp_path, (1,))
+    assert chrome.merge_parts(tmp_path, 2) and ranks_of(tmp_path) == {0, 1}
+    assert sorted(tmp_path.glob("timeline.rank-*")) == [
+        chrome.part_path(tmp_path, rank) for rank in (3, 4)
+    ]
+
+
+def test_a_job_that_begins_removes_what_an_earlier_one_has_left(tmp_path):
+    write_parts(tmp_path, (0, 1, 10))
+    with (
+        mock.patch("tfscale.runtime.rank", return_value=0),
+        mock.patch("tfscale.runtime.size", return_value=2),
+        mock.patch("tfscale.trace.timeline._start"),
+    ):
+        timeline.start_automatic(str(tmp_path))
+    # Rank 1 removes its own.
+    assert list(tmp_path.glob("timeline.rank-*")) == [chrome.part_path(tmp_path, 1)]

@@ -1,13 +1,15 @@
 """`tfscale tune links`: what it starts, what it trusts, what it says."""
 
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import cli
-from tfscale.plan.machines import PRESETS, LayerTimes
+from tfscale.errors import ConfigError
+from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 from tfscale.tuning import links_command
 from tfscale.tuning.links import _link_of, spread_of
 from tfscale.tuning.links_command import describe, judge
@@ -24,6 +26,48 @@ def test_the_command_starts_ranks():
     assert started[7:] == [
         "--output", "machine.json", "--model", "a:b", "--batch", "32", "--max-spread", "0.5",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--input-shape", "48x48", "--model", "a:b"], "--input-shape must be numbers"),
+        (["--batch", "0"], "--batch must be 1 or more. Received: --batch 0"),
+        (["--output", "a_file/machine.json"], "--output must name a file that can be written"),
+        (["--output", "."], "--output must name a file. Received: ., a folder"),
+    ],
+)
+def test_what_cannot_be_is_told_before_ranks_start(words, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
+    with mock.patch.object(cli.Job, "run", side_effect=AssertionError("ranks were started")):
+        assert cli.main(["tune", "links", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_folder_of_the_output_is_made(tmp_path):
+    path = tmp_path / "results" / "machine.json"
+    PRESETS["ethernet-1g"].save(path)
+    assert Machine.load(path) == PRESETS["ethernet-1g"]
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--model", "tests.unit.test_forecast:bild"], "saved file or module:function"),
+        (["--model", "models.edsr:edsr"], "Pass --input-shape"),
+    ],
+)
+def test_a_model_that_is_not_there_costs_no_measurement(words, text, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
+    with (
+        mock.patch("tfscale.runtime.size", return_value=2),
+        mock.patch("tfscale.trace.recorder.has_events", return_value=True),
+        mock.patch("tfscale.tuning.links.measure_links") as measure,
+        pytest.raises(ConfigError, match=text),
+    ):
+        links_command.main(words)
+    assert not measure.called
 
 
 def test_one_rank_has_no_link(capsys):

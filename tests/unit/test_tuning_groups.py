@@ -15,7 +15,7 @@ from tfscale.errors import ConfigError
 from tfscale.fit.unsynchronised import unites_groups
 from tfscale.tuning.groups import GroupProbe, advise, as_text, write
 from tfscale.tuning.groups_command import check_groups
-from tfscale.tuning.groups_probe import _regroup, enlarge
+from tfscale.tuning.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
 from tfscale.tuning.probed_fit import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
 
 
@@ -68,6 +68,11 @@ def test_a_probe_writes_no_files_and_is_not_ended_by_callbacks(script, tmp_path,
         tfscale.callbacks.Checkpoint(tmp_path),
         tfscale.callbacks.BestModelCheckpoint("loss", filepath=tmp_path / "m.keras"),
         tfscale.callbacks.RankZero(keras.callbacks.EarlyStopping()),
+        tfscale.callbacks.RankZero(keras.callbacks.CSVLogger(tmp_path / "train.csv")),
+        keras.callbacks.TensorBoard(tmp_path),
+        keras.callbacks.RemoteMonitor(),
+        tfscale.callbacks.CommunicationReport(tmp_path),
+        tfscale.callbacks.ModelDistance(tmp_path),
     ]
     kept = [tfscale.callbacks.MetricAverageCallback(), keras.callbacks.History()]
     left_out = FILES_AND_STOPS + (RATES_AND_SIZES if script == "groups" else ())
@@ -77,6 +82,34 @@ def test_a_probe_writes_no_files_and_is_not_ended_by_callbacks(script, tmp_path,
     assert given["callbacks"] == ([] if script == "groups" else [rate]) + kept
     assert given["x"] == [1]
     assert "without the script's BackupAndRestore, BestModelCheckpoint, Checkpoint" in caplog.text
+
+
+def test_a_probe_with_growing_batches_keeps_their_record(tmp_path):
+    """It trains as the script does, and leaves the lines of the user's last run."""
+    record = tmp_path / "adaptive.jsonl"
+    record.write_text('{"epoch": 0}\n')
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    data = tfscale.data.GlobalBatches(x, x[:, :2], batch_size=4)
+    adaptive = tfscale.callbacks.AdaptiveBatchSize(data, 8, log_path=record, decay_epochs=(1,))
+    model = compiled(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    options = {"epochs": 2, "verbose": 0, "callbacks": [adaptive]}
+    given = arguments_of(keras.Model.fit, (model, data), options, FILES_AND_STOPS)
+    rates = model.fit(**{key: value for key, value in given.items() if key != "self"})
+    assert rates.history["learning_rate"] == pytest.approx([0.1, 0.01])
+    assert record.read_text() == '{"epoch": 0}\n'
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
+    settings = {"groups": 1, "interval": 2, "steps": 8, "output": str(tmp_path / "found.json")}
+    model = compiled(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    model.compile(model.optimizer, "mse", steps_per_execution=steps_per_execution)
+    x = np.ones((16, 3), "float32")  # two epochs of four steps
+    probe = GroupsProbe(settings, tfscale.callbacks.ModelDistance())
+    with pytest.raises(_StepsDone):
+        model.fit(x, x[:, :2], batch_size=4, epochs=9, verbose=0, callbacks=[probe])
+    assert int(model.optimizer.iterations) == 8
+    assert json.loads((tmp_path / "found.json").read_text())["interval"] == 2
 
 
 def test_what_unites_groups_is_known():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.errors import ConfigError
-from tfscale.forecast.curves import forecast, report
+from tfscale.forecast.curves import LOCAL_SGD, Point, check_groups, forecast, report
 from tfscale.plan.choose import choose
 from tfscale.plan.explain import explain
 from tfscale.plan.layers import LayerTable
@@ -97,6 +98,7 @@ def _plan(options: argparse.Namespace) -> int:
             "--explain takes 1 rank or more, and prints only. Received: "
             f"--explain {options.explain}{' and --output' if options.output else ''}."
         )
+    check_groups(options.groups, options.interval)
     try:
         scenario = Scenario(
             find_table(options),
@@ -116,16 +118,25 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     text = report(scenario, points)
     sys.stdout.write(text)
+    if options.groups and all(point.exchange != LOCAL_SGD for point in points):
+        sys.stderr.write(
+            f"tfscale: no local SGD: its {options.groups} groups must divide the number of ranks "
+            f"and of samples. Received: --ranks {options.ranks} --global-batch "
+            f"{options.global_batch}.\n"
+        )
     if options.output:
-        from tfscale.forecast.picture import draw
-        from tfscale.trace.picture import has_matplotlib
-
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.md").write_text(text, "utf-8")
-        title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
-        if has_matplotlib():
-            draw(points, f"{title} per step: predicted", folder / "plan.png")
-        else:
-            sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")
+        _write(Path(options.output), text, scenario, points)
     return 0
+
+
+def _write(folder: Path, text: str, scenario: Scenario, points: Sequence[Point]) -> None:
+    from tfscale.forecast.picture import draw
+    from tfscale.trace.picture import has_matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.md").write_text(text, "utf-8")
+    title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
+    if has_matplotlib():
+        draw(points, f"{title} per step: predicted", folder / "plan.png")
+    else:
+        sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")

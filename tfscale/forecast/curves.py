@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tfscale.errors import ConfigError
 from tfscale.plan.bounds import lower_bound_s, memory_bytes
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import choose, plain_plan
@@ -86,13 +87,18 @@ def forecast(
     Args:
         scenario: Model, machine, and batch; its number of ranks is not used.
         ranks: Numbers of ranks.
-        n_groups: Groups of local SGD; 0 leaves it out, as do numbers of ranks it does not divide.
-        interval: Steps between its averagings.
+        n_groups: Groups of local SGD, 2 or more; 0 leaves it out, as do numbers of ranks that they
+            do not divide.
+        interval: Steps between its averagings, 1 or more.
 
     Returns:
         One point per number of ranks and exchange. Dense layers matter for those exchanges only
         that are named after them; models without any have no such points.
+
+    Raises:
+        ConfigError: There are no such groups, or averagings.
     """
+    check_groups(n_groups, interval)
     alone = replace(scenario, n_ranks=1)
     base_s = simulate(alone, plain_plan(alone)).step_s
     points = []
@@ -106,10 +112,27 @@ def forecast(
         choice = choose(at)
         point = _point(AUTO, at, choice.plan, choice.predicted, base_s)
         points.append(replace(point, made_of=choice.name))
-        is_divided = n_groups > 1 and n_ranks % n_groups == 0 and n_ranks > 1
+        is_divided = n_groups > 0 and n_ranks % n_groups == 0
         if is_divided and scenario.global_batch % n_groups == 0:
             points.append(_local_sgd(at, n_groups, interval, base_s))
     return points
+
+
+def check_groups(n_groups: int, interval: int) -> None:
+    """Check what local SGD is asked for.
+
+    Args:
+        n_groups: 0 for none.
+        interval: Steps between averagings.
+
+    Raises:
+        ConfigError: It is nothing to predict.
+    """
+    if n_groups < 0 or n_groups == 1 or interval < 1:
+        raise ConfigError(
+            "Local SGD has 2 groups or more and an interval of 1 or more. Received: "
+            f"groups={n_groups}, interval={interval}. 0 groups leave it out."
+        )
 
 
 def _point(

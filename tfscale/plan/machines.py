@@ -126,7 +126,8 @@ class Machine:
         return Link(self.latency_s, min(self.bytes_per_s / n_sharing, self._inside().bytes_per_s))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, spread included."""
+        """Write JSON, spread included; the folder is made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")
 
     @staticmethod

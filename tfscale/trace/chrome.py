@@ -102,20 +102,23 @@ def write_trace(
     os.replace(temporary, path)
 
 
-def merge_parts(directory: str | Path, n_ranks: int = 1) -> bool:
+def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:
     """Merge the ranks' parts into `timeline.json` and remove them.
 
     Args:
         directory: Where they are.
-        n_ranks: Leave them where fewer are there; `tfscale report` merges them later.
+        n_ranks: Of the job whose parts they are: those of other ranks are left, as are all where
+            one is missing, which `tfscale report` merges later. None: all that are there.
 
     Returns:
         Whether they were merged.
     """
     folder = Path(directory)
-    parts = [p for p in folder.glob("timeline.rank-*.json")]
-    parts.sort(key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
-    if len(parts) < n_ranks:
+    if n_ranks is None:
+        parts = sorted(_parts(folder), key=_rank_of)
+    else:
+        parts = [part_path(folder, rank) for rank in range(n_ranks)]
+    if not all(part.exists() for part in parts) or (n_ranks is None and not parts):
         return False
     contents = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     entries = [entry for content in contents for entry in content["traceEvents"]]
@@ -129,6 +132,26 @@ def merge_parts(directory: str | Path, n_ranks: int = 1) -> bool:
 def part_path(folder: Path, rank: int) -> Path:
     """Return the file of a rank's part."""
     return folder / f"timeline.rank-{rank}.json"
+
+
+def remove_stale_parts(folder: Path, n_ranks: int) -> None:
+    """Remove parts of ranks that a job does not have: a job that was killed has left them.
+
+    Args:
+        folder: Where they are.
+        n_ranks: Of the job that begins. Its ranks may all do so at once.
+    """
+    for part in _parts(folder):
+        if _rank_of(part) >= n_ranks:
+            part.unlink(missing_ok=True)
+
+
+def _parts(folder: Path) -> list[Path]:
+    return list(folder.glob("timeline.rank-*.json"))
+
+
+def _rank_of(part: Path) -> int:
+    return int(re.findall(r"\d+", part.name)[-1])
 
 
 def _bar(rank: int, row: int, name: str, begin: int, end: int) -> dict[str, Any]:

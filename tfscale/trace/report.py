@@ -21,7 +21,7 @@ def write_report(directory: str | Path) -> str:
         The table.
 
     Raises:
-        ConfigError: There is no finished run.
+        ConfigError: There is no run with a recorded step, or the file holds something else.
     """
     folder = Path(directory)
     rows = read_rows(folder)

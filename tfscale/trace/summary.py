@@ -25,7 +25,7 @@ def read_rows(directory: str | Path) -> list[Row]:
         directory: What was given to `CommunicationReport`.
 
     Raises:
-        ConfigError: There is no finished run.
+        ConfigError: There is no run with a recorded step, or the file holds something else.
     """
     path = Path(directory) / FILE_NAME
     try:
@@ -35,7 +35,17 @@ def read_rows(directory: str | Path) -> list[Row]:
             f"A folder with {FILE_NAME} is needed. Received: {directory}. Train with "
             "tfscale.callbacks.CommunicationReport(directory) first."
         ) from error
-    rows = [json.loads(line) for line in lines]
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break  # a run that was killed has cut it
+            raise ConfigError(
+                f"{FILE_NAME} must hold a JSON object per line. Received: {line[:40]!r} in line "
+                f"{number} of {path}. Train again with CommunicationReport(directory)."
+            ) from error
     if not any(row["kind"] == "step" for row in rows):
         raise ConfigError(
             f"A run must have recorded a step. Received: none in {path}. Choose a smaller "

@@ -18,6 +18,7 @@ from tfscale.trace.chrome import (
     merge_parts,
     part_path,
     rank_events,
+    remove_stale_parts,
     write_trace,
 )
 from tfscale.trace.clocks import ClockMap
@@ -130,6 +131,7 @@ def start_automatic(directory: str) -> None:
     folder = Path(directory).absolute()  # The program may change its directory.
     folder.mkdir(parents=True, exist_ok=True)
     part_path(folder, runtime.rank()).unlink(missing_ok=True)
+    remove_stale_parts(folder, runtime.size())
     _start(folder / FILE_NAME, is_automatic=True)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import tfscale
 from tfscale import runtime
 from tfscale.callbacks.local_models import LocalModels
+from tfscale.data.continued_epoch import steps_until
 from tfscale.errors import ConfigError
 from tfscale.fit.unsynchronised import unites_groups
 from tfscale.model_optimizers import unwrap
@@ -43,7 +44,8 @@ class GroupsProbe(tfscale.callbacks.Callback):
     def __init__(self, settings: dict[str, Any], record: tfscale.callbacks.ModelDistance) -> None:
         super().__init__()
         self._settings, self._record = settings, record
-        self._n_steps, self._rate = 0, 0.0
+        self._n_steps = self._n_before = 0
+        self._rate = 0.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Remember the rate."""
@@ -53,10 +55,15 @@ class GroupsProbe(tfscale.callbacks.Callback):
     def _present_rate(self) -> float:
         return float(np.asarray(self.model.optimizer.learning_rate))
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count from what the epochs before have made."""
+        super().on_epoch_begin(epoch, logs)
+        self._n_before = self._n_steps
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count; after the last step write the result on rank 0."""
+        """Count steps, also several of an execution; behind the last write the result."""
         super().on_train_batch_end(batch, logs)
-        self._n_steps += 1
+        self._n_steps = self._n_before + steps_until(self.model, batch)
         if self._present_rate() != self._rate:
             raise ConfigError(
                 "Distances are compared at one learning rate. Received: a rate that the script "

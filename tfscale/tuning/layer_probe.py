@@ -13,7 +13,7 @@ import numpy as np
 from tfscale import objects, runtime
 from tfscale.plan.chunks import owner_of
 from tfscale.plan.costs import share
-from tfscale.plan.layers import LayerTable
+from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import LayerTimes, Machine
 from tfscale.plan.parts import bucketed
 from tfscale.plan.simulate import simulate
@@ -172,13 +172,8 @@ def measured_machine(
         operations of its layers. What back-propagation computes before the first gradient is there
         counts as forward pass.
     """
-    # By the bytes that the plan counts, whatever dtype and compression made of them.
-    size_of: dict[str, int] = {}
-    for parameter in table.parameters:
-        owner = owner_of(parameter.name)
-        size_of[owner] = size_of.get(owner, 0) + parameter.n_bytes
-    n_bytes = sum(size_of.get(path, n) for path, n in zip(found.layers, found.n_bytes, strict=True))
-    byte_s = found.byte_s * sum(found.n_bytes) / n_bytes
+    layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
+    byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
     machine = known or Machine(
         name="measured",
         latency_s=found.message_s / (2 * (n_ranks - 1)),
@@ -188,13 +183,16 @@ def measured_machine(
         memory_bytes_per_s=_FREE,
         note=f"from the first steps of {n_ranks} ranks",
     )
-    ready = dict(zip(found.layers, found.ready_s, strict=True))
+    ready = {
+        layer_of[path].name: time_s
+        for path, time_s in zip(found.layers, found.ready_s, strict=True)
+        if path in layer_of
+    }
     work = np.array([layer.flops + layer.values + layer.n_values for layer in table.layers])
     forward = found.before_s * work / work.sum()
     backward, latest = {}, 0.0
     for layer in reversed(table.layers):
-        owner = owner_of(layer.weights[0][0]) if layer.weights else ""
-        time_s = max(ready.get(owner, latest), latest)
+        time_s = max(ready.get(layer.name, latest), latest)
         backward[layer.name] = time_s - latest
         latest = time_s
     names = [layer.name for layer in table.layers]
@@ -209,6 +207,21 @@ def measured_machine(
     times = LayerTimes(batch, forward_s, backward, rest_s, n_values=table.n_values)
     layer_times = {**machine.layer_times, table.name: times}
     return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)
+
+
+def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
+    """Return what travels per byte that the plan counts, as dtype and compression make it.
+
+    Of an embedding only the rows of a batch travel, which says nothing of the others: layers that
+    multiply send all they have. One ratio holds for them, hence the median.
+    """
+    ratios = [
+        (layer.flops > 0, n_bytes / (BYTES_PER_VALUE * layer.n_values))
+        for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+        if (layer := layer_of.get(path)) and layer.n_values
+    ]
+    whole = [ratio for is_product, ratio in ratios if is_product]
+    return float(np.median(whole or [ratio for _, ratio in ratios] or [1.0]))
 
 
 def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:

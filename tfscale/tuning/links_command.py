@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfscale.errors import ConfigError, ExchangeError
+from tfscale.forecast.command import read_numbers
 from tfscale.plan.machines import Machine
 
 _SHOWN = (
@@ -22,7 +24,7 @@ def add_links(tuners: argparse._SubParsersAction) -> None:
     """Add the parser of `tfscale tune links`."""
     links = tuners.add_parser("links", help="measure messages, sums and computing for the planner")
     links.add_argument("-np", "-n", type=int, default=2, dest="size", metavar="N")
-    links.add_argument("-H", "--hosts", default="", metavar="HOST:N,...", help="hosts and places")
+    links.add_argument("-H", "--hosts", default=None, metavar="HOST:N,...", help="hosts and places")
     _add_options(links)
     links.set_defaults(handler=_start)
 
@@ -47,8 +49,9 @@ def _start(options: argparse.Namespace) -> int:
 
     if options.size < 2:
         raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
+    _check(options)
     words = ["run", "-np", str(options.size)]
-    if options.hosts:
+    if options.hosts is not None:
         words += ["-H", options.hosts]
     words += ["--", sys.executable, "-m", "tfscale.tuning.links_command"]
     for name in ("output", "model", "model_file", "input_shape", "batch", "max_spread"):
@@ -56,6 +59,27 @@ def _start(options: argparse.Namespace) -> int:
         if value not in (None, ""):
             words += [f"--{name.replace('_', '-')}", str(value)]
     return run_cli(words)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Check what would otherwise be found wrong when all is measured; make the output's folder."""
+    if options.batch < 1:
+        raise ConfigError(f"--batch must be 1 or more. Received: --batch {options.batch}. Use 32.")
+    if options.input_shape:
+        read_numbers(options.input_shape, "--input-shape")
+    path = Path(options.output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output must name a file that can be written. Received: {path} ({error}). "
+            "Choose another folder."
+        ) from error
+    if path.is_dir():
+        raise ConfigError(
+            f"--output must name a file. Received: {path}, a folder. Example: --output "
+            f"{path / 'machine.json'}"
+        )
 
 
 def judge(machine: Machine, max_spread: float) -> list[str]:
@@ -101,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         ExchangeError: The backend records no times.
+        ConfigError: There is no such model.
     """
     parser = argparse.ArgumentParser()
     _add_options(parser)
@@ -118,11 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
         )
     _require_even(objects.allgather_object(local, name="ranks of a host"))
+    has_model = options.model or options.model_file
+    model = model_probe.wanted_model(options) if has_model else None  # wrong ones cost no minutes
     between = links.measure_links(tfscale.global_process_set)
     inside = links.measure_inside() if 1 < local < size else []
     machine = links.machine_from(between, inside, links.measure_compute())
-    if options.model or options.model_file:
-        machine = model_probe.measure_model(machine, options)
+    if model is not None:
+        machine = model_probe.measure_model(machine, options, model)
     noisy = judge(machine, options.max_spread)
     if runtime.rank() == 0:
         sys.stdout.write(describe(machine))

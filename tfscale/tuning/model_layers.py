@@ -55,8 +55,9 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
 
     Returns:
         Its layers in the order of their calls, each trainable variable in one of them; layers
-        without variables are part of the one before. Operations are those of matrix products and
-        convolutions; other layers count as memory traffic.
+        without variables are part of the one before. Operations are those of convolutions and of
+        matrix products with weights; other layers, and what attention does without weights, count
+        as memory traffic.
 
     Raises:
         ConfigError: A dimension of the inputs is not known.
@@ -123,9 +124,16 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
 
 @contextmanager
 def _record(model: keras.Model) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Note (layer, inputs, outputs) of each call of a layer that has no layers of its own."""
+    """Note (layer, inputs, outputs) of each call of a layer that has no layers of its own.
+
+    A recurrent layer counts as one: how often its cell is called while its loop is traced says
+    nothing of how many steps the loop makes.
+    """
     calls: list[tuple[Any, Any, Any]] = []
-    leaves = [x for x in model._flatten_layers(include_self=False) if not list(_inner(x))]
+    every = list(model._flatten_layers(include_self=False))
+    loops = [x for x in every if isinstance(x, keras.layers.RNN)]
+    cells = {id(cell) for loop in loops for cell in _inner(loop)}
+    leaves = [x for x in every if id(x) not in cells and (x in loops or not list(_inner(x)))]
     before = {id(layer): vars(layer).get("call") for layer in leaves}
 
     def watch(layer: Any, call: Any) -> Any:
@@ -154,9 +162,10 @@ def _inner(layer: Any) -> Iterator[Any]:
 
 
 def _layer(layer: Any, before: Any, after: Any) -> Layer:
-    outputs = [tuple(t.shape)[1:] for t in keras.tree.flatten(after) if hasattr(t, "shape")]
-    inputs = [tuple(t.shape)[1:] for t in keras.tree.flatten(before) if hasattr(t, "shape")]
+    outputs, inputs = _shapes(after), _shapes(before)
     values = sum(math.prod(shape) for shape in outputs)
+    if isinstance(layer, keras.layers.RNN) and not layer.return_sequences:
+        values *= inputs[0][0]  # each step writes as much, whoever reads it
     weights = tuple((v.path, math.prod(v.shape)) for v in layer.trainable_variables)
     is_dense = type(layer) is keras.layers.Dense and layer.kernel in layer.trainable_variables
     dense = tuple(int(n) for n in layer.kernel.shape) if is_dense else None
@@ -165,14 +174,32 @@ def _layer(layer: Any, before: Any, after: Any) -> Layer:
     return Layer(layer.path or layer.name, weights, flops, values, dense, rows)  # type: ignore[arg-type]
 
 
+def _shapes(tensors: Any) -> list[tuple[int, ...]]:
+    """Return shapes of a sample; dimensions that tracing does not tell count as 1."""
+    found = [t.shape for t in keras.tree.flatten(tensors) if hasattr(t, "shape")]
+    return [tuple(1 if n is None else n for n in tuple(shape)[1:]) for shape in found]
+
+
 def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> float:
-    """Return operations per sample: each matrix is applied at each position."""
+    """Return operations per sample: each matrix is applied at each position, also in time."""
     name = type(layer).__name__
-    n_weights = sum(math.prod(v.shape) for v in layer.weights if len(v.shape) > 1)
+    # The states that a recurrent layer may keep are matrices and no weights; its cell has none.
+    cell = getattr(layer, "cell", None)
+    owner = cell if isinstance(cell, keras.Layer) else layer
+    n_weights = sum(math.prod(v.shape) for v in owner.weights if len(v.shape) > 1)
     if isinstance(layer, keras.layers.Embedding):
         return 0.0
+    if isinstance(layer, keras.layers.EinsumDense):
+        return 2.0 * math.prod(layer.kernel.shape) * _positions(layer, inputs)
     is_first = getattr(layer, "data_format", None) == "channels_first"
     if name in _CONVOLUTIONS or name in _TRANSPOSED:
         shape = outputs if name in _CONVOLUTIONS else inputs
         return 2.0 * n_weights * math.prod(shape[1:] if is_first else shape[:-1])
     return 2.0 * n_weights * math.prod(inputs[:-1])
+
+
+def _positions(layer: keras.layers.EinsumDense, inputs: tuple[int, ...]) -> int:
+    """Return how often its kernel is applied: the inputs' dimensions that are not the kernel's."""
+    ours, _, its = layer.equation.partition("->")[0].partition(",")
+    sizes = dict(zip(its, layer.kernel.shape, strict=True))
+    return math.prod(inputs) // math.prod(n for letter, n in sizes.items() if letter in ours)

@@ -14,6 +14,7 @@ import tfscale
 from tfscale import runtime
 from tfscale.errors import ConfigError
 from tfscale.exchange.plans import per_layer
+from tfscale.forecast.command import read_numbers
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
 from tfscale.plan.times import Scenario
@@ -24,15 +25,36 @@ from tfscale.tuning.links import spread_of
 from tfscale.tuning.model_layers import find_model, inputs_of, read_layers
 
 
-def measure_model(machine: Machine, options: argparse.Namespace) -> Machine:
+def wanted_model(options: argparse.Namespace) -> keras.Model:
+    """Return the model that a command line names.
+
+    Args:
+        options: Of the command line: the model and its input shape.
+
+    Raises:
+        ConfigError: There is none, or the shape of its inputs is not known.
+    """
+    model = find_model(options.model, options.model_file)
+    inputs_of(model, _shape(options))
+    return model
+
+
+def _shape(options: argparse.Namespace) -> tuple[int, ...] | None:
+    return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
+
+
+def measure_model(
+    machine: Machine, options: argparse.Namespace, model: keras.Model | None = None
+) -> Machine:
     """Return a machine that knows how long the layers of a model take. Collective.
 
     Args:
         machine: Its links are kept.
         options: Of the command line: the model, its input shape and the batch per rank.
+        model: Of `wanted_model`; None looks for it.
     """
-    shape = tuple(map(int, options.input_shape.split(","))) if options.input_shape else None
-    model = find_model(options.model, options.model_file)
+    shape = _shape(options)
+    model = wanted_model(options) if model is None else model
     table, size = read_layers(model, shape), runtime.size()
     random = np.random.default_rng(runtime.rank())
 

@@ -11,18 +11,27 @@ import keras
 
 from tfscale import callbacks as ours
 from tfscale import runtime
+from tfscale.callbacks.adaptive_record import AdaptiveRecord
 
 logger = logging.getLogger("tfscale")
 
 _of_keras = keras.callbacks
-FILES_AND_STOPS = (
+# Those that begin a file anew would empty that of the user's last run.
+FILES_AND_STOPS: tuple[type, ...] = (
     _of_keras.BackupAndRestore,
     _of_keras.ModelCheckpoint,
+    _of_keras.CSVLogger,
+    _of_keras.TensorBoard,
+    _of_keras.RemoteMonitor,
     _of_keras.EarlyStopping,
     _of_keras.TerminateOnNaN,
     ours.BackupAndRestore,
     ours.Checkpoint,
+    ours.CommunicationReport,
+    ours.ModelDistance,
 )
+if hasattr(_of_keras, "OrbaxCheckpoint"):  # not in the lowest Keras that is supported
+    FILES_AND_STOPS += (_of_keras.OrbaxCheckpoint,)
 RATES_AND_SIZES = (
     _of_keras.LearningRateScheduler,
     _of_keras.ReduceLROnPlateau,
@@ -41,6 +50,8 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Return by name what a script gives to `fit`, without some of its callbacks.
 
+    `AdaptiveBatchSize`, where it stays, sets batches and rates and writes no record.
+
     Args:
         fit: Keras's.
         arguments: By position, the model among them.
@@ -53,6 +64,9 @@ def arguments_of(
         callbacks = callbacks.callbacks
     every = keras.tree.flatten(callbacks)
     kept = [c for c in every if not isinstance(getattr(c, "callback", c), left_out)]
+    for callback in kept:
+        if isinstance(callback, ours.AdaptiveBatchSize):
+            callback._record = AdaptiveRecord(None)
     names = sorted({type(c).__name__ for c in every if c not in kept})
     if names and (not runtime.is_initialized() or runtime.rank() == 0):
         logger.warning("A probe runs without the script's %s.", ", ".join(names))
