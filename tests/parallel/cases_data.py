@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.spawn import sizes
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
 from tfscale.errors import ConfigError
@@ -126,6 +127,37 @@ def case_validation_counts_every_sample_once():
     tested = tfscale.allgather_object(plain(model.tested))
     assert sorted(flat(flat(tested))) == list(range(samples))
     assert len(model.tested) == len(data)
+
+
+def case_metrics_of_validation_are_those_of_one_process():
+    """One rank has a step more than the others, and each metric is more than a mean of batches."""
+    size = tfscale.size()
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(10 * size + 1, 4)).astype("float32")
+    y = (x.sum(axis=1) + rng.normal(size=len(x)) > 0).astype("float32")[:, None]
+
+    def new_model(optimizer):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+        named = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy", *named])
+        return model
+
+    plain_model = new_model(keras.optimizers.SGD(0.1))
+    options = {"verbose": 0, "epochs": 2}
+    expected = plain_model.fit(
+        x[: 8 * size], y[: 8 * size], batch_size=4 * size, shuffle=False,
+        validation_data=(x, y), validation_batch_size=2 * size, **options,
+    ).history  # fmt: skip
+    model = new_model(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    train = GlobalBatches(x[: 8 * size], y[: 8 * size], batch_size=4 * size, shuffle=False)
+    validation = GlobalBatches(x, y, batch_size=2 * size, shuffle=False, drop_remainder=False)
+    start = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    history = model.fit(train, validation_data=validation, callbacks=start, **options).history
+    assert set(history) == set(expected)
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-5), key
+    assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
 
 
 def case_state_is_the_same_on_all_ranks():

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.unit.test_global_batches import as_rank, make, served
 from tfscale.data import GlobalBatches
@@ -208,14 +209,32 @@ def test_validation_counts_each_sample_once_over_the_ranks():
     assert sorted(sum(model.tested, start=())) == list(range(37))
 
 
-def test_predict_serves_this_ranks_slices():
-    class Identity(keras.Model):
-        def call(self, x):
-            return x
+class Identity(keras.Model):
+    def call(self, x):
+        return x
 
+
+def test_predict_serves_this_ranks_slices():
     x = np.arange(10, dtype="float32")[:, None]
     data = as_rank(GlobalBatches(x, x, batch_size=4, shuffle=False, drop_remainder=False), 1, 2)
     assert Identity().predict(data, verbose=0).ravel().tolist() == [2, 3, 6, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [
+        ({}, "shuffled data of which 2 samples"),
+        ({"drop_remainder": False}, "shuffled data of which 0 samples"),
+        ({"shuffle": False}, "unshuffled data of which 2 samples"),
+    ],
+)
+def test_predict_needs_each_sample_in_order(options, received):
+    x = np.arange(10, dtype="float32")[:, None]
+    with pytest.raises(ConfigError, match=f"Received: {received} .*Use shuffle=False"):
+        Identity().predict(as_rank(GlobalBatches(x, batch_size=4, **options)), verbose=0)
+    records = tf.data.Dataset.from_tensor_slices(x)
+    data = as_rank(GlobalBatches.from_dataset(records, batch_size=5, shuffle_buffer=0))
+    assert Identity().predict(data, verbose=0).ravel().tolist() == list(range(10))
 
 
 # Numbers: a real model in float64 against batches cut by hand.

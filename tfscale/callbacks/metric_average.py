@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import keras
@@ -9,9 +10,10 @@ import keras
 from tfscale import runtime
 from tfscale.callbacks.epochs import EpochCallback
 from tfscale.callbacks.metric_states import Snapshot, average_logs, scalars, take_snapshot
-from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.data.keras_pass import callbacks_of_fit, current_pass, running_passes
 
 VALIDATION = "val_"
+_RESULTS = "_get_metrics_result_or_logs"  # Keras's method
 
 
 class MetricAverageCallback(EpochCallback):
@@ -53,11 +55,13 @@ class MetricAverageCallback(EpochCallback):
         """Begin a `fit` or an `evaluate` of its own."""
         super().set_model(model)
         self._is_fitting = False
+        _give_back_results(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget the logs of an earlier `fit`."""
         super().on_train_begin(logs)
         self._epoch_logs = {}
+        _give_back_results(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forget the states of the epoch before."""
@@ -103,21 +107,34 @@ class MetricAverageCallback(EpochCallback):
             logs.update({key: self._epoch_logs.get(key, value) for key, value in logs.items()})
 
     def _replace_results(self) -> None:
-        """Let the next results of the model be those of all ranks.
+        """Let the results of the running `evaluate` be those of all ranks.
 
         Keras gives `on_test_end` a copy of what `evaluate` returns, so that changes made there
         would be lost.
         """
+        if current_pass().caller != "evaluate":
+            return
         model = self.model
-        original = type(model)._get_metrics_result_or_logs
+        original = getattr(type(model), _RESULTS)
+        own = weakref.ref(running_passes()[0])
 
         def results_of_all_ranks(logs: dict[str, Any]) -> dict[str, Any]:
-            model.__dict__.pop("_get_metrics_result_or_logs", None)
+            running = running_passes()
+            is_own = bool(running) and running[0] is own()
+            if is_own or own() not in running:  # ended or failed; else another runs inside it
+                _give_back_results(model)
+            if not is_own:  # other ranks need not be in this one
+                return original(model, logs)
             results = scalars(original(model, logs))
             average_logs(model, results, {"": take_snapshot(model)})
             return results
 
-        model.__dict__["_get_metrics_result_or_logs"] = results_of_all_ranks
+        model.__dict__[_RESULTS] = results_of_all_ranks
+
+
+def _give_back_results(model: keras.Model) -> None:
+    """Let a model make its results as Keras does, also where an `evaluate` failed midway."""
+    model.__dict__.pop(_RESULTS, None)
 
 
 def _is_in_void_epoch() -> bool:

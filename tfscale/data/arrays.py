@@ -68,8 +68,11 @@ class ArraySource:
 
 
 def _part_of(sample: Any) -> list[float] | str:
-    """Return the first values of a sample: numbers, or the text of anything else."""
-    values = np.ravel(np.asarray(sample))[:_N_COMPARED]
+    """Return some values of a sample: numbers, or the text of anything else."""
+    values = np.ravel(np.asarray(sample))
+    # Spread out: the first ones may be a border that all pictures have.
+    chosen = np.linspace(0, values.size - 1, min(values.size, _N_COMPARED)).astype(int)
+    values = values[chosen]
     is_number = values.dtype.kind in "fiub"
     return values.astype(np.float64).tolist() if is_number else repr(values.tolist())
 

@@ -135,6 +135,21 @@ class Epochs:
             slices = active_slices(slices)
         return check_slices(slices, is_training=self.is_shuffled)
 
+    def require_each_in_order(self) -> None:
+        """Raise where `predict` would give rows in another order than the data's, or not all.
+
+        Raises:
+            ConfigError: The data is shuffled, or samples are left out.
+        """
+        n_dropped = self.source.samples % self.batch_size if self.drop_remainder else 0
+        if self.is_shuffled or n_dropped:
+            order = "shuffled" if self.is_shuffled else "unshuffled"
+            raise ConfigError(
+                "predict must give a row for each sample, in the data's order. Received: "
+                f"{order} data of which {n_dropped} samples are left out. Use shuffle=False (of a "
+                "dataset shuffle_buffer=0) and drop_remainder=False."
+            )
+
     def is_ready(self) -> bool:
         """Whether the number of ranks is known yet: data may be made before `init()`."""
         from tfscale import runtime

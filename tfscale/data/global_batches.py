@@ -21,7 +21,8 @@ class GlobalBatches(keras.utils.PyDataset):
 
     n ranks together see exactly the batches that one process sees: the order of an
     epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
-    equal slices of each batch. Nothing is communicated.
+    equal slices of each batch. Nothing is communicated. `predict` returns the rows of these
+    slices, and needs shuffle=False, drop_remainder=False.
 
     ```python
     data = GlobalBatches(x, y, batch_size=256, seed=1)
@@ -93,7 +94,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
         Args:
             dataset: `tf.data.Dataset` of single records (TFRecords, file names, tensors):
-                finite, not shuffled, the same on all ranks.
+                finite, the same on all ranks, not shuffled (or once, by a fixed seed).
             batch_size: Samples of one step over all ranks; a multiple of their number.
             size: Records of an epoch; None: all, counted by reading once if need be.
             shuffle_buffer: Records among which the next one is drawn; None: all of them, up
@@ -108,7 +109,7 @@ class GlobalBatches(keras.utils.PyDataset):
             The data, to be passed to `fit`.
 
         Raises:
-            ConfigError: As for arrays; also for a dataset that never ends.
+            ConfigError: As for arrays; also for a dataset that never ends or shuffles anew.
         """
         if size is not None:
             size = check_integer("size", size, 1)
@@ -217,6 +218,8 @@ class GlobalBatches(keras.utils.PyDataset):
         """Start a pass; a training pass takes up changed settings."""
         caller = current_pass()
         caller.keep_order()
+        if caller.caller == "predict":
+            self._epochs.require_each_in_order()
         if not caller.is_training:
             if data_of_fit() is not self:  # or a training epoch may be under way
                 self._epochs.refresh()

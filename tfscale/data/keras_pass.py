@@ -99,6 +99,21 @@ def current_pass() -> KerasPass:
     return KerasPass(adapter, caller, is_inside_fit, epoch, refused)
 
 
+def running_passes() -> list[Any]:
+    """Return what serves the batches of each running `fit`, `evaluate` and `predict`.
+
+    Returns:
+        Keras's iterators of epochs, the innermost first; each belongs to one call.
+    """
+    iterators = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _TRAINERS and "epoch_iterator" in frame.f_locals:
+            iterators.append(frame.f_locals["epoch_iterator"])
+        frame = frame.f_back
+    return iterators
+
+
 def data_of_fit() -> Any:
     """Return the `x` that the innermost running `fit` was given, or None outside of one."""
     return _local_of_fit("x")

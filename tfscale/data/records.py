@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.data.dataset_steps import never_ends, seeds_of_order
 from tfscale.data.slices import BatchSlices
 from tfscale.errors import ConfigError
 
@@ -40,16 +41,17 @@ class RecordSource:
                 `seed`, see `GlobalBatches.from_dataset`.
 
         Raises:
-            ConfigError: Not a dataset, endless, or smaller than `size`.
+            ConfigError: Not a dataset, endless, in another order each time, or smaller than `size`.
         """
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(
                 f"dataset must be a tf.data.Dataset. Received: {type(dataset).__name__}. "
                 "Pass arrays to GlobalBatches(x, y, ...)."
             )
+        self._seeds = seeds_of_order(dataset)
         cardinality = int(dataset.cardinality())
         is_counted = size is None and cardinality == tf.data.UNKNOWN_CARDINALITY
-        if cardinality == tf.data.INFINITE_CARDINALITY or (is_counted and _never_ends(dataset)):
+        if cardinality == tf.data.INFINITE_CARDINALITY or (is_counted and never_ends(dataset)):
             raise ConfigError(
                 "dataset must end: one pass over it is one epoch. Received: an infinite dataset. "
                 "Remove repeat()."
@@ -79,8 +81,8 @@ class RecordSource:
         return self._samples
 
     def probe(self) -> list[Any]:
-        """Return what records look like; none is read."""
-        return [repr(self._dataset.element_spec)]
+        """Return what records look like, and what decides their order; none is read."""
+        return [repr(self._dataset.element_spec), repr(self._seeds)]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""
@@ -95,19 +97,6 @@ class RecordSource:
             decode = _with_seeds(decode, np.random.SeedSequence([seed, epoch, _DECODE_STREAM]))
             records = records.enumerate()
         return _EpochReader(_own_records(records, slices), decode, slices).read
-
-
-def _never_ends(dataset: tf.data.Dataset) -> bool:
-    """Tell whether nothing but steps like filter(), flat_map() or unbatch() follow on a repeat().
-
-    TensorFlow does not know the length of those.
-    """
-    while dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
-        inputs = dataset._inputs()
-        if len(inputs) != 1 or "Take" in type(dataset).__name__:
-            return False
-        dataset = inputs[0]
-    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
 
 
 def _with_seeds(decode: Callable, seeds: np.random.SeedSequence) -> Callable:

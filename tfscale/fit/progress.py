@@ -10,7 +10,6 @@ import keras
 from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
 from tfscale.data import probe
-from tfscale.data.keras_pass import data_of_fit
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import agreement, cycles
@@ -54,18 +53,18 @@ class Progress:
             params: Keras's: "steps" per epoch (None if unknown) and "epochs".
 
         Raises:
+            ConfigError: A rank cannot use its data; on every rank.
             ExchangeError: Steps, epochs, global batches or something else that `agreement`
                 compares differs between ranks; on every rank, with the values.
         """
         if not self._is_new or runtime.is_single():
             return False
         self._is_new, self._params = False, params
-        data = data_of_fit()
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
             "given_up": runtime.num_given_up(),
-            "data": probe.describe(data),
+            "data": probe.describe(),
             "training": agreement.describe(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
@@ -85,7 +84,7 @@ class Progress:
                     "rank order. Give every rank as many batches, for example with "
                     "tfscale.data.GlobalBatches, and the same arguments to fit."
                 )
-        probe.agree(data, [rank["data"] for rank in every])
+        probe.agree([rank["data"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
@@ -199,13 +198,14 @@ class Progress:
         return self._asks and not has_marks and self._params.get("steps") is None
 
     def end_of_data(self) -> None:
-        """Raise where data ends before the epoch does and the others cannot learn of it.
+        """Count no step without data; raise where the others cannot learn that it ends too early.
 
         Raises:
             ExchangeError: The steps per epoch were known and are not over.
         """
         steps = self._params.get("steps")
         if not self._asks or runtime.backend().has_marks or steps is None or self._n_steps > steps:
+            self._n_steps -= 1  # the one that was begun has no data
             return
         runtime.mark(MarkKind.LEFT)
         raise ExchangeError(
