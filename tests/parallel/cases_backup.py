@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 
 import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.ranks import require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale import runtime
-from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    Checkpoint,
+    RankZero,
+)
 from tfscale.errors import ConfigError
 
 BATCH = 12
@@ -133,3 +140,42 @@ def case_keras_own_backup_is_refused():
         assert "tfscale.callbacks.BackupAndRestore" in str(error)
     else:
         raise AssertionError("no error")
+
+
+class Count(keras.callbacks.Callback):
+    """Has a state of its own, which must come before training begins."""
+
+    def on_train_begin(self, logs=None):
+        self.n = getattr(self, "restored", 0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.n += 1
+
+    def backup_state(self):
+        return {"n": self.n}
+
+    def restore_state(self, state, epoch):
+        self.restored = state["n"]
+
+
+@sizes(2, 3, timeout_s=120)
+def case_a_state_inside_of_rank_zero():
+    """The callbacks of the other ranks know nothing, and are not asked."""
+    written = functools.partial(Checkpoint, asynchronous=False)
+    with shared_folder() as folder:
+        for name, restore in (("backup", BackupAndRestore), ("checkpoint", written)):
+            train([restore(folder / name), RankZero(Count()), InterruptAfter(2)], 1)
+            count = Count()
+            train([restore(folder / name), RankZero(count)], 1)
+            restored = tfscale.allgather_object((vars(count).get("restored"), vars(count).get("n")))
+            assert restored == [(2, 4), *[(None, None)] * (runtime.size() - 1)], (name, restored)
+
+
+@sizes(2, timeout_s=60)
+def case_a_state_that_comes_too_late_on_one_rank():
+    """All ranks say so; the others would wait for it."""
+    early = [Count()] if runtime.rank() == 1 else []
+    with shared_folder() as folder:
+        for name, restore in (("BackupAndRestore", BackupAndRestore), ("Checkpoint", Checkpoint)):
+            callbacks = [*early, restore(folder / name)]
+            require_error(lambda c=callbacks: train(c, 1), "ConfigError", "Received: Count", name)

@@ -1,5 +1,8 @@
 """Runs that go on from a checkpoint at the same number of ranks: bit by bit."""
 
+import errno
+import os
+
 import keras
 import numpy as np
 
@@ -133,6 +136,45 @@ def damage(found):
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
+
+
+class Break(keras.callbacks.Callback):
+    """Breaks one rank's model at the end of the last epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 2 and runtime.rank() == 1:
+            weight = self.model.trainable_variables[0]
+            weight.assign(np.full(weight.shape, np.nan))
+
+
+@sizes(2, timeout_s=60)
+def case_a_model_that_one_rank_has_broken_is_not_saved():
+    with shared_folder() as folder:
+        Run().train(folder, Break(), every_n_steps=7)
+        assert [f.step for f in list_checkpoints(folder)] == [14, 7]
+
+
+@sizes(2, timeout_s=60)
+def case_rank_0_cannot_list():
+    """The directory, or the newest checkpoint in it: no rank begins."""
+    look = os.listdir
+
+    def refuse(path="."):
+        if runtime.rank() == 0 and str(path) == str(hidden):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(path)
+
+    with shared_folder() as folder:
+        Run().train(folder, every_n_steps=7)
+        newest = list_checkpoints(folder)[0].path
+        tfscale.barrier()
+        os.listdir = refuse
+        try:
+            for hidden in (folder, newest):
+                text = f"rank 0: {hidden.name}: Input/output error"
+                require_error(lambda: Run().train(folder), "ConfigError", text)
+        finally:
+            os.listdir = look
 
 
 @sizes(2, timeout_s=60)

@@ -68,19 +68,20 @@ def interrupt():
     raise Interruption
 
 
-def fit(checkpoint, act=None, model=None, epochs=3, data=None, more=()):
-    """Train; return the model and the numbers of the steps."""
+def fit(first, act=None, model=None, epochs=3, data=None, more=()):
+    """Train, with a callback or a list of them in front; return model and numbers of the steps."""
     model = model or build()
     data = data if data is not None else GlobalBatches(*arrays(), batch_size=BATCH, seed=2)
     act = act or Act(-1, interrupt)
-    callbacks = [*([checkpoint] if checkpoint else []), BroadcastGlobalVariablesCallback(0)]
-    callbacks += [*more, act]
+    first = first if isinstance(first, list) else [first] if first else []
+    callbacks = [*first, BroadcastGlobalVariablesCallback(0), *more, act]
     try:
         model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
     except Interruption:
-        if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
-            checkpoint._writer.wait()
-            checkpoint._handler.remove()
+        for checkpoint in first:
+            if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
+                checkpoint._writer.wait()
+                checkpoint._handler.remove()
     return model, act.batches
 
 

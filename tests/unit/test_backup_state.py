@@ -1,6 +1,8 @@
 """What backups hold beside weights: files per epoch, errors that say what to do."""
 
 import contextlib
+import errno
+import os
 
 import keras
 import numpy as np
@@ -14,7 +16,7 @@ from tests.unit.test_adaptive_batch_size import (
     make_data,
     make_model,
 )
-from tfscale.callbacks import BackupAndRestore
+from tfscale.callbacks import BackupAndRestore, RankZero, backup_state
 from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.backup_state import read_state, remove_other_states, write_state
 from tfscale.errors import ConfigError
@@ -109,28 +111,69 @@ def test_backups_amid_epochs(tmp_path):
     assert all(np.isfinite(history["theta"]))
 
 
-def test_a_callback_of_ones_own_goes_on(tmp_path):
-    class Count(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.n, self.restored_at = 0, None
+class Count(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.n, self.restored_at = 0, None
 
-        def on_epoch_end(self, epoch, logs=None):
-            self.n += 1
+    def on_epoch_end(self, epoch, logs=None):
+        self.n += 1
 
-        def backup_state(self):
-            return {"n": self.n}
+    def backup_state(self):
+        return {"n": self.n}
 
-        def restore_state(self, state, epoch):
-            self.n, self.restored_at = state["n"], epoch
+    def restore_state(self, state, epoch):
+        self.n, self.restored_at = state["n"], epoch
 
+
+def given(count):
+    return count
+
+
+@pytest.mark.parametrize("wrap", [given, RankZero])
+def test_a_callback_of_ones_own_goes_on(tmp_path, wrap):
     backup = str(tmp_path / "backup")
     with contextlib.suppress(Interruption):
-        callbacks = [BackupAndRestore(backup), Count(), InterruptAt(2, 0)]
+        callbacks = [BackupAndRestore(backup), wrap(Count()), InterruptAt(2, 0)]
         make_model().fit(make_data(), epochs=4, verbose=0, callbacks=callbacks)
     count = Count()
-    make_model().fit(make_data(), epochs=4, verbose=0, callbacks=[BackupAndRestore(backup), count])
+    callbacks = [BackupAndRestore(backup), wrap(count)]
+    make_model().fit(make_data(), epochs=4, verbose=0, callbacks=callbacks)
     assert (count.n, count.restored_at) == (4, 2)
+
+
+def test_inside_of_rank_zero_other_ranks_have_no_state(monkeypatch):
+    """Their callback learned of nothing, and must not be asked."""
+    count = Count()
+    callbacks = [RankZero(count), RankZero(keras.callbacks.History()), Count()]
+    monkeypatch.setattr(backup_state, "callbacks_of_fit", lambda: callbacks)
+    inside, other = backup_state.resumable_callbacks()
+    assert [backup_state.kind_of(c) for c in (inside, other)] == ["RankZero(Count)", "Count"]
+    count.n = 3
+    assert inside.backup_state() == {"n": 3}
+    monkeypatch.setattr(backup_state.runtime, "rank", lambda: 1)
+    assert inside.backup_state() == {}
+    inside.restore_state({}, 2)
+    assert (count.n, count.restored_at) == (3, None)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_backup_that_the_system_hides_is_not_missing(tmp_path, monkeypatch, number):
+    interrupted(str(tmp_path))
+    (tmp_path / "latest.weights.h5").write_bytes(b"")  # no more than this is read of it
+    look = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).endswith("latest.weights.h5"):
+            raise OSError(number, os.strerror(number))
+        return look(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    data = make_data()
+    with pytest.raises(ConfigError, match="A backup must be readable"):
+        make_model().fit(
+            data, epochs=4, verbose=0, callbacks=[BackupAndRestore(tmp_path), adaptive(data)]
+        )
 
 
 def test_a_backup_that_is_kept_has_the_last_epoch(tmp_path):

@@ -8,8 +8,31 @@ from typing import Any
 import keras
 
 from tfscale import objects, runtime
-from tfscale.callbacks import building
+from tfscale.callbacks import building, model_state
+from tfscale.callbacks.backup_state import begun_before
+from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
+
+
+def require_order(backup: Any, has_groups: bool) -> None:
+    """Require that callbacks with a state stand behind the one that restores it. Collective.
+
+    Args:
+        backup: The callback that restores.
+        has_groups: Whether groups train apart.
+
+    Raises:
+        ConfigError: Some begin training before, on some rank; on all ranks.
+    """
+    callbacks = callbacks_of_fit()
+    before = callbacks[: callbacks.index(backup)] if backup in callbacks else []
+    every = objects.allgather_object(begun_before(before, has_groups), name="order of callbacks")
+    early: list[str] = next(filter(None, every), [])
+    if early:
+        raise ConfigError(
+            "States of callbacks are restored before these begin training. Received: "
+            f"{', '.join(early)} in front of BackupAndRestore. Put BackupAndRestore first."
+        )
 
 
 def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> list[list[int]]:
@@ -21,19 +44,26 @@ def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> li
         has_backup: Whether there is one; as rank 0 sees it.
 
     Raises:
-        ConfigError: Some rank's model is not built; on all ranks.
+        ConfigError: Some rank's model is not built, or has local layers; on all ranks.
     """
-    every = objects.allgather_object((seeds, bool(model.built), has_backup), "seeds")
-    unbuilt = [rank for rank, (_, is_built, _) in enumerate(every) if not is_built]
+    # Not `building.is_built`: Keras saves no weights of a model that is not marked as built.
+    own = (seeds, bool(model.built), has_backup, bool(model_state.local_ids(model)))
+    every = objects.allgather_object(own, "seeds")
+    unbuilt = [rank for rank, (_, is_built, _, _) in enumerate(every) if not is_built]
     if unbuilt:
         raise ConfigError(
             "A model must be built before its backup is read. Received: "
-            f"model={model.name!r}, not built on ranks {unbuilt}. Call it on one batch before fit, "
-            "or use tfscale.prepare(model, sample_batch=...)."
+            f"model={model.name!r}, not built on ranks {unbuilt}. {building.how_to_build(model)}"
+        )
+    if any(has_local for _, _, _, has_local in every) and not runtime.is_single():
+        raise ConfigError(
+            "One rank writes the backup, which would lose the local layers of the others. "
+            f"Received: model={model.name!r} with local layers or variables. Use "
+            "tfscale.callbacks.Checkpoint, to which each rank writes its own."
         )
     if every[0][2] and not runtime.is_single():
         building.build_optimizer(model)
-    return [own for own, _, _ in every]
+    return [seeds for seeds, _, _, _ in every]
 
 
 def read_together(read: Callable[[], Any], folder: str) -> Any:

@@ -15,7 +15,7 @@ from tfscale.callbacks import (
     model_state,
     save_points,
 )
-from tfscale.callbacks.backup_agreement import begin_together, read_together
+from tfscale.callbacks.backup_agreement import begin_together, read_together, require_order
 from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_numbers
 from tfscale.callbacks.checkpoint_restore import Restore
@@ -47,7 +47,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     interval with the average of the groups.
 
     Collective: all ranks must pass it to `fit`, at the same place, before other callbacks of
-    tfscale. Keras's own would write and delete the same files on every rank.
+    tfscale and those with a state of their own. Keras's own would write and delete the same files
+    on every rank.
     """
 
     model: Any
@@ -67,13 +68,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Restore a backup, if there is one. Collective.
 
         Raises:
-            ConfigError: The model is not built, or the backup cannot be read or does not fit; on
-                all ranks.
+            ConfigError: The model is not built, the backup cannot be read or does not fit, or a
+                callback with a state stands before this one; on all ranks.
             ExchangeError: Communication failed.
         """
         self.model._initial_epoch = self._groups = self._restored = self._numbers = None
         self._is_due = False
-        has_backup = runtime.rank() == 0 and Path(self._weights_path).exists()
+        require_order(self, backup_groups.has_groups(self.model))
+        has_backup = runtime.rank() == 0 and backup_files.may_exist(self._weights_path)
         # As they were made, before rank 0's are broadcast with the other variables.
         self._seeds = begin_together(self.model, self._own_seeds(), has_backup)
         place, states = read_together(lambda: self._load(logs), self.backup_dir)
@@ -174,7 +176,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         backup_files.remove_leftovers(self.backup_dir)
 
     def _load(self, logs: dict[str, Any] | None) -> tuple[Place | None, Any]:
-        if not Path(self._weights_path).exists():
+        if not backup_files.may_exist(self._weights_path):
             return None, None
         super().on_train_begin(logs)  # falls back to the weights before, with double_checkpoint
         told = backup_files.read_metadata(self._training_metadata_path)
@@ -205,7 +207,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if len(callbacks) != own["callbacks"]:
             raise ConfigError(
                 "A run goes on with the callbacks it began with. Received: "
-                f"{[type(c).__name__ for c in callbacks]}; the backup has the states of "
+                f"{[backup_state.kind_of(c) for c in callbacks]}; the backup has the states of "
                 f"{own['callbacks']}. Pass the same callbacks, or remove the backup."
             )
         self._numbers = own.get("keras_callbacks", ())

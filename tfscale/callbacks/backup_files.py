@@ -48,6 +48,17 @@ class Place:
         return f"{self.epoch}" if self.iterations is None else f"{self.epoch}-{self.iterations}"
 
 
+def may_exist(path: str) -> bool:
+    """Return whether a file is there, or the system does not say: to read it then fails."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def iterations_of(model: keras.Model) -> int:
     """Return the updates that the model's optimizer has made; weights are saved with them."""
     optimizer = getattr(model, "optimizer", None)

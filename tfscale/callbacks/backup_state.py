@@ -34,10 +34,61 @@ def resumable_callbacks() -> list[Any]:
 
     These define `backup_state() -> dict` (JSON, and arrays in an optional list "arrays"),
     `restore_state(dict, epoch)`; `restore_state` is called on every rank before `on_train_begin`.
-    Those that callbacks of tfscale contain (`companions`) count too.
+    Those that callbacks of tfscale contain (`companions`) count too; one inside of `RankZero` has
+    its state on rank 0.
     """
-    every = [item for c in callbacks_of_fit() for item in (c, *getattr(c, "companions", ()))]
-    return [c for c in every if hasattr(c, "backup_state")]
+    return _resumable_in(callbacks_of_fit())
+
+
+def begun_before(callbacks: Sequence[Any], has_groups: bool = True) -> list[str]:
+    """Return the names of callbacks that begin training without the state they had.
+
+    Args:
+        callbacks: In the list before the one that restores: their `on_train_begin` has been called.
+        has_groups: Groups train apart. Only then does what `BroadcastGlobalVariablesCallback`
+            contains have a state.
+    """
+    plain = keras.callbacks.Callback.on_train_begin
+    return [
+        kind_of(callback)
+        for callback in _resumable_in(callbacks, has_groups)
+        if getattr(type(_inner(callback)), "on_train_begin", plain) is not plain
+    ]
+
+
+def kind_of(callback: Any) -> str:
+    """Return what a callback of `resumable_callbacks` is called in messages and checkpoints."""
+    name = type(_inner(callback)).__name__
+    return f"RankZero({name})" if isinstance(callback, _OnRankZero) else name
+
+
+class _OnRankZero:
+    """The state of a callback inside of `RankZero`: on other ranks it learns of nothing."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+
+    def backup_state(self) -> State:
+        return dict(self.callback.backup_state()) if runtime.rank() == 0 else {}
+
+    def restore_state(self, state: State, epoch: int) -> None:
+        if runtime.rank() == 0:
+            self.callback.restore_state(state, epoch)
+
+
+def _resumable_in(callbacks: Sequence[Any], has_companions: bool = True) -> list[Any]:
+    from tfscale.callbacks.rank_zero import RankZero  # which imports this module
+
+    every: list[Any] = []
+    for callback in callbacks:
+        is_inside = isinstance(callback, RankZero)
+        every.append(_OnRankZero(callback.callback) if is_inside else callback)
+        every += getattr(callback, "companions", ()) if has_companions else ()
+    return [callback for callback in every if hasattr(_inner(callback), "backup_state")]
+
+
+def _inner(callback: Any) -> Any:
+    return callback.callback if isinstance(callback, _OnRankZero) else callback
 
 
 def write_state(folder: str, place: Place, states: list[State]) -> None:

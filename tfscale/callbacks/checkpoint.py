@@ -14,7 +14,6 @@ from tfscale.callbacks.checkpoint_agreement import (
     StepRounds,
     Wishes,
     agree_on_end,
-    check_order,
     name_run,
     newest_readable,
     raise_together,
@@ -25,9 +24,10 @@ from tfscale.callbacks.checkpoint_callbacks import (
     restore_callbacks,
     restore_keras_callbacks,
 )
+from tfscale.callbacks.checkpoint_order import go_first, require_order
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.callbacks.checkpoint_rhythm import Rhythm
-from tfscale.callbacks.checkpoint_state import Position, Snapshot
+from tfscale.callbacks.checkpoint_state import Position, Snapshot, is_broken
 from tfscale.checkpoints.background import BackgroundWriter
 from tfscale.checkpoints.folders import folder_name, prune
 from tfscale.checkpoints.parts import write_part
@@ -53,8 +53,8 @@ class Checkpoint(Callback):
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
     with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to go on.
 
-    Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale. A directory
-    belongs to one `fit` of a program.
+    Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale and those
+    with a state of their own. A directory belongs to one `fit` of a program.
 
     Args:
         directory: On a file system that all ranks share; made if need be.
@@ -103,8 +103,9 @@ class Checkpoint(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest checkpoint; it is restored when the epoch begins. Collective."""
+        early = go_first(self)
         super().on_train_begin(logs)
-        check_order(self)
+        require_order(early)
         self._restart()
         self.model._initial_epoch = None
         self._run = name_run()
@@ -153,7 +154,7 @@ class Checkpoint(Callback):
             self._restored = None
         self._has_begun = True
         if self._is_stopping:
-            self._leave()
+            self._save_last(self._position.n_steps > self._saved, is_end=False)
         if self._is_due:
             self._save(self._run)
 
@@ -193,7 +194,7 @@ class Checkpoint(Callback):
             self._make_due()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Save the end of training, unless an epoch was cut short. Collective."""
+        """Save the end of training, unless an epoch was cut or the model broken. Collective."""
         super().on_train_end(logs)
         reader = self._reader
         if reader is not None:  # there was no epoch to begin
@@ -227,13 +228,10 @@ class Checkpoint(Callback):
         if runtime.rank() == 0:
             prune(self.directory, self.keep)
 
-    def _leave(self) -> None:
-        self._save_last(self._position.n_steps > self._saved, is_end=False)
-
     def _save_last(self, is_new: bool, is_end: bool) -> None:
         """Save what is new on some rank; alike wherever in `fit` ranks are. Collective."""
         self._finish()
-        is_new, stops = agree_on_end(is_new, preemption.is_requested())
+        is_new, stops = agree_on_end(is_new, preemption.is_requested(), is_broken(self.model))
         self._is_stopping |= stops
         if is_new:  # under another name: some rank may have begun a checkpoint of this step
             self._save(name_run(), is_end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 import uuid
 from dataclasses import dataclass
@@ -13,12 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from tfscale import collectives, objects, reduce_ops, runtime
-from tfscale.callbacks.backup_and_restore import BackupAndRestore
-from tfscale.callbacks.base import Callback
 from tfscale.checkpoints.folders import Found, list_checkpoints, set_aside
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
-from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")
@@ -100,7 +98,7 @@ def require_shared(directory: Path, run: str) -> None:
         except OSError as failure:
             error = f"rank 0: {failure}"
     error = objects.broadcast_object(error, 0, name="directory of checkpoints")
-    if not error and not mark.exists():
+    if not error and not os.path.exists(mark):  # which raises nothing on one rank alone
         error = f"rank {runtime.rank()} does not see what rank 0 wrote there"
     errors = [text for text in objects.allgather_object(error, name="see directory") if text]
     if runtime.rank() == 0:
@@ -120,14 +118,13 @@ def newest_readable(directory: Path) -> Reader | None:
     Collective: all ranks must call this. Each file is checked by one rank.
 
     Raises:
-        ConfigError: There are some, and all are damaged, or the system does not let the newest be
-            read; on all ranks.
+        ConfigError: There are some, and all are damaged, or the system does not let the directory
+            or the newest be read; on all ranks.
     """
-    own = list_checkpoints(directory) if runtime.rank() == 0 else None
     damaged: list[tuple[Found, str]] = []
-    for listed in objects.broadcast_object(own, 0, name="checkpoints"):
+    for listed in _list_together(directory):
         found = dataclasses.replace(listed, path=directory / listed.path.name)  # as seen from here
-        if not found.is_finished:
+        if not found.is_finished and not found.unreadable:
             _warn("Checkpoint %s is passed over: %s.", found.path, found.why_unfinished())
             continue
         reader, error, unreadable = None, "", ""
@@ -138,7 +135,7 @@ def newest_readable(directory: Path) -> Reader | None:
         except UnreadableError as failure:
             unreadable = f"rank {runtime.rank()}: {failure}"
         every = objects.allgather_object((error, unreadable), name="check")
-        _require_readable(found, [text for _, text in every if text])
+        _require_readable(found.path, [text for _, text in every if text])
         errors = [text for text, _ in every if text]
         if not errors:
             _pass_over(damaged)
@@ -174,37 +171,38 @@ def raise_together(error: str, what: str) -> None:
         )
 
 
-def agree_on_end(is_new: bool, stops: bool) -> tuple[bool, bool]:
-    """Return whether some rank has steps that are not saved, and whether some was asked to stop.
+def agree_on_end(is_new: bool, stops: bool, is_broken: bool = False) -> tuple[bool, bool]:
+    """Return whether there is something to save, and whether some rank was asked to stop.
 
-    Collective: all ranks must call this.
+    There is where some rank has steps that are not saved, and no rank's model is broken: it would
+    take the place of a sound one. Collective: all ranks must call this.
     """
-    every = objects.allgather_object((is_new, stops), name="end of training")
-    return any(new for new, _ in every), any(stop for _, stop in every)
+    every = objects.allgather_object((is_new, stops, is_broken), name="end of training")
+    is_new, stops = any(new for new, _, _ in every), any(stop for _, stop, _ in every)
+    broken = [rank for rank, (_, _, is_so) in enumerate(every) if is_so]
+    if is_new and broken:
+        _warn("The last steps are not saved: weights of ranks %s are not finite.", broken)
+    return is_new and not broken, stops
 
 
-def check_order(checkpoint: Callback) -> None:
-    """Require that a callback is the first of tfscale's in the running `fit`.
-
-    Raises:
-        ConfigError: It is not, or BackupAndRestore is there too.
-    """
-    callbacks = callbacks_of_fit()
-    before = callbacks[: callbacks.index(checkpoint)] if checkpoint in callbacks else []
-    early = [type(c).__name__ for c in before if isinstance(c, Callback)]
-    backups = [type(c).__name__ for c in callbacks if isinstance(c, BackupAndRestore)]
-    if early or backups:
-        raise ConfigError(
-            "Checkpoint comes before all other callbacks of tfscale, and takes the place of "
-            f"BackupAndRestore. Received: {', '.join(early or backups)} with it. Put it first."
-        )
+def _list_together(directory: Path) -> list[Found]:
+    listed: list[Found] = []
+    error = ""
+    if runtime.rank() == 0:
+        try:
+            listed = list_checkpoints(directory)
+        except UnreadableError as failure:
+            error = f"rank 0: {failure}"
+    listed, error = objects.broadcast_object((listed, error), 0, name="checkpoints")
+    _require_readable(directory, [error] if error else [])
+    return listed
 
 
-def _require_readable(found: Found, errors: list[str]) -> None:
+def _require_readable(path: Path, errors: list[str]) -> None:
     """Go on from no older checkpoint because the newest cannot be read now: steps would be lost."""
     if errors:
         raise ConfigError(
-            f"All ranks must be able to read a checkpoint. Received: {str(found.path)!r}, "
+            f"All ranks must be able to read a checkpoint. Received: {str(path)!r}, "
             f"{errors[0]}. It may be sound, and nothing was changed: mend this, or move it away, "
             "then start again."
         )

@@ -114,7 +114,7 @@ def restore_callbacks(reader: Reader) -> None:
     """
     callbacks = backup_state.resumable_callbacks()
     written = [state["kind"] for state in reader.infos[0]["callbacks"]]
-    given = [type(callback).__name__ for callback in callbacks]
+    given = [backup_state.kind_of(callback) for callback in callbacks]
     if given != written:
         raise ConfigError(
             f"A run goes on with the callbacks it began with. Received: {given}; the checkpoint "

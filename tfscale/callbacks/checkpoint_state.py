@@ -179,10 +179,19 @@ class Snapshot:
         for j, callback in enumerate(backup_state.resumable_callbacks()):
             state = dict(callback.backup_state())
             arrays = state.pop("arrays", [])
-            self.info["callbacks"].append({"kind": type(callback).__name__, "state": state})
+            self.info["callbacks"].append({"kind": backup_state.kind_of(callback), "state": state})
             if is_leader:
                 for i, array in enumerate(arrays):
                     self.arrays[f"callback{j}/{i}"] = np.array(array)
+
+
+def is_broken(model: keras.Model) -> bool:
+    """Return whether a weight that is trained is not finite on this rank.
+
+    A loss that is not finite does not tell: such steps may have been skipped.
+    """
+    weights = model_state.distinct(model.trainable_variables)
+    return not all(np.all(np.isfinite(np.asarray(v.numpy()))) for v in weights)
 
 
 def copy_of(variable: Any) -> np.ndarray:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from tfscale.checkpoints.parts import (
     check_file,
     check_size,
     read_manifest,
+    reading,
 )
 
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{8})")
+_PART = re.compile(rf"rank-(\d{{5}}){re.escape(MANIFEST)}")
 _DAMAGED = "damaged-"
 
 
@@ -30,12 +35,14 @@ class Found:
         step: Training steps before it, from the beginning of the run.
         size: Number of ranks that wrote it; 0 if no part is readable.
         missing: Ranks whose parts are not finished.
+        unreadable: Why its folder could not be listed; empty if it was.
     """
 
     path: Path
     step: int
     size: int
     missing: tuple[int, ...]
+    unreadable: str = ""
 
     @property
     def is_finished(self) -> bool:
@@ -53,8 +60,10 @@ class Found:
 
         Raises:
             DamagedError: Something is missing, cut or changed, or parts do not belong together.
-            UnreadableError: The system does not let a file be read.
+            UnreadableError: The system does not let the folder or a file be read.
         """
+        if self.unreadable:
+            raise UnreadableError(self.unreadable)
         if not self.is_finished:
             raise DamagedError(self.why_unfinished())
         manifests = [read_manifest(self.path, rank) for rank in range(self.size)]
@@ -93,29 +102,35 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
 
     Args:
         directory: What `tfscale.callbacks.Checkpoint` was given; need not exist.
+
+    Raises:
+        UnreadableError: The system does not let it be listed.
     """
     found = []
-    for path in Path(directory).glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path.stat().st_mtime, path))
+    for name in _names_in(Path(directory)):
+        path, match = Path(directory) / name, _NAME.fullmatch(name)
+        status = _status_of(path) if match else None
+        if match and status and stat.S_ISDIR(status.st_mode):
+            found.append((int(match[1]), status.st_mtime, path))
     return [_look(path, step) for step, _, path in sorted(found, reverse=True)]
 
 
 def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest finished checkpoints, and what is unfinished and older.
 
+    What the system does not let be read or deleted stays until the next time.
+
     Args:
         directory: Where they are.
         keep: How many stay.
     """
     n_finished = 0
-    for found in list_checkpoints(directory):
-        if n_finished >= keep or (n_finished and not found.is_finished):
-            for manifest in found.path.glob(f"*{MANIFEST}"):
-                manifest.unlink(missing_ok=True)
-            shutil.rmtree(found.path, ignore_errors=True)
-        n_finished += found.is_finished
+    with contextlib.suppress(UnreadableError):  # there will be a next time
+        for found in list_checkpoints(directory):
+            is_old = n_finished >= keep or (n_finished and not found.is_finished)
+            if is_old and not found.unreadable:  # which may be sound
+                _delete(found.path)
+            n_finished += found.is_finished
 
 
 def set_aside(found: Found) -> Path:
@@ -125,8 +140,38 @@ def set_aside(found: Found) -> Path:
     return new
 
 
+def _delete(path: Path) -> None:
+    """Delete manifests first, so that what is left of a checkpoint is not taken for one."""
+    with contextlib.suppress(OSError, UnreadableError):  # there will be a next time
+        for name in _names_in(path):
+            if name.endswith(MANIFEST):
+                (path / name).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return what a folder holds; nothing if it is not there. `glob` hides all other errors, too.
+
+    Raises:
+        UnreadableError: The system does not let it be listed.
+    """
+    with contextlib.suppress(DamagedError), reading(folder):  # there is no such folder
+        return os.listdir(folder)
+    return []
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(DamagedError), reading(path):  # it is gone since it was listed
+        return path.stat()
+    return None
+
+
 def _look(path: Path, step: int) -> Found:
-    ranks = sorted(int(p.name[5:10]) for p in path.glob(f"rank-?????{MANIFEST}"))
+    try:
+        names = _names_in(path)
+    except UnreadableError as error:
+        return Found(path, step, 0, (), str(error))
+    ranks = sorted(int(match[1]) for match in map(_PART.fullmatch, names) if match)
     for rank in ranks:
         try:
             size = int(read_manifest(path, rank)["info"]["size"])

@@ -91,7 +91,7 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
         UnreadableError: The system does not let it be read.
     """
     path = folder / f"rank-{rank:05d}{MANIFEST}"
-    with _reading(path):
+    with reading(path):
         content = path.read_bytes()
     text, _, seal = content.partition(b"\n")
     if seal != hashlib.sha256(text + b"\n").hexdigest().encode() + b"\n":
@@ -109,7 +109,7 @@ def check_size(folder: Path, manifest: dict[str, Any]) -> None:
         DamagedError: They are not.
     """
     path = folder / manifest["file"]
-    with _reading(path):
+    with reading(path):
         n_bytes = path.stat().st_size
     if n_bytes != manifest["bytes"]:
         raise DamagedError(f"{path.name} has {n_bytes} bytes instead of {manifest['bytes']}")
@@ -123,7 +123,7 @@ def check_file(folder: Path, manifest: dict[str, Any]) -> None:
     """
     check_size(folder, manifest)
     path = folder / manifest["file"]
-    with _reading(path):
+    with reading(path):
         digest = _sha256(path)
     if digest != manifest["sha256"]:
         raise DamagedError(f"{path.name} does not match its checksum")
@@ -140,7 +140,7 @@ class Arrays:
         """
         self._path = folder / manifest["file"]
         self._dtypes = manifest["dtypes"]
-        with _reading(self._path):
+        with reading(self._path):
             self._file = np.load(self._path, allow_pickle=False)
         self.names = frozenset(self._file.files)
 
@@ -150,7 +150,7 @@ class Arrays:
         Raises:
             DamagedError: It is not there, or damaged.
         """
-        with _reading(self._path):
+        with reading(self._path):
             array = self._file[name]
         return array.view(_dtype(self._dtypes[name])) if name in self._dtypes else array
 
@@ -160,7 +160,13 @@ class Arrays:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Tell what is damaged from what the system does not let be read, within a block.
+
+    Raises:
+        DamagedError: What is at the path is gone, or not what was written.
+        UnreadableError: The system does not let it be read.
+    """
     try:
         yield
     except OSError as error:
