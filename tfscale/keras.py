@@ -11,10 +11,10 @@ from tfscale.build_info import (
     nccl_built,
     rocm_built,
 )
+from tfscale.callbacks.broadcast import broadcast_global_variables
 from tfscale.collectives import allreduce, broadcast
 from tfscale.exchange.compression import Compression
-from tfscale.gathers import allgather, reducescatter
-from tfscale.objects import broadcast_global_variables
+from tfscale.gathers import allgather
 from tfscale.optimizer import DistributedOptimizer
 from tfscale.partial import PartialDistributedOptimizer
 from tfscale.process_sets import (
@@ -36,6 +36,7 @@ from tfscale.runtime import (
     size,
 )
 from tfscale.saving import load_model
+from tfscale.scatters import reducescatter
 from tfscale.trace.timeline import start_timeline, stop_timeline
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which optimizers a model has."""
+"""Which optimizers a model has, and whether they can be built."""
 
 from __future__ import annotations
 
@@ -44,12 +44,26 @@ def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             yield from _items(value.values() if isinstance(value, dict) else value, seen)
 
 
+def is_built(model: keras.Model) -> bool:
+    """Return whether all weights of a model exist.
+
+    A model without a `call`, as of a GAN with a `train_step` alone, is never called, so Keras never
+    counts it as built: its layers tell.
+    """
+    return all(layer.built or not has_call(layer) for layer in model._flatten_layers())
+
+
+def has_call(layer: Any) -> bool:
+    """Return whether a layer or model can be called."""
+    return getattr(type(layer), "call", None) is not keras.Model.call
+
+
 def trains_all(model: keras.Model) -> bool:
     """Return whether the one optimizer of a model can be built on all its variables.
 
     Of several optimizers each is built on its own, in the first step.
     """
-    return len(optimizers_of(model)) == 1 and all(layer.built for layer in model._flatten_layers())
+    return len(optimizers_of(model)) == 1 and is_built(model)
 
 
 def sharded_states(model: keras.Model) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.collectives import broadcast, require_member
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.errors import ExchangeError
 from tfscale.gathers import allgather
 from tfscale.process_sets import ProcessSet, global_process_set
 
@@ -103,6 +103,7 @@ def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
 ) -> None:
     """Give variables the values they have on one rank.
 
@@ -112,11 +113,13 @@ def broadcast_variables(
         variables: `keras.Variable` or `tf.Variable` objects.
         root_rank: Whose values.
         process_set: Who takes part.
+        inplace: Ignored; kept for scripts written for Horovod.
 
     Raises:
         ConfigError: root_rank is not in the process set.
         ExchangeError: Variables differ between ranks; the text names the first.
     """
+    del inplace
     require_member(root_rank, process_set.group())
     if process_set.size() == 1:
         return
@@ -126,30 +129,3 @@ def broadcast_variables(
         if value.dtype == tf.string:
             continue
         variable.assign(broadcast(value, root_rank, process_set=process_set, name=name))
-
-
-def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
-    """Give all variables of a model, and of its optimizer, the values of one rank.
-
-    Collective: all ranks must call this.
-
-    Args:
-        root_rank: Whose values.
-        model: A built Keras model. TensorFlow 2 has no global collection of variables, so it must
-            be given, or `BroadcastGlobalVariablesCallback` be used.
-
-    Raises:
-        ConfigError: No model is given.
-    """
-    if model is None:
-        raise ConfigError(
-            "TensorFlow 2 has no global variables. Received: model=None. Pass model=..., or give "
-            "fit a BroadcastGlobalVariablesCallback(0)."
-        )
-    optimizer = getattr(model, "optimizer", None)
-    slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
-    parts = {id(part) for part in getattr(optimizer, "parts", ())}
-    slots = [slot for slot in slots if id(slot) not in parts]
-    broadcast_variables([*model.variables, *slots], root_rank)
-    if optimizer is not None and parts:
-        optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)

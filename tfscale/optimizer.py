@@ -25,6 +25,7 @@ from tfscale.update.accumulation import Accumulator, refuse_accumulating, refuse
 from tfscale.update.loss_scale import refuse_outer, update_rule
 from tfscale.update.nonfinite import NonFinite, Policy
 from tfscale.update.rebuilding import unbuilt
+from tfscale.update.rules import refuse_bypassed
 
 
 class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
@@ -72,7 +73,7 @@ class DistributedOptimizer(CompleteState, Sharing, OptimizerProxy):
             op: Average or Sum.
             backward_passes_per_step: Batches whose gradients are added up locally before they are
                 exchanged and applied. `iterations` advances with every batch. Where one rank
-                stops amid a cycle, all go back to its beginning.
+                stops amid a cycle, or its update is skipped, all go back to its beginning.
             average_aggregated_gradients: Divide that sum by the number of batches.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that travel together.
@@ -242,6 +243,7 @@ def _check(optimizer: Any, passes: int) -> None:
             f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}. "
             "Build one, for example keras.optimizers.SGD(0.1)."
         )
+    refuse_bypassed(optimizer)
     if int(passes) != passes or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be 1 or more. Received: {passes}.")
     if passes > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfscale.errors import ConfigError
 from tfscale.gathers import allgather
 from tfscale.process_sets import ProcessSet, global_process_set
 
@@ -20,15 +21,29 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     uneven batches are exact.
     """
 
-    def __init__(self, process_set: ProcessSet = global_process_set, **options: Any) -> None:
+    def __init__(
+        self,
+        process_set: ProcessSet = global_process_set,
+        fused: bool | None = False,
+        **options: Any,
+    ) -> None:
         """Create the layer.
 
         Args:
             process_set: Whose samples count; not saved with the model. By default that of the
                 model's DistributedOptimizer: all ranks, its `process_set`, or with
                 `tfscale.LocalSGD` the ranks of a group.
+            fused: Must be False; kept for scripts written for Horovod.
             **options: As for keras.layers.BatchNormalization.
+
+        Raises:
+            ConfigError: `fused` is something else.
         """
+        if fused is not False:
+            raise ConfigError(
+                "Statistics of several ranks need the plain kernels of Keras. Received: "
+                f"fused={fused}. Leave it out."
+            )
         super().__init__(**options)
         self._process_set = self._own_set = process_set
 

@@ -78,6 +78,10 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         """Leave the gradient of a variable to each rank alone."""
         self._self_reducer.register_local_var(variable)
 
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a variable to each rank alone, by Horovod's name for it."""
+        self.register_local_var(source)
+
     def gradient(
         self,
         target: Any,
@@ -104,3 +108,30 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         raw = [v.value if isinstance(v, keras.Variable) else v for v in flat]
         gradients = self.__wrapped__.gradient(target, raw, output_gradients, unconnected_gradients)
         return tf.nest.pack_sequence_as(sources, self._self_reducer.reduce(gradients, flat))
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return gradients by who shares them, as Horovod does.
+
+        Args:
+            target: What is differentiated.
+            sources: A list of variables.
+            output_gradients: As in TensorFlow.
+            use_generic_names: Ignored.
+
+        Returns:
+            Pairs of source and gradient: those of local sources, and the others, in order.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        del use_generic_names
+        gradients = self.gradient(target, sources, output_gradients)
+        pairs = list(zip(sources, gradients, strict=True))
+        is_local = self._self_reducer.is_local
+        return [p for p in pairs if is_local(p[0])], [p for p in pairs if not is_local(p[0])]

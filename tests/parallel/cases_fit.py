@@ -1,8 +1,5 @@
 """What happens around the steps of `fit`: overlap, delays, stopping, and data that runs out."""
 
-import random
-import time
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -62,65 +59,9 @@ def case_buckets_travel_during_back_propagation():
         last_ready = max(e.posted_ns for e in events)
         n_started.append(sum(e.started_ns < last_ready for e in events))
         n_ended.append(sum(e.ended_ns < last_ready for e in events))
-    assert max(n_started) >= 4, (n_started, n_ended)
+    # On a machine that has other things to do, not in every step.
+    assert sum(n >= 4 for n in n_started) >= 3, (n_started, n_ended)
     assert max(n_ended) >= 1, (n_started, n_ended)
-
-
-class TwoOptimizers(keras.Model):
-    """Two players, a synchronised normalisation, and a collective of the user's own."""
-
-    def __init__(self, delays: random.Random):
-        super().__init__()
-        self.first = keras.layers.Dense(8)
-        self.norm = tfscale.SyncBatchNormalization()
-        self.second = keras.layers.Dense(1)
-        self.other = hvd.DistributedOptimizer(
-            keras.optimizers.Adam(1e-3), exchange=tfscale.Allreduce(bucket_mb=0)
-        )
-        self.delays = delays
-
-    def call(self, inputs, training=False):
-        return self.second(self.norm(self.first(inputs), training=training))
-
-    def late(self, tensor):
-        def wait(value):
-            time.sleep(self.delays.random() * 0.004)
-            return value
-
-        result = tf.numpy_function(wait, [tensor], tensor.dtype)
-        return tf.ensure_shape(result, tensor.shape)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        mean_loss = tfscale.allreduce(self.late(loss), name="loss")
-        for optimizer, layer in ((self.optimizer, self.second), (self.other, self.first)):
-            variables = layer.trainable_variables
-            gradients = tape.gradient(loss, [v.value for v in variables])
-            optimizer.apply([self.late(g) for g in gradients], variables)
-        return {"loss": mean_loss}
-
-
-@sizes(2, 3, 4, timeout_s=150)
-def case_two_optimizers_and_delays():
-    """200 steps; ranks are late at random places, never in the same order."""
-    keras.utils.set_random_seed(5)
-    model = TwoOptimizers(random.Random(runtime.rank()))
-    x = samples(800 * runtime.size())[0].astype("float32")
-    y = x.sum(axis=1, keepdims=True)
-    before = float(np.mean((model(x) - y) ** 2))
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1e-2), exchange=tfscale.Allreduce(bucket_mb=0)
-    )
-    model.compile(optimizer=optimizer)
-    data = tfscale.data.GlobalBatches(x, y, batch_size=8 * runtime.size(), seed=1)
-    history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks())
-    assert int(model.optimizer.iterations) == 200
-    assert int(model.other.iterations) == 200
-    assert_equal_on_all_ranks([*weights(model), *[v.numpy() for v in model.other.variables]])
-    assert_equal_on_all_ranks(history.history["loss"])
-    assert float(np.mean((model(x) - y) ** 2)) < 0.8 * before
 
 
 class StopAt(keras.callbacks.Callback):
@@ -175,7 +116,7 @@ def case_one_rank_stops_while_running_eagerly():
 
 @sizes(2, 3)
 def case_terminate_on_nan():
-    """The loss of one rank is NaN: its gradients reach all, and all stop at the same step."""
+    """The loss of one rank is NaN in its third batch: all stop behind the same step."""
     model = small_model()
     x, y = samples(20)
     if runtime.rank() == 0:
@@ -192,7 +133,9 @@ def case_terminate_on_nan():
             hvd.callbacks.BroadcastGlobalVariablesCallback(0, consistency_check=False),
         ],
     )
-    assert_equal_on_all_ranks(int(model.optimizer.iterations))
+    steps = int(model.optimizer.iterations)
+    assert_equal_on_all_ranks(steps)
+    assert 3 <= steps <= 5, steps  # of ten
 
 
 @sizes(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import pytest
 import tensorflow as tf
@@ -66,6 +68,26 @@ def test_what_cannot_be_wrapped(arguments, text):
     assert text in str(error.value)
 
 
+class Bypassed(SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients((2 * g, v) for g, v in grads_and_vars)
+
+
+class Doubled(SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([2 * g for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LSO])
+def test_reduced_gradients_go_to_apply(wrap):
+    text = "Received: Bypassed, which overrides `apply_gradients`. Override `apply` instead."
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        DistributedOptimizer(wrap(Bypassed(0.5)))
+    weight = keras.Variable([1.0])
+    DistributedOptimizer(Doubled(0.5)).apply([tf.constant([1.0])], [weight])
+    assert float(weight.numpy()[0]) == 0.0
+
+
 def test_wrapped_once_only():
     optimizer = DistributedOptimizer(SGD())
     for twice in (optimizer, LSO(DistributedOptimizer(SGD()))):
@@ -100,3 +122,16 @@ def test_bucket_size():
     for wrong in (-1, "all", None):
         with pytest.raises(ConfigError, match="bucket_mb must be 'auto' or a number of MiB"):
             tfscale.Allreduce(bucket_mb=wrong)
+
+
+def test_arguments_that_change_nothing(tmp_path):
+    weight = keras.Variable([1.0])
+    tfscale.broadcast_variables([weight], root_rank=0, inplace=True)
+    model = keras.Sequential([keras.Input((2,)), tfscale.SyncBatchNormalization(fused=False)])
+    model.save(tmp_path / "plain.keras")  # not compiled
+    for options in ({}, {"legacy_opts": True}):
+        loaded = tfscale.load_model(tmp_path / "plain.keras", **options)
+        assert loaded.count_params() == model.count_params() and not loaded.compiled
+    for fused in (True, None):
+        with pytest.raises(ConfigError, match="the plain kernels of Keras"):
+            tfscale.SyncBatchNormalization(fused=fused)

@@ -51,6 +51,35 @@ def test_moving_averages_begin_with_the_first_update_of_a_cycle(is_traced, wrap,
         np.testing.assert_allclose(own, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("way", ["scaled", "skipped"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_cycle_whose_update_is_skipped_leaves_no_trace(is_traced, way, when):
+    """Averages begin with the first update, and weights become them at every second one."""
+    plain = SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+    inner = SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=6)
+    wrapped, policy = (LSO(inner), "ignore") if way == "scaled" else (inner, "skip")
+    ours = DistributedOptimizer(wrapped, backward_passes_per_step=3, nonfinite=policy)
+    one, other = weight(), weight()
+    ours.build([other])
+
+    def apply(gradient):
+        ours.apply([ours.scale_loss(gradient)], [other])
+
+    step = tf.function(apply) if is_traced else apply
+    for i, gradient in enumerate(np.arange(1.0, 6.0)[:, None] * np.array([1.0, -2.0])):
+        if i == when:
+            for spoiled in (1.0, np.inf, 1.0):
+                step(tf.constant(spoiled * gradient))
+            assert int(ours.iterations.numpy()) == 3 * when
+        plain.apply([tf.constant(3 * gradient)], [one])
+        for _ in range(3):
+            step(tf.constant(gradient))
+        np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-12)
+        own, expected = (o._model_variables_moving_average[0].numpy() for o in (inner, plain))
+        np.testing.assert_allclose(own, expected, rtol=1e-12)
+
+
 def test_gradients_are_added_up_in_one_place():
     with pytest.raises(ConfigError, match="Received: both, the latter 4. Multiply"):
         DistributedOptimizer(LSO(SGD(gradient_accumulation_steps=4)), backward_passes_per_step=2)

@@ -59,6 +59,7 @@ MORE_NAMES = [
     "allgather_object",
     "join",
     "DistributedGradientTape",
+    "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "Min",
     "Max",
@@ -159,11 +160,12 @@ def test_arguments_of_other_calls():
     assert list(parameters(hvd.init))[:2] == ["comm", "process_sets"]
     assert list(parameters(hvd.broadcast))[:2] == ["tensor", "root_rank"]
     assert list(parameters(tfscale.alltoall))[:2] == ["tensor", "splits"]
-    assert list(parameters(hvd.load_model))[:4] == [
+    assert list(parameters(hvd.load_model))[:5] == [
         "filepath",
         "custom_optimizers",
         "custom_objects",
         "compression",
+        "legacy_opts",
     ]
     broadcast = parameters(hvd.callbacks.BroadcastGlobalVariablesCallback.__init__)
     assert list(broadcast)[1:4] == ["root_rank", "device", "local_variables"]
@@ -186,6 +188,27 @@ def test_arguments_of_other_calls():
         "verbose",
     ]
     assert warmup["warmup_epochs"] == 5 and warmup["verbose"] == 0
+
+
+def test_arguments_of_the_tape_and_others():
+    assert list(parameters(tfscale.broadcast_variables)) == [
+        "variables",
+        "root_rank",
+        "process_set",
+        "inplace",
+    ]
+    assert parameters(tfscale.SyncBatchNormalization.__init__)["fused"] is False
+    tape = tfscale.DistributedGradientTape
+    assert list(parameters(tape.register_local_source)) == ["self", "source"]
+    assert list(parameters(tape.get_local_and_global_gradients)) == [
+        "self",
+        "target",
+        "sources",
+        "output_gradients",
+        "use_generic_names",
+    ]
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback
+    assert list(parameters(callback.register_local_var)) == ["self", "var"]
 
 
 def test_build_information(monkeypatch):

@@ -150,6 +150,29 @@ def test_no_path_of_a_machine():
     assert not wrong
 
 
+COLLECTIVES = {
+    "collectives": ["allreduce", "barrier", "broadcast", "grouped_allreduce"],
+    "gathers": ["allgather", "alltoall", "grouped_allgather"],
+    "objects": ["allgather_object", "broadcast_object", "broadcast_variables"],
+    "scatters": ["grouped_reducescatter", "reducescatter"],
+}
+
+
+def test_collectives_say_that_all_ranks_must_call_them():
+    wrong = []
+    for module, names in COLLECTIVES.items():
+        public = {
+            node.name: ast.get_docstring(node) or ""
+            for node in parse(ROOT / "tfscale" / f"{module}.py").body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        }
+        assert set(names) <= set(public), module
+        for name in names:
+            texts = ("Collective: all ranks", "Args:", "Raises:", "ExchangeError:")
+            wrong += [f"{module}.{name}: {text}" for text in texts if text not in public[name]]
+    assert not wrong
+
+
 def test_settings_are_a_frozen_list():
     """A new setting is a decision: it is listed here, documented in Settings and in docs/."""
     tree = parse(ROOT / "tfscale" / "config.py")

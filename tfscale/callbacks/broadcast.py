@@ -25,8 +25,9 @@ class BroadcastGlobalVariablesCallback(Callback):
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
         device: Ignored; kept for scripts written for Horovod.
-        local_variables: Model variables that stay different on every rank. They, and the
-            optimizer slots that belong to them, are neither copied nor checked.
+        local_variables: Model variables that stay different on every rank, or one. They, and the
+            optimizer slots that belong to them, are neither copied nor checked, like those of
+            local layers (`PartialDistributedOptimizer`) and of `register_local_var`.
         consistency_check: Whether to run `ConsistencyCheck` as well.
         non_trainable: What happens to moving statistics before validation and saving; see
             `NonTrainableState`.
@@ -40,7 +41,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self,
         root_rank: int,
         device: str = "",
-        local_variables: Iterable[keras.Variable] | None = None,
+        local_variables: keras.Variable | Iterable[keras.Variable] | None = None,
         *,
         consistency_check: bool = True,
         non_trainable: str = "average",
@@ -48,11 +49,19 @@ class BroadcastGlobalVariablesCallback(Callback):
         super().__init__()
         del device
         self.root_rank = root_rank
+        if isinstance(local_variables, keras.Variable):
+            local_variables = [local_variables]
         self.local_variables = list(local_variables or ())
         state = NonTrainableState(non_trainable, root_rank, self.local_variables)
         self.companions: list[Callback] = [LocalModels(), state]
         if consistency_check:
             self.companions.append(ConsistencyCheck(local_variables=self.local_variables))
+
+    def register_local_var(self, var: keras.Variable) -> None:
+        """Let a variable stay different on every rank, as one of `local_variables`."""
+        for each in (self, *self.companions):
+            if hasattr(each, "local_variables"):
+                each.local_variables.append(var)
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Hand the parameters of `fit` to the callbacks inside."""
@@ -114,16 +123,43 @@ class BroadcastGlobalVariablesCallback(Callback):
             callback.on_train_end(logs)
 
     def _broadcast(self) -> None:
-        local = {id(variable) for variable in self.local_variables}
-        local |= model_state.slot_ids(self.model, self.local_variables)
-        state = self.model.weights + model_state.optimizer_variables(self.model)
-        state = [variable for variable in model_state.distinct(state) if id(variable) not in local]
-        _require_equal_shapes(state)
-        objects.broadcast_variables(state, self.root_rank)
-        model_state.broadcast_loaded(self.model, self.root_rank)
+        _broadcast(self.model, self.root_rank, self.local_variables)
         average = getattr(self.model.optimizer, "group_average", None)
         if average is not None:
             average.start_from_here()
+
+
+def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
+    """Give all variables of a model, and of its optimizer, the values of one rank.
+
+    Local layers and variables, and states of random numbers (dropout), stay each rank's own.
+
+    Collective: all ranks must call this.
+
+    Args:
+        root_rank: Whose values.
+        model: A built Keras model. TensorFlow 2 has no global collection of variables, so it must
+            be given, or `BroadcastGlobalVariablesCallback` be used.
+
+    Raises:
+        ConfigError: No model is given, or root_rank is not a rank.
+        ExchangeError: The ranks hold different models.
+    """
+    if model is None:
+        raise ConfigError(
+            "TensorFlow 2 has no global variables. Received: model=None. Pass model=..., or give "
+            "fit a BroadcastGlobalVariablesCallback(0)."
+        )
+    _broadcast(model, root_rank)
+
+
+def _broadcast(
+    model: keras.Model, root_rank: int, local_variables: Iterable[keras.Variable] = ()
+) -> None:
+    state = model_state.common_variables(model, local_variables)
+    _require_equal_shapes(state)
+    objects.broadcast_variables(state, root_rank)
+    model_state.broadcast_loaded(model, root_rank)
 
 
 def _require_equal_shapes(variables: list[keras.Variable]) -> None:

@@ -10,13 +10,8 @@ import keras
 from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.errors import ConfigError
 from tfscale.fit.preparation import share_statistics
-from tfscale.model_optimizers import optimizers_of
+from tfscale.model_optimizers import has_call, is_built, optimizers_of
 from tfscale.optimizer import is_distributed
-
-
-def is_built(model: keras.Model) -> bool:
-    """Tell whether all weights of the model exist."""
-    return all(layer.built for layer in model._flatten_layers())
 
 
 def require_built(model: keras.Model) -> None:
@@ -28,9 +23,16 @@ def require_built(model: keras.Model) -> None:
     if not is_built(model):
         raise ConfigError(
             "A model must be built where nothing is left to train. Received: "
-            f"model={model.name!r} and a checkpoint of the end of training. Call the model on one "
-            "batch before fit, or use tfscale.prepare(model, sample_batch=...)."
+            f"model={model.name!r} and a checkpoint of the end of training. {how_to_build(model)}"
         )
+
+
+def how_to_build(model: keras.Model) -> str:
+    """Return the advice of an error that says that a model is not built."""
+    if not has_call(model):
+        return "It has no call(): build its layers, and set model.built = True, before fit."
+    way = "Call the model on one batch before fit"
+    return f"{way}, or use tfscale.prepare(model, sample_batch=...)."
 
 
 def when_built(model: keras.Model, action: Callable[[], None]) -> None:
@@ -89,8 +91,7 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
         raise ConfigError(
             "The model must be built before its first update, and its shapes cannot be told from "
             f"the data. Received: model={model.name!r} and "
-            f"{type(error).__name__}: {error}. Call the model on one batch before fit(), or use "
-            "tfscale.prepare(model, sample_batch=...)."
+            f"{type(error).__name__}: {error}. {how_to_build(model)}"
         ) from error
 
 

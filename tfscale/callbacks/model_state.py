@@ -25,7 +25,7 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = None) -> set[int]:
-    """Collect the ids of variables that belong to one rank only.
+    """Collect the ids of trained variables that belong to one rank only.
 
     Args:
         model: The model whose optimizers may have had variables registered as local.
@@ -34,12 +34,32 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = N
     Returns:
         `id` of each local variable and of the optimizer slots that belong to it.
     """
-    local = list(variables or ())
-    for optimizer in optimizers_of(model):
-        is_local = getattr(optimizer, "is_local_var", None)
-        if is_local is not None:
-            local.extend(variable for variable in model.trainable_variables if is_local(variable))
+    # Those that are frozen now stay local; a model's `trainable_variables` leave them out.
+    kept = [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+    local = [*(variables or ()), *_registered(model, kept)]
     return slot_ids(model, local) | {id(variable) for variable in local}
+
+
+def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    known = [getattr(optimizer, "is_local_var", None) for optimizer in optimizers_of(model)]
+    tests = [is_local for is_local in known if is_local is not None]
+    return [v for v in variables if any(is_local(v) for is_local in tests)] if tests else []
+
+
+def common_variables(
+    model: keras.Model, variables: Iterable[keras.Variable] | None = None
+) -> list[keras.Variable]:
+    """Return weights and optimizer state without those of local layers and variables.
+
+    States of seed generators are no weights: each rank draws numbers of its own.
+
+    Args:
+        model: A built model.
+        variables: Local variables given by the user, besides those registered with optimizers.
+    """
+    local = local_ids(model, variables) | {id(v) for v in _registered(model, model.weights)}
+    state = distinct([*model.weights, *optimizer_variables(model)])
+    return [variable for variable in state if id(variable) not in local]
 
 
 def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int]:

@@ -27,7 +27,7 @@ class NonTrainableState(BeforeValidation):
 
     Every rank's BatchNormalization sees the batches of that rank only, so the moving statistics
     differ. They are united before `fit` validates, see `BeforeValidation`. Integers, states of seed
-    generators and local variables are left alone. One message per epoch.
+    generators, local layers and variables are left alone. One message per epoch.
 
     Collective: all ranks must pass it to `fit`, at the same place. The callback
     `BroadcastGlobalVariablesCallback` contains one.
@@ -81,9 +81,9 @@ class NonTrainableState(BeforeValidation):
         if self.mode == "local" or runtime.size() == 1:
             return
         members = model_state.process_set_of(self.model)
-        local = model_state.local_ids(self.model, self.local_variables)
-        state = model_state.non_trainable_state(self.model)
-        state = [variable for variable in state if id(variable) not in local]
+        common = model_state.common_variables(self.model, self.local_variables)
+        ids = {id(variable) for variable in common}
+        state = [v for v in model_state.non_trainable_state(self.model) if id(v) in ids]
         if not state or not members.included():
             return
         if self.mode == "root":

@@ -26,8 +26,8 @@ def ask(own: Answer, step: int) -> set[Answer]:
         The answers of all ranks. "run" comes with "stop" (then nobody runs), never with "end".
 
     Raises:
-        ExchangeError: Some ranks begin a step and others have no data for it, or a rank calls
-            another collective; on every rank.
+        ExchangeError: Some ranks begin a step and others have no data for it, all have ended
+            their epoch after unequal steps, or a rank calls another collective; on every rank.
     """
     headers = exchange_headers(Header(_KIND, [own, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):
@@ -38,11 +38,14 @@ def ask(own: Answer, step: int) -> set[Answer]:
                 f"{step}. Give fit the same callbacks on all ranks."
             )
     answers: set[Answer] = {header.options[0] for header in headers}
-    if {"run", "end"} <= answers:
-        rank = next(r for r, header in enumerate(headers) if header.options[0] == "end")
+    ended = {r: h.options[1] for r, h in enumerate(headers) if h.options[0] == "end"}
+    # Where steps may exchange nothing, ranks learn of unequal epochs when all have ended theirs.
+    is_uneven = answers == {"end"} and len(set(ended.values())) > 1
+    if is_uneven or {"run", "end"} <= answers:
+        rank = min(ended, key=lambda r: ended[r])
         raise ExchangeError(
             f"All ranks must have as many batches. Received: rank {rank} ended its epoch after "
-            f"step {headers[rank].options[1]}, and others have more. Give every rank as many "
-            "batches, for example with tfscale.data.GlobalBatches."
+            f"step {ended[rank]}, and others have more. Give every rank as many batches, for "
+            "example with tfscale.data.GlobalBatches."
         )
     return answers

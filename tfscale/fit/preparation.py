@@ -37,12 +37,17 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         The same model.
 
     Raises:
-        ConfigError: XLA was asked for.
+        ConfigError: XLA was asked for, or, on several ranks, the model is not compiled.
     """
     if sample_batch is not None and not model.built:
         model(sample_batch)
     if runtime.is_single():
         return model
+    if not hasattr(model, "optimizer"):
+        raise ConfigError(
+            "A model must be compiled before it is prepared. Received: "
+            f"model={model.name!r} without an optimizer. Call model.compile first."
+        )
     has_changed = _switch_off_xla(model)
     has_changed = _repair_loss_scale(model) or has_changed
     if type(model.optimizer) is DistributedOptimizer:

@@ -144,7 +144,7 @@ class Accumulator:
             gradients: One per variable; None stays None.
             variables: What they belong to.
             rule: The Keras optimizer that updates, whose `iterations` the other batches of a cycle
-                advance here.
+                advance here, unless the last one's update is skipped.
             on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
                 it advances `iterations` once they have arrived.
         """
@@ -157,10 +157,13 @@ class Accumulator:
 
         def full() -> None:
             factor = 1.0 / self.passes if self._is_mean else 1.0
+            before = tf.convert_to_tensor(iterations)
             with _averages_begin_with_a_cycle(rule, self.passes):
                 on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
+            # A cycle whose update was skipped leaves no trace, or averages would begin too late.
+            iterations.assign_sub((self.passes - 1) * tf.cast(iterations == before, before.dtype))
             # A batch whose exchange was given up, because another rank stopped, does not count.
             with tf.control_dependencies([tf.convert_to_tensor(iterations)]):
                 count.assign_add(1)

@@ -66,6 +66,24 @@ def why_not_later(optimizer: Any) -> str:
     return ""
 
 
+def refuse_bypassed(optimizer: Any) -> None:
+    """Refuse an optimizer whose own way to apply gradients would not be taken.
+
+    Args:
+        optimizer: A Keras optimizer.
+
+    Raises:
+        ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`.
+    """
+    for each in (optimizer, update_rule(optimizer)):
+        if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+            raise ConfigError(
+                "Reduced gradients are given to an optimizer's `apply`, as Keras 3 does. Received: "
+                f"{type(each).__name__}, which overrides `apply_gradients`. Override `apply` "
+                "instead."
+            )
+
+
 def require_keras(variables: Sequence[Any]) -> None:
     """Require variables whose readers can be made to wait.
 

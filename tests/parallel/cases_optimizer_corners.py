@@ -1,0 +1,248 @@
+"""Corners of the optimizer: local layers, groups of nothing, uneven epochs, Horovod's names."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import (
+    in_both_modes,
+    require_equal_ranks,
+    require_error,
+    shared_folder,
+    values_of,
+)
+from tests.helpers.spawn import sizes
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback
+
+SGD = keras.optimizers.SGD
+
+
+def own_rows(n=8, width=2):
+    return np.random.default_rng(tfscale.rank()).normal(size=(n, width)).astype("float32")
+
+
+def differ(variables):
+    """Return for each variable whether the first rank and the last have other values."""
+    every = tfscale.allgather_object(values_of(variables))
+    return [not np.array_equal(a, b) for a, b in zip(every[0], every[-1], strict=True)]
+
+
+def local_model(local, **options):
+    """Return a model with a layer that all ranks share, and some that each has for itself."""
+    keras.utils.set_random_seed(tfscale.rank())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="common"), *local])
+    rule = keras.optimizers.Adam(0.1)
+    optimizer = tfscale.PartialDistributedOptimizer(rule, local_layers=list(local), **options)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fit(model, callbacks=(), epochs=1):
+    start = BroadcastGlobalVariablesCallback(0)
+    x = own_rows()
+    y = x @ np.ones((2, 1), "float32")
+    callbacks = [*callbacks, start]
+    model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_local_layers_stay_local_when_training_begins():
+    """In the first `fit`, in others, and frozen; with their slots."""
+    head = keras.layers.Dense(1, name="head")
+    model = local_model([head])
+    begun = head.kernel.numpy()
+    model.optimizer.learning_rate = 0.0
+    fit(model)
+    np.testing.assert_array_equal(head.kernel.numpy(), begun)
+    require_equal_ranks(model.get_layer("common").weights)
+    model.optimizer.learning_rate = 0.1
+    fit(model)
+    slots = model.optimizer._momentums[-2:]
+    before = values_of([*head.weights, *slots])
+    assert all(differ([head.kernel, *slots]))
+    model.optimizer.learning_rate = 0.0
+    fit(model)
+    for own, expected in zip(values_of(head.weights), before[:2], strict=True):
+        np.testing.assert_array_equal(own, expected)
+    head.trainable = False
+    model.compile(model.optimizer, "mse")
+    fit(model)
+    np.testing.assert_array_equal(head.kernel.numpy(), before[0])
+    tfscale.broadcast_global_variables(0, model)
+    np.testing.assert_array_equal(head.kernel.numpy(), before[0])
+    assert all(differ(slots)) and not any(differ(model.get_layer("common").weights))
+
+
+@sizes(2, timeout_s=60)
+def case_slots_of_local_layers_stay_local():
+    model = local_model([keras.layers.Dense(1, name="head")])
+    fit(model)
+    before = values_of(model.optimizer._momentums[-2:])
+    tfscale.broadcast_global_variables(0, model)
+    for own, expected in zip(values_of(model.optimizer._momentums[-2:]), before, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+@sizes(1, 2, timeout_s=60)
+def case_a_backup_has_no_room_for_local_layers():
+    """One rank writes it; the other ranks' layers would be lost."""
+    with shared_folder() as folder:
+        model = local_model([keras.layers.Dense(1, name="head")])
+        if tfscale.size() == 1:
+            fit(model, [BackupAndRestore(folder)])
+            return
+        require_error(
+            lambda: fit(model, [BackupAndRestore(folder)]),
+            "would lose the local layers of the others",
+            "Use tfscale.callbacks.Checkpoint",
+        )
+
+
+@sizes(2, 3, timeout_s=60)
+def case_moving_statistics_of_local_layers_stay_local():
+    own = keras.layers.BatchNormalization(name="own")
+    model = local_model([own, keras.layers.Dense(1)])
+    fit(model)
+    assert all(differ([own.moving_mean, own.moving_variance]))
+    mean = own.moving_mean.numpy()
+    model.optimizer.learning_rate = 0.0
+    begun = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: begun.append(own.moving_mean.numpy())
+    )
+    fit(model, [look])
+    np.testing.assert_array_equal(begun[0], mean)
+
+
+def step_of_one_row(optimizer, table):
+    """Return a step in which each rank has a gradient of one row."""
+
+    def step():
+        rows = tf.constant([tfscale.rank()])
+        gradient = tf.IndexedSlices(tf.ones([1, 2]), rows, tf.constant([64, 2]))
+        optimizer.apply([gradient], [table])
+
+    return step
+
+
+@sizes(2, 3, timeout_s=60)
+def case_groups_of_sparse_gradients_alone():
+    for options in ({"num_groups": 2}, {"groups": 3}):
+        table = keras.Variable(np.zeros((64, 2)), dtype="float32")
+        optimizer = hvd.DistributedOptimizer(SGD(1.0), op=tfscale.Sum, **options)
+        optimizer.build([table])
+        for n, _ in enumerate(in_both_modes(step_of_one_row(optimizer, table)), start=1):
+            expected = np.zeros((64, 2))
+            expected[: tfscale.size()] = -n
+            np.testing.assert_array_equal(table.numpy(), expected)
+
+
+@sizes(2, 3, timeout_s=60)
+def case_data_of_unknown_length_ends_between_two_exchanges():
+    """Nobody waits for a rank that has more batches, so all are told at the end of the epoch."""
+    n_batches = 10 if tfscale.rank() == tfscale.size() - 1 else 11
+
+    def batches():
+        for _ in range(n_batches):
+            yield np.ones((2, 2)), np.ones((2, 1))
+
+    signature = (tf.TensorSpec((2, 2)), tf.TensorSpec((2, 1)))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    start = BroadcastGlobalVariablesCallback(0)
+    require_error(
+        lambda: model.fit(data, epochs=2, verbose=0, callbacks=[start]),
+        f"rank {tfscale.size() - 1} ended its epoch after step 10",
+    )
+    n_batches = 10
+    again = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    again.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
+    again.fit(data, epochs=2, verbose=0, callbacks=[start])
+    require_equal_ranks(again.weights)
+
+
+@sizes(2)
+def case_a_model_must_be_compiled_before_it_is_prepared():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    require_error(lambda: tfscale.prepare(model), "A model must be compiled before it is prepared")
+
+
+def recorded(tape, kernel, bias):
+    """Record y = sum(rank * kernel) + bias, and return it."""
+    with tape:
+        return tf.reduce_sum(tf.cast(tfscale.rank(), tf.float32) * kernel) + tf.reduce_sum(bias)
+
+
+@sizes(1, 2, 3)
+def case_tapes_with_local_sources():
+    rank, size = tfscale.rank(), tfscale.size()
+    layer = keras.layers.Dense(1)
+    layer.build((2,))
+    scale = 1 / size
+    for way in ("source", "layers"):
+        tape = tf.GradientTape()
+        if way == "source":
+            tape = tfscale.DistributedGradientTape(tape)
+            tape.register_local_source(layer.kernel)
+            expected = [rank * scale, 1.0]
+        else:
+            tape = tfscale.PartialDistributedGradientTape(tape, local_layers=layer)
+            expected = [rank * scale, scale]
+        y = recorded(tape, layer.kernel, layer.bias)
+        local, common = tape.get_local_and_global_gradients(y, [layer.kernel, layer.bias])
+        assert [source is layer.kernel for source, _ in local] == [True, False][: len(local)]
+        assert len(local) == (1 if way == "source" else 2) and len(local) + len(common) == 2
+        for (_, gradient), value in zip([*local, *common], expected, strict=True):
+            np.testing.assert_allclose(gradient.numpy().ravel(), value, rtol=1e-6)
+
+
+@sizes(2)
+def case_a_tape_knows_the_variables_of_its_local_layers():
+    for layers, text in ((keras.layers.Dense(1), "must be built"), ([1], "must be Keras layers")):
+        require_error(
+            lambda layers=layers: tfscale.PartialDistributedGradientTape(
+                tf.GradientTape(), local_layers=layers
+            ),
+            text,
+        )
+
+
+@sizes(2, timeout_s=60)
+def case_one_variable_stays_local():
+    """Given alone, or registered with the callback."""
+    for is_given in (True, False):
+        keras.utils.set_random_seed(tfscale.rank())
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = hvd.DistributedOptimizer(SGD(0.1))
+        layer = model.layers[0]
+        optimizer.build(layer.weights)
+        layer.bias.assign([1.0 + tfscale.rank()])
+        model.compile(optimizer, "mse")
+        start = BroadcastGlobalVariablesCallback(
+            0, local_variables=layer.bias if is_given else None
+        )
+        if not is_given:
+            start.register_local_var(layer.bias)
+        x = own_rows()
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[start])
+        assert differ([layer.kernel, layer.bias]) == [False, True]
+
+
+@sizes(2, 3)
+def case_random_numbers_differ_after_a_broadcast():
+    """Weights and the state of all optimizers are equal; each rank draws its own masks."""
+    keras.utils.set_random_seed(tfscale.rank())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+    model.compile(hvd.DistributedOptimizer(SGD(0.1)), "mse")
+    model.second = keras.optimizers.Adam(0.1 * (1 + tfscale.rank()))
+    seeds = model.layers[-1].seed_generator.state
+    before = seeds.numpy()
+    hvd.broadcast_global_variables(0, model)
+    require_equal_ranks([*model.weights, *model.optimizer.variables, *model.second.variables])
+    np.testing.assert_array_equal(seeds.numpy(), before)
+    assert differ([seeds]) == [True]

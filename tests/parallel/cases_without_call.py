@@ -1,0 +1,111 @@
+"""Models with a train_step and no call, as Keras's own examples of GANs and VAEs are."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+import tfscale.keras as hvd
+from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder, values_of
+from tests.helpers.spawn import sizes
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+
+SGD = keras.optimizers.SGD
+
+
+def own_rows():
+    return np.random.default_rng(tfscale.rank()).normal(size=(8, 2)).astype("float32")
+
+
+class Gan(keras.Model):
+    """Two networks and a train_step; it has no call."""
+
+    def __init__(self, inputs=True):
+        super().__init__()
+        first = [keras.Input((2,))] if inputs else []
+        self.generator = keras.Sequential([*first, keras.layers.Dense(2)])
+        self.discriminator = keras.Sequential([*first, keras.layers.Dense(1)])
+
+    def compile(self, of_generator, of_discriminator):
+        super().compile()
+        self.rules = {"generator": of_generator, "discriminator": of_discriminator}
+
+    def train_step(self, data):
+        real = data[0] if isinstance(data, tuple) else data
+        for name, sign in (("discriminator", 1.0), ("generator", -1.0)):
+            trained = getattr(self, name).trainable_variables
+            with tf.GradientTape() as tape:
+                scores = self.discriminator(self.generator(tf.reverse(real, [1])))
+                loss = sign * tf.reduce_mean(scores - self.discriminator(real))
+            self.rules[name].apply(tape.gradient(loss, trained), trained)
+        return {"loss": loss}
+
+
+class Autoencoder(keras.Model):
+    """Has one optimizer and no call."""
+
+    def __init__(self):
+        super().__init__()
+        layers = keras.layers
+        self.encoder = keras.Sequential([keras.Input((2,)), layers.Dense(3, activation="tanh")])
+        self.decoder = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.decoder(self.encoder(x)) - x) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_a_model_without_call_starts_alike():
+    keras.utils.set_random_seed(tfscale.rank())
+    model = Gan()
+    model.compile(*(hvd.DistributedOptimizer(SGD(0.1, momentum=0.9)) for _ in range(2)))
+    before = values_of(model.weights)
+    start = BroadcastGlobalVariablesCallback(0)
+    model.fit(own_rows(), batch_size=4, epochs=2, verbose=0, callbacks=[start])
+    require_equal_ranks([*model.weights, *(v for o in model.rules.values() for v in o.variables)])
+    kernels = [network.layers[-1].kernel for network in (model.generator, model.discriminator)]
+    assert not any(
+        np.array_equal(k.numpy(), old) for k, old in zip(kernels, before[::2], strict=True)
+    )
+
+
+@sizes(2, timeout_s=60)
+def case_a_model_without_call_whose_layers_have_no_shapes():
+    model = Gan(inputs=False)
+    model.compile(*(hvd.DistributedOptimizer(SGD(0.1)) for _ in range(2)))
+    start = BroadcastGlobalVariablesCallback(0)
+    require_error(
+        lambda: model.fit(own_rows(), batch_size=4, verbose=0, callbacks=[start]),
+        "It has no call(): build its layers",
+    )
+
+
+@sizes(2, timeout_s=120)
+def case_a_model_without_call_is_sharded_and_resumed():
+    def trained(callback, epochs):
+        keras.utils.set_random_seed(tfscale.rank())
+        model = Autoencoder()
+        # Keras saves no weights of a model that is not marked so.
+        model.built = isinstance(callback, BackupAndRestore)
+        rule = keras.optimizers.Adam(0.01)
+        model.compile(hvd.DistributedOptimizer(rule, exchange=tfscale.Sharded()))
+        start = BroadcastGlobalVariablesCallback(0)
+        model.fit(own_rows(), batch_size=4, epochs=epochs, verbose=0, callbacks=[callback, start])
+        assert model.optimizer.parts  # it was wired, and its state is shared out
+        return values_of(model.weights)
+
+    with shared_folder() as folder:
+        for make in (
+            lambda: BackupAndRestore(folder / "backup", delete_checkpoint=False),
+            lambda: Checkpoint(folder / "checkpoint", every_n_epochs=1),
+        ):
+            whole = trained(make(), 2)
+            for own, expected in zip(trained(make(), 2), whole, strict=True):
+                np.testing.assert_array_equal(own, expected)
