@@ -156,11 +156,14 @@ def test_sigterm_to_a_forked_child_ends_it():
 
 
 def test_a_forked_child_does_not_leave_the_job(monkeypatch):
+    state = runtime._state
     left = []
-    monkeypatch.setattr(runtime, "shutdown", lambda: left.append(os.getpid()))
-    monkeypatch.setattr(runtime._state, "process_id", os.getpid() + 1)
+    monkeypatch.setattr(runtime, "_state", state)  # it comes back afterwards
+    monkeypatch.setattr(state.backend, "close", lambda: left.append(os.getpid()), raising=False)
+    monkeypatch.setattr(state, "process_id", os.getpid() + 1)
     runtime._leave_at_exit()
-    monkeypatch.setattr(runtime._state, "process_id", os.getpid())
+    assert left == [] and runtime._state is state
+    monkeypatch.setattr(state, "process_id", os.getpid())
     runtime._leave_at_exit()
     assert left == [os.getpid()]
 
