@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,7 +18,7 @@ namespace {
 void Deafen(int ms) {
   // It is refused at once, there.
   Call call;
-  call.plan = 1 << 20;
+  call.plan = std::numeric_limits<int>::max();
   call.done = [ms](const Status&) { SleepMs(ms); };
   Submit(MakeReduction(ReductionArgs{}), std::move(call));
 }

@@ -80,7 +80,7 @@ class SumPlan {
   int n_slots() const { return n_slots_; }
   Sum Post(int slot, int step) const {
     const size_t counts[] = {1, 1000, 7, 0, 5003, 64};
-    const int seed = 31 * id_ + 7 * slot + step;
+    const int seed = 31 * (id_ % 1000) + 7 * slot + step;
     const Place place{"sum" + std::to_string(slot), group_, id_, slot};
     return {ranks_, job_.rank(), counts[static_cast<size_t>(slot) % 6], seed, place};
   }

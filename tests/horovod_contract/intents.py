@@ -136,7 +136,7 @@ INTENTS = {
         "adaptive:case_growing_batches_equal_one_process",
         "adaptive_ranks:case_growing_batches_equal_one_process_sharded",
     ],
-    "several optimizers": ["fit:case_two_optimizers_and_delays"],
+    "several optimizers": ["delays:case_two_optimizers_and_delays"],
     "a rank that stops stops all": [
         "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
         "fit:case_one_rank_stops_at_the_end_of_an_epoch",

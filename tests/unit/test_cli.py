@@ -1,6 +1,7 @@
 """The command line, and running jobs to their end."""
 
 import json
+import socket
 
 import pytest
 
@@ -36,15 +37,28 @@ def test_threads_the_user_set_stay():
         ({"hostfile": "f"}, {}),
         ({"is_slurm": True}, {}),
         ({}, {"SLURM_JOB_NUM_NODES": "2"}),  # mpiexec reads the nodes itself
-        ({}, {"PBS_NODEFILE": "f"}),
+        ({}, {"LSB_MCPU_HOSTS": "a 2 b 2"}),
     ],
 )
 def test_threads_are_left_to_ranks_that_may_be_on_hosts_with_other_cores(fields, environ):
     assert thread_variables(LaunchSpec(("x",), 4, n_cores=8, **fields), environ) == {}
 
 
-def test_threads_are_set_in_an_allocation_of_this_host():
+@pytest.mark.parametrize("hosts", ["a", "a\na\nb\n"])
+def test_threads_are_set_in_an_allocation_of_one_host(hosts, tmp_path):
+    (tmp_path / "nodes").write_text(hosts)
+    for environ in ({"PBS_NODEFILE": str(tmp_path / "nodes")},
+                    {"PE_HOSTFILE": str(tmp_path / "nodes")},
+                    {"LSB_MCPU_HOSTS": " 1 ".join([*hosts.split(), ""])}):  # fmt: skip
+        expected = {} if "b" in hosts else thread_variables(FOUR, {})
+        assert thread_variables(FOUR, environ) == expected, environ
     assert thread_variables(FOUR, {"SLURM_JOB_NUM_NODES": "1"}) == thread_variables(FOUR, {})
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_threads_are_set_where_all_hosts_are_this_one(host):
+    spec = LaunchSpec(("x",), 4, n_cores=8, hosts=((host, 4),))
+    assert thread_variables(spec, {}) == thread_variables(FOUR, {}) != {}
 
 
 def test_threads_are_left_alone_where_the_user_says_so_or_a_rank_is_alone():

@@ -63,7 +63,8 @@ def test_names_are_unique_within_and_between_functions():
 
     def body(x):
         with tf.name_scope("dense_7"):
-            first = named.run(Call(PAIR, "dense_7/kernel"), [x], start)[0]
+            bucket = Call(PAIR, "dense_7/kernel", names=("dense_7/kernel", "dense_7/bias"))
+            first = named.run(bucket, [x], start)[0]
         gradient = named.run(Call(PAIR, "bias"), [first], start)[0]
         return gradient + named.run(Call(Group(2, (0,), 0), "bias"), [first], start)[0]
 

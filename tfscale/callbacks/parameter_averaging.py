@@ -80,7 +80,8 @@ class ParameterAveraging(BeforeValidation):
     are averaged with the parameters; the optimizer's state stays each rank's own. Ranks leave `fit`
     with equal models only if its last epoch is one that averages.
 
-    Collective: all ranks must pass it to `fit`, at the same place, with the same arguments.
+    Collective: all ranks must pass it to `fit`, at the same place, with the same arguments. Epochs
+    must have as many batches on all ranks.
 
     Args:
         every_n_epochs: Epochs between two averages, 1 or more; "end" averages once, after the

@@ -32,14 +32,15 @@ def seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     while steps:
         step = steps.pop()
         steps.extend(step._inputs())
-        if not any(word in type(step).__name__ for word in ("Shuffle", "Random")):
+        name = type(step).__name__
+        if not any(word in name for word in ("Shuffle", "Random")) or not hasattr(step, "_seed"):
             continue
         own = int(step._seed), int(step._seed2)
-        is_renewed = getattr(step, "_reshuffle_each_iteration", False) is not False
+        is_renewed = getattr(step, "_reshuffle_each_iteration", "Shuffle" in name) is not False
         if own == (0, 0) or is_renewed or getattr(step, "_rerandomize", False):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "
-                f"{type(step).__name__} that draws another one. Remove shuffle(), use "
+                f"{name} that draws another one. Remove shuffle(), use "
                 "list_files(..., shuffle=False), and let GlobalBatches shuffle: shuffle_buffer=. "
                 "To split data, use shuffle(n, seed=1, reshuffle_each_iteration=False)."
             )

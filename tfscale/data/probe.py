@@ -107,8 +107,8 @@ def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x"
         raise ExchangeError(
             "All ranks must have all samples in the same order. Received: other samples on rank "
             f"{rank} than on rank {first_rank}, as {name} of fit. Give GlobalBatches everything, "
-            "it gives each rank its own slice; or pass data that was shared out by hand to fit "
-            "as it is."
+            "it gives each rank its own slice, made with one tf.random.set_seed on all ranks; or "
+            "pass data that was shared out by hand to fit as it is."
         )
 
 

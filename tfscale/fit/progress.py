@@ -60,6 +60,7 @@ class Progress:
         if not self._is_new or runtime.is_single():
             return False
         self._is_new, self._params = False, params
+        runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         own = {
             "steps": params.get("steps"),
             "epochs": params.get("epochs"),
@@ -74,7 +75,6 @@ class Progress:
         self._is_apart = (
             _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())
         )
-        runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
         every = objects.allgather_object(own, name="beginning of fit")
         for key in ("steps", "epochs"):
             values = [rank[key] for rank in every]

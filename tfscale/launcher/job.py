@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -68,10 +70,21 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _has_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether mpiexec finds hosts by itself, in what a scheduler tells."""
-    names = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
-    return environ.get("SLURM_JOB_NUM_NODES", "1") != "1" or any(name in environ for name in names)
+def _has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+    """Return whether ranks may be on other hosts, by the user's word or a scheduler's.
+
+    mpiexec reads by itself where PBS, LSF and Grid Engine say which hosts it may use.
+    """
+    if spec.hosts:
+        here = ("", "localhost", "127.0.0.1", socket.gethostname())
+        return any(name not in here for name, _ in spec.hosts)
+    hosts = set(environ.get("LSB_MCPU_HOSTS", "").split()[::2])  # "host1 2 host2 2"
+    for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
+        with contextlib.suppress(OSError):  # not in such a job, or not on its first host
+            lines = Path(environ.get(name, "")).read_text().splitlines()
+            hosts |= {line.split()[0] for line in lines if line.strip()}
+    is_one = environ.get("SLURM_JOB_NUM_NODES", "1") == "1" and len(hosts) <= 1
+    return spec.is_slurm or bool(spec.hostfile) or not is_one
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -92,8 +105,7 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     Raises:
         ConfigError: TFSCALE_SET_THREADS cannot be read.
     """
-    is_spread = spec.is_slurm or spec.hostfile or spec.hosts or _has_allocation(environ)
-    if not sets_threads(environ) or is_spread or spec.size < 2:
+    if not sets_threads(environ) or spec.size < 2 or _has_other_hosts(spec, environ):
         return {}
     threads = max(1, spec.n_cores // spec.size)
     wanted = {

@@ -51,9 +51,11 @@ class _Rank:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
         self.status = rank_status.create()
         self.was_stopped = False
+        # Jobs that the rank starts have launchers of their own.
+        own = {name: value for name, value in environment().items() if name != STOP_VARIABLE}
         self._process = subprocess.Popen(
             list(command),
-            env={**environment(), STATUS_VARIABLE: rank_status.path_of(self.status)},
+            env={**own, STATUS_VARIABLE: rank_status.path_of(self.status)},
             close_fds=False,  # MPI may talk to its launcher over an inherited descriptor.
             preexec_fn=self._prepare,
         )

@@ -38,7 +38,10 @@ def read_rows(directory: str | Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if not isinstance(row, dict) or "kind" not in row:
+                raise ValueError("not a line of ours")
+            rows.append(row)
         except ValueError as error:
             if number == len(lines):
                 break  # a run that was killed has cut it

@@ -76,7 +76,8 @@ def refuse_bypassed(optimizer: Any) -> None:
         ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`.
     """
     for each in (optimizer, update_rule(optimizer)):
-        if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+        own = getattr(type(each), "apply_gradients", None)
+        if own not in (None, keras.optimizers.Optimizer.apply_gradients):
             raise ConfigError(
                 "Reduced gradients are given to an optimizer's `apply`, as Keras 3 does. Received: "
                 f"{type(each).__name__}, which overrides `apply_gradients`. Override `apply` "
