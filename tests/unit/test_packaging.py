@@ -1,0 +1,57 @@
+"""What is built where nothing can be compiled, and what the commands of the Makefile run.
+
+Of the sources: the installed package has no setup.py.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKED = ("BUILD", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+
+
+def test_a_wheel_is_built_without_compiler_and_mpi(tmp_path):
+    """One process trains with it; `tfscale doctor` names what is missing."""
+    source = tmp_path / "source"
+    for folder in ("custom_ops", "tfscale"):
+        ignored = shutil.ignore_patterns("_lib", "__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    for name in PACKED:
+        shutil.copy(ROOT / name, source)
+    environ = {**os.environ, "PATH": str(tmp_path), "CXX": "", "MPICXX": ""}
+    words = [sys.executable, "setup.py", "bdist_wheel", "-d", str(tmp_path / "dist")]
+    done = subprocess.run(
+        words, cwd=source, env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "installed without its library" in done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "tfscale/cli.py" in names and "tfscale/_lib/custom_ops/comm/engine.cc" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "-np 2 .venv/bin/python recipes/edsr.py  --data phantom --filters 32 --images 400"),
+        (
+            ["RECIPE=resnet20", "DATA=fashion_mnist", "NP=3"],
+            "-np 3 .venv/bin/python recipes/resnet.py --depth 20 --data fashion_mnist",
+        ),
+        (["RECIPE=vgg", "ARGS=--epochs 1"], "recipes/vgg.py  --data fashion_mnist --epochs 1"),
+    ],
+)
+def test_make_train_runs_the_recipe(given, expected):
+    done = subprocess.run(
+        ["make", "-n", "train", *given], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout, done.stdout
