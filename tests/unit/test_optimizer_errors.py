@@ -88,6 +88,12 @@ def test_reduced_gradients_go_to_apply(wrap):
     assert float(weight.numpy()[0]) == 0.0
 
 
+def test_keras_on_another_library_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ConfigError, match="Received: the Keras backend 'jax'. Set KERAS_BACKEND="):
+        DistributedOptimizer(SGD())
+
+
 def test_wrapped_once_only():
     optimizer = DistributedOptimizer(SGD())
     for twice in (optimizer, LSO(DistributedOptimizer(SGD()))):

@@ -73,8 +73,14 @@ def refuse_bypassed(optimizer: Any) -> None:
         optimizer: A Keras optimizer.
 
     Raises:
-        ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`.
+        ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`; or
+            Keras computes with another library, whose gradients nobody would exchange.
     """
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigError(
+            "Keras must compute with TensorFlow. Received: the Keras backend "
+            f"{keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
     for each in (optimizer, update_rule(optimizer)):
         own = getattr(type(each), "apply_gradients", None)
         if own not in (None, keras.optimizers.Optimizer.apply_gradients):
