@@ -24,17 +24,14 @@ def describe() -> dict[str, dict[str, Any] | None]:
     return {name: _describe(argument_of_fit(name), name == "x") for name in _ARGUMENTS}
 
 
-def agree(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
-    """Begin with the same epoch of the same data on all ranks.
-
-    Validation data is compared where it is given: a rank may have none, or share it out by hand.
+def require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+    """Refuse data that a rank cannot use.
 
     Args:
         every: What all ranks have described.
 
     Raises:
         ConfigError: A rank cannot use its data; on all ranks.
-        ExchangeError: They differ; on all ranks.
     """
     for rank, described in enumerate(every):
         for name, one in described.items():
@@ -43,6 +40,19 @@ def agree(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
                     f"All ranks must be able to use {name} of fit. Received: {one['error']} (on "
                     f"rank {rank}). Give it data that it can read, in batches that all can share."
                 )
+
+
+def agree(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+    """Begin with the same epoch of the same data on all ranks.
+
+    Validation data is compared where it is given: a rank may have none, or share it out by hand.
+
+    Args:
+        every: What all ranks have described, and can use.
+
+    Raises:
+        ExchangeError: They differ; on all ranks.
+    """
     trained, validated = ([rank[name] for rank in every] for name in _ARGUMENTS)
     if any(trained):
         if None not in trained:

@@ -76,6 +76,7 @@ class Progress:
             _has_groups(self._model()) or trains_apart() or cycles.may_end_early(self._model())
         )
         every = objects.allgather_object(own, name="beginning of fit")
+        probe.require_usable([rank["data"] for rank in every])
         for key in ("steps", "epochs"):
             values = [rank[key] for rank in every]
             if any(v != values[0] for v in values):
