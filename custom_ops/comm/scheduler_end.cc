@@ -177,11 +177,10 @@ void Scheduler::GiveUpWaiting(int plan) {
 }
 
 void Scheduler::GiveUpStranded() {
+  // Those of a function that another thread runs can be cancelled with it.
+  const auto is_posted = [](const Task& task) { return task.is_cancelled == nullptr; };
   for (auto& [id, queue] : queues_) {
-    if (!queue->is_waiting() || queue->is_next_due()) continue;
-    // Those of a function that another thread runs can be cancelled with it.
-    const auto is_posted = [](const Task& task) { return task.is_cancelled == nullptr; };
-    if (queue->is_patient()) continue;
+    if (queue->is_patient() || queue->is_next_due()) continue;
     for (Task& task : queue->TakeIf(is_posted)) GiveUp(task, StepFailedHere());
   }
 }

@@ -96,22 +96,21 @@ def test_whole_steps_are_cut_by_work():
     assert probe._cut(2.0, (0.1, 1e-3)).wire_s == pytest.approx(1.5)
 
 
+def measured(layers, n_bytes, ready_s):
+    """A step of 2 s whose messages take 0.2 s and 20 kB/s."""
+    return LayerMeasurement(layers, n_bytes, ready_s, message_s=0.2, byte_s=0.5e-4,
+                            before_s=0.5, after_s=0.1, step_s=2.0)  # fmt: skip
+
+
 @pytest.mark.parametrize("n_embeddings", [1, 3])
 def test_rows_of_embeddings_say_nothing_of_the_bandwidth(n_embeddings):
     """Of 4 MB that the plan counts 4 kB travel; the layers behind send twice what it counts."""
     rows = [Layer(f"e{i}", ((f"e{i}/w", 1_000_000),)) for i in range(n_embeddings)]
     layers = (*rows, Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
     table = LayerTable("t", layers)
-    found = LayerMeasurement(
-        layers=tuple(layer.name for layer in layers),
-        n_bytes=(*[4000] * n_embeddings, 2000, 8000),
-        ready_s=(0.3,) * n_embeddings + (0.25, 0.0),
-        message_s=0.2,
-        byte_s=0.5e-4,
-        before_s=0.5,
-        after_s=0.1,
-        step_s=2.0,
-    )
+    n_bytes = (*[4000] * n_embeddings, 2000, 8000)
+    ready_s = (0.3,) * n_embeddings + (0.25, 0.0)
+    found = measured(tuple(layer.name for layer in layers), n_bytes, ready_s)
     machine = measured_machine(table, found, n_ranks=2, batch=4, known=None)
     assert 1 / machine.bytes_per_s == pytest.approx(1e-4)
 
@@ -129,16 +128,8 @@ def test_layers_of_several_cells_are_found_by_any_of_them():
 def test_a_measured_machine_takes_as_long_as_the_steps_did():
     layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
     table = LayerTable("t", layers)
-    found = LayerMeasurement(
-        layers=("a", "b"),
-        n_bytes=(2000, 8000),  # float64: twice what the plan counts
-        ready_s=(0.25, 0.0),
-        message_s=0.2,
-        byte_s=0.5e-4,
-        before_s=0.5,
-        after_s=0.1,
-        step_s=2.0,
-    )
+    # float64: twice what the plan counts
+    found = measured(("a", "b"), (2000, 8000), (0.25, 0.0))
     machine = measured_machine(table, found, n_ranks=2, batch=4, known=None)
     scenario = Scenario(table, machine, 2, 8)
     assert scenario.compute_s() == pytest.approx(0.5 + 0.25)
