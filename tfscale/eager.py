@@ -138,16 +138,16 @@ def join() -> int:
         ExchangeError: Another rank calls something else than a sum or average, this is called
             inside a tf.function, or steps of a distributed optimizer or tape were traced here.
     """
+    if not tf.executing_eagerly():
+        raise ExchangeError(
+            "join() must be called eagerly. Received: a call inside of a tf.function. For training "
+            "use tfscale.data.GlobalBatches: it gives every rank as many batches."
+        )
     if _has_traced_gradients and not runtime.is_single():
         raise ExchangeError(
             "join() cannot take part in the traced steps of a distributed optimizer. Received: a "
             "call after such a step. Give every rank as many batches instead: "
             "tfscale.data.GlobalBatches does."
-        )
-    if not tf.executing_eagerly():
-        raise ExchangeError(
-            "join() must be called eagerly. Received: a call inside of a tf.function. For training "
-            "use tfscale.data.GlobalBatches: it gives every rank as many batches."
         )
     group = runtime.world()
     n_rounds = 0
