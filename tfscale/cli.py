@@ -42,7 +42,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="print the rank before each line",
     )
-    run.add_argument("--bind-to", metavar="WHAT", help="none, core, socket (default: none)")
+    run.add_argument(
+        "--bind-to",
+        metavar="WHAT",
+        help="none, core, socket (default: none; Intel MPI and srun: theirs)",
+    )
     run.add_argument(
         "--env",
         action="append",
@@ -83,11 +87,12 @@ def _add_restarts(run: argparse.ArgumentParser) -> None:
 
 def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
     size = options.size
-    if size is None and options.slurm:
-        size = int(environ.get("SLURM_NTASKS", "0"))
+    if size is None and options.slurm and "SLURM_NTASKS" in environ:
+        size = int(environ["SLURM_NTASKS"])
     if size is None:
         raise ConfigError(
-            "The number of ranks must be given. Received: no -np. "
+            "The number of ranks must be given. Received: no -np"
+            f"{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
             "Example: tfscale run -np 4 python train.py"
         )
     variables = {}

@@ -1,4 +1,4 @@
-"""What ranks are warned of: training apart unawares, and training on the same samples."""
+"""What ranks are warned of: training apart unawares, on the same samples, from other weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import tfscale
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_agreement import BATCH, SGD, N, batches, train
 from tfscale import DistributedOptimizer
-from tfscale.callbacks import Callback, ParameterAveraging
+from tfscale.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    Callback,
+    ParameterAveraging,
+)
 
 
 class Heard(logging.Handler):
@@ -100,3 +104,23 @@ def case_equal_samples_are_told():
 
     assert "Ranks 0, 1 were given the same samples." in warnings_of(lambda: fit(0))
     assert "same samples" not in warnings_of(lambda: fit(tfscale.rank()))
+
+
+@sizes(2, 3)
+def case_unequal_first_weights_are_told():
+    def fit(seed, *callbacks, broadcast=False):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        if broadcast:
+            tfscale.broadcast_variables(model.weights)
+        model.fit(verbose=0, callbacks=[Callback(), *callbacks], x=batches(1)["data"])
+        return lambda: model.fit(batches(1)["data"], verbose=0, callbacks=[Callback()])
+
+    told = "Rank 1 begins with other weights than rank 0, and no callback makes them equal"
+    own = 1 + tfscale.rank()
+    assert told in warnings_of(lambda: fit(own))
+    assert "other weights" not in warnings_of(lambda: fit(1))
+    assert "other weights" not in warnings_of(lambda: fit(own, broadcast=True))
+    again = fit(own, BroadcastGlobalVariablesCallback(0))
+    assert "other weights" not in warnings_of(again)

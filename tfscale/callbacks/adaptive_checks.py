@@ -11,16 +11,15 @@ from tfscale import runtime
 from tfscale.callbacks import building
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
-from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.data.active_ranks import count_active
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.data.own_metrics import early_judge
 from tfscale.errors import ConfigError
 from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 from tfscale.tuning.growth_settings import GrowthSettings
 
-JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 GROWTH_REMEDY = (
     "Choose start_batch_size, factor and max_batch_size accordingly, or "
@@ -210,16 +209,15 @@ def check_alone(own: Any) -> None:
 
 def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
     place = {id(callback): index for index, callback in enumerate(callbacks)}
-    averages = [place[id(c)] for c in callbacks if isinstance(c, MetricAverageCallback)]
+    judge = early_judge(callbacks)
+    if runtime.size() > 1 and judge is not None:
+        raise ConfigError(
+            "What stops or slows training must see metrics of all ranks, or ranks decide "
+            f"differently. Received: {judge} before MetricAverageCallback. Put "
+            "MetricAverageCallback before it."
+        )
     for callback in callbacks:
         name, index = type(callback).__name__, place[id(callback)]
-        is_early = not averages or index < averages[0]
-        if runtime.size() > 1 and isinstance(callback, JUDGES) and is_early:
-            raise ConfigError(
-                "What stops or slows training must see metrics of all ranks, or ranks decide "
-                f"differently. Received: {name} before MetricAverageCallback. Put "
-                "MetricAverageCallback before it."
-            )
         if isinstance(callback, SETTERS) or _sets_rate_later(callback, warmup_epochs):
             raise ConfigError(
                 f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "

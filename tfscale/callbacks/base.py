@@ -12,6 +12,7 @@ from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.data.own_metrics import warn_of_judges
 from tfscale.data.step_count import StepCount
 from tfscale.eager import has_exchanged_gradients
 from tfscale.fit import cycles
@@ -57,6 +58,7 @@ class Callback(keras.callbacks.Callback):
             if cycles.may_end_early(self.model):
                 put_off_stops(self.model)
             warn_if_unsynchronised(self.model)
+            warn_of_judges()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""

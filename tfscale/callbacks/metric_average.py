@@ -44,6 +44,8 @@ class MetricAverageCallback(EpochCallback):
         ExchangeError: At the end of an epoch, on all ranks, naming a key that only some have.
     """
 
+    averages_metrics = True  # see `data.own_metrics`
+
     def __init__(self, device: str = "") -> None:
         super().__init__()
         del device

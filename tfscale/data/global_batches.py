@@ -11,6 +11,7 @@ import keras
 from tfscale.data.arrays import ArraySource
 from tfscale.data.epochs import Epochs
 from tfscale.data.keras_pass import argument_of_fit, current_pass, data_of_fit
+from tfscale.data.own_metrics import warn_of_evaluation
 from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
 from tfscale.data.step_count import StepCount
@@ -21,8 +22,9 @@ class GlobalBatches(keras.utils.PyDataset):
 
     n ranks together see exactly the batches that one process sees: the order of an
     epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
-    equal slices of each batch. Nothing is communicated. `predict` returns the rows of these
-    slices, and needs shuffle=False, drop_remainder=False.
+    equal slices of each batch. Nothing is communicated. `evaluate` returns metrics of these slices
+    unless MetricAverageCallback is among its callbacks; `predict` returns their rows, and needs
+    shuffle=False, drop_remainder=False.
 
     ```python
     data = GlobalBatches(x, y, batch_size=256, seed=1)
@@ -30,15 +32,14 @@ class GlobalBatches(keras.utils.PyDataset):
         x_val, y_val, batch_size=256, shuffle=False, drop_remainder=False))
     ```
 
-    Epochs count on over several `fit` calls; `initial_epoch` is respected; an epoch
-    that was broken off is served again. Evaluation, prediction and `for batch in data`
-    read the present epoch's batches and never move it on. `batch_size` may be set
-    between epochs, inside one `fit`: the next epoch uses it and Keras's progress bar
-    follows.
+    Epochs count on over several `fit` calls; `initial_epoch` is respected; an epoch that was broken
+    off is served again. Evaluation, prediction and `for batch in data` read the present epoch's
+    batches and never move it on. `batch_size` may be set between epochs, inside one `fit`: the next
+    epoch uses it and Keras's progress bar follows.
 
-    Where batches differ in size (`drop_remainder=False`) losses and metrics are those of
-    all samples, but for the losses of single outputs that Keras shows for models with
-    several: in those each batch counts alike.
+    Where batches differ in size (`drop_remainder=False`) losses and metrics are those of all
+    samples, but for the losses of single outputs that Keras shows for models with several: in
+    those each batch counts alike.
     """
 
     def __init__(
@@ -89,8 +90,7 @@ class GlobalBatches(keras.utils.PyDataset):
     ) -> GlobalBatches:
         """Share out the records of files.
 
-        Every rank reads and shuffles all *undecoded* records in the same order and
-        decodes its own slice only, in parallel and ahead of use.
+        Every rank shuffles all *undecoded* records alike, and decodes its own slice only.
 
         Args:
             dataset: `tf.data.Dataset` of single records (TFRecords, file names, tensors):
@@ -221,6 +221,7 @@ class GlobalBatches(keras.utils.PyDataset):
         if caller.caller == "predict":
             self._epochs.require_each_in_order()
         if not caller.is_training:
+            warn_of_evaluation(caller)
             if data_of_fit() is not self:  # or a training epoch may be under way
                 self._epochs.refresh()
             return

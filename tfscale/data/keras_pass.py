@@ -134,6 +134,11 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     return list(getattr(_local_of_fit("callbacks"), "callbacks", ()))
 
 
+def callbacks_of_evaluate() -> list[keras.callbacks.Callback]:
+    """Return the callbacks of the innermost running `evaluate`; none outside of one."""
+    return list(getattr(_local_of("evaluate", "callbacks"), "callbacks", ()))
+
+
 def put_first(callback: keras.callbacks.Callback) -> None:
     """Put a callback in front of those of the innermost running `fit`.
 
@@ -157,9 +162,13 @@ def put_last(callback: keras.callbacks.Callback) -> None:
 
 
 def _local_of_fit(name: str) -> Any:
-    frame: FrameType | None = sys._getframe(2)
+    return _local_of("fit", name)
+
+
+def _local_of(caller: str, name: str) -> Any:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _TRAINERS.get(frame.f_code) == "fit":
+        if _TRAINERS.get(frame.f_code) == caller:
             return frame.f_locals.get(name)
         frame = frame.f_back
     return None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,15 +15,15 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.errors import ExchangeError
+from tfscale.fit import beginnings
 from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
 from tfscale.versions import versions
 
-logger = logging.getLogger("tfscale")
-
-_PROBED_BYTES = 1 << 16
 # These set the learning rate of all ranks when training begins.
 _LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")
+# These make weights equal before the first step, or look behind it.
+_EQUALISING = (*_LOADING, "BackupAndRestore", "ConsistencyCheck", "ParameterAveraging")
 _SILENT = ("Callback", "RankZero")  # a rank may have more of these
 _HINTS = {
     "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
@@ -35,6 +33,7 @@ _HINTS = {
     "which gives them equal parts of each batch.",
     "versions": "Install the same packages on every host.",
 }
+_NOT_REQUIRED = ("ranks", "first samples", "first weights")
 _HINT = "Run the same code with the same settings on every rank."
 
 
@@ -46,25 +45,33 @@ def describe(model: Any) -> dict[str, Any]:
 
     Returns:
         Texts by topic, in the order of comparison, None if not known yet; "ranks": those that
-        train the same model; "first samples": a digest, or "" where the data is elsewhere.
+        train the same model; "first samples": a digest, or "" where the data is elsewhere;
+        "first weights": a digest, or "" where another one looks after them.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     process_set = getattr(optimizer, "process_set", None)
     callbacks = [c for c in callbacks_of_fit() if _own_class(c)]
-    is_loaded = any(_own_class(c) in _LOADING for c in callbacks)
+    names = {_own_class(c) for c in callbacks}
     is_local = getattr(optimizer, "is_local_var", lambda variable: False)
     weights = [_Variable.of(v) for v in model.weights if not is_local(v)]
     topics = {
         "versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
         "model": weights if model.built else None,
-        "optimizer": _optimizer(optimizer, not is_loaded),
+        "optimizer": _optimizer(optimizer, names.isdisjoint(_LOADING)),
         "exchange": _exchange(optimizer),
         "batch size": _batch_size(),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
     ranks = list(getattr(process_set, "ranks", None) or range(runtime.size()))
-    return {**topics, "ranks": ranks, "first samples": _first_samples()}
+    is_looked_after = not model.built or not names.isdisjoint(_EQUALISING)
+    trained = [v for v in model.trainable_variables if not is_local(v)]
+    return {
+        **topics,
+        "ranks": ranks,
+        "first samples": beginnings.first_samples(),
+        "first weights": "" if is_looked_after else beginnings.first_weights(optimizer, trained),
+    }
 
 
 def require_equal(every: Sequence[dict[str, Any]]) -> None:
@@ -81,7 +88,7 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
         first = every[first_rank]
         if first["ranks"] != other["ranks"]:
             continue
-        for topic in [key for key in first if key not in ("ranks", "first samples")]:
+        for topic in [key for key in first if key not in _NOT_REQUIRED]:
             is_known = first[topic] is not None and other[topic] is not None
             if is_known and first[topic] != other[topic]:
                 mine, theirs = _difference(first[topic], other[topic])
@@ -89,19 +96,7 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
                     f"All ranks must train with the same {topic}. Received: {mine} on rank "
                     f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
                 )
-    _warn_of_equal_samples([rank["first samples"] for rank in every])
-
-
-def _warn_of_equal_samples(digests: list[str]) -> None:
-    for digest in {d for d in digests if d and digests.count(d) > 1}:
-        ranks = [rank for rank, other in enumerate(digests) if other == digest]
-        if runtime.rank() == ranks[0]:
-            logger.warning(
-                "Ranks %s were given the same samples. Unless each shuffles them in its own way, "
-                "they compute the same gradients, and so many ranks gain nothing. "
-                "tfscale.data.GlobalBatches gives every rank its part.",
-                ", ".join(map(str, ranks)),
-            )
+    beginnings.warn(every)
 
 
 def _own_class(callback: Any) -> str:
@@ -190,17 +185,6 @@ def _batch_size() -> str:
         return "of a dataset" if first is None else str(first)
     is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
     return str(argument_of_fit("batch_size") or 32) if is_array else f"of {type(data).__name__}"
-
-
-def _first_samples() -> str:
-    arrays = tf.nest.flatten(argument_of_fit("x"))
-    if not arrays or not all(isinstance(a, np.ndarray) and a.size for a in arrays):
-        return ""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        rows = max(1, _PROBED_BYTES // max(1, array[0:1].nbytes))
-        digest.update(np.ascontiguousarray(array[:rows]).tobytes())
-    return digest.hexdigest()
 
 
 def _difference(first: Any, other: Any) -> tuple[str, str]:
