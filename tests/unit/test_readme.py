@@ -1,4 +1,4 @@
-"""Every code block of README and tutorial runs: Python on one process and on two ranks."""
+"""Every code block of README, tutorial and docs/data.md runs: Python on one process and on two ranks."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.helpers.launching import launch_script
 from tfscale import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]
 # Blocks run in their order and see the names of those before them, as a reader does.
 DRIVER = """
 import json, sys, traceback

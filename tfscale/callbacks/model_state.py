@@ -51,7 +51,7 @@ def common_variables(
 ) -> list[keras.Variable]:
     """Return weights and optimizer state without those of local layers and variables.
 
-    States of seed generators are no weights: each rank draws numbers of its own.
+    States of seed generators are no weights: each rank keeps its own.
 
     Args:
         model: A built model.
