@@ -1,4 +1,4 @@
-"""Every code block of README, tutorial and docs/data.md runs: Python on one process and on two ranks."""
+"""Every code block of README, tutorial and docs/data.md runs: on one process and on two ranks."""
 
 import json
 import re

@@ -47,7 +47,8 @@ class AdaptiveRate:
             return
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
-            step = int(keras.ops.convert_to_numpy(unwrap(self._optimizer).iterations))
+            # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
+            step = int(keras.ops.convert_to_numpy(unwrap(self._optimizer)._iterations))
             self._schedule.rescale(scale, stretch, step)
             if scale != before[0]:
                 self._rate.correct(scale / before[0])

@@ -12,6 +12,7 @@ from tfscale.callbacks import building, model_state
 from tfscale.callbacks.backup_state import begun_before
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
+from tfscale.model_optimizers import optimizers_of
 
 
 def require_order(backup: Any, has_groups: bool) -> None:
@@ -44,18 +45,21 @@ def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> li
         has_backup: Whether there is one; as rank 0 sees it.
 
     Raises:
-        ConfigError: Some rank's model is not built, or has local layers; on all ranks.
+        ConfigError: Some rank's model is not built, or has local layers; there is a backup, and
+            optimizers beside the compiled one are not built; on all ranks.
     """
     # Not `building.is_built`: Keras saves no weights of a model that is not marked as built.
-    own = (seeds, bool(model.built), has_backup, bool(model_state.local_ids(model)))
+    later = [o.name for o in optimizers_of(model) if o is not model.optimizer and not o.built]
+    own = (seeds, bool(model.built), has_backup, bool(model_state.local_ids(model)), later)
     every = objects.allgather_object(own, "seeds")
-    unbuilt = [rank for rank, (_, is_built, _, _) in enumerate(every) if not is_built]
+    unbuilt = [rank for rank, (_, is_built, *_) in enumerate(every) if not is_built]
     if unbuilt:
         raise ConfigError(
             "A model must be built before its backup is read. Received: "
             f"model={model.name!r}, not built on ranks {unbuilt}. {building.how_to_build(model)}"
         )
-    if any(has_local for _, _, _, has_local in every) and not runtime.is_single():
+    _require_built_optimizers(model, [names for *_, names in every if names and every[0][2]])
+    if any(has_local for _, _, _, has_local, _ in every) and not runtime.is_single():
         raise ConfigError(
             "One rank writes the backup, which would lose the local layers of the others. "
             f"Received: model={model.name!r} with local layers or variables. Use "
@@ -63,7 +67,16 @@ def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> li
         )
     if every[0][2] and not runtime.is_single():
         building.build_optimizer(model)
-    return [seeds for seeds, _, _, _ in every]
+    return [seeds for seeds, *_ in every]
+
+
+def _require_built_optimizers(model: keras.Model, names: list[list[str]]) -> None:
+    if names:
+        raise ConfigError(
+            "The state of an optimizer can be read once its variables exist. Received: a backup, "
+            f"and optimizers {names[0]} of model={model.name!r} that are not built. Before fit "
+            "call build(variables that it trains) of each."
+        )
 
 
 def read_together(read: Callable[[], Any], folder: str) -> Any:

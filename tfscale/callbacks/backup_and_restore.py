@@ -21,6 +21,7 @@ from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_num
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
+from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import accumulating
@@ -87,6 +88,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             slots = model_state.optimizer_variables(self.model)
             objects.broadcast_variables([*self.model.variables, *slots], 0)
             model_state.broadcast_loaded(self.model, 0)
+            adapted_layers.settle(self.model)
         self._restore_states(place.epoch, states)
         if backup_groups.has_groups(self.model):
             self._groups = backup_groups.read_groups(self.backup_dir, place)

@@ -14,6 +14,7 @@ from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.errors import ConfigError, ExchangeError
+from tfscale.fit import adapted_layers
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -160,6 +161,7 @@ def _broadcast(
     _require_equal_shapes(state)
     objects.broadcast_variables(state, root_rank)
     model_state.broadcast_loaded(model, root_rank)
+    adapted_layers.settle(model)
 
 
 def _require_equal_shapes(variables: list[keras.Variable]) -> None:

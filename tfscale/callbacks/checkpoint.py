@@ -37,6 +37,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
 from tfscale.exit_codes import PREEMPTED
+from tfscale.fit.agreement import compare_weights
 
 logger = logging.getLogger("tfscale")
 
@@ -68,8 +69,7 @@ class Checkpoint(Callback):
         ConfigError: An argument does not fit. When training begins: ranks do not share the
             directory, all checkpoints in it are damaged or belong to another model, or the order
             of callbacks does not fit.
-        ExchangeError: A rank could not write its part, on all ranks; with the checkpoints before
-            still there.
+        ExchangeError: A rank could not write its part, on all ranks; earlier checkpoints stay.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class Checkpoint(Callback):
             self._saved = self._position.n_steps
             self.model._initial_epoch = self._position.epoch
             restore_callbacks(self._reader)
+        else:
+            compare_weights(self.model)
         self._rhythm.start_clock()
         self._handler.install()
 
@@ -135,7 +137,7 @@ class Checkpoint(Callback):
         first_step = position.step if epoch == position.epoch else 0
         restore_data(position.data, first_step)
         building.when_built(self.model, lambda: self._restore(reader))
-        continue_epoch(first_step)
+        first_step = continue_epoch(epoch, first_step)
         if runtime.rank() == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step

@@ -17,6 +17,7 @@ from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
 from tfscale.errors import ConfigError, ExchangeError
+from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.model_optimizers import optimizers_of
 from tfscale.reduce_ops import Sum
@@ -67,6 +68,7 @@ class Restore:
         try:
             self._restore_weights()
             self._restore_own()
+            adapted_layers.settle(self._model)
             for k, optimizer in enumerate(self._optimizers):
                 self._restore_optimizer(k, optimizer)
                 restore_average(self._reader, f"average{k}", optimizer, self._groups, self.is_exact)

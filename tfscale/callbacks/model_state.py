@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import keras
 
 from tfscale.exchange.shard_state import slots_of
+from tfscale.fit import adapted_layers
 from tfscale.model_optimizers import optimizers_of, unwrap
 from tfscale.optimizer import is_distributed
 from tfscale.process_sets import ProcessSet, global_process_set
@@ -107,16 +108,18 @@ def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
-    """Return the floating point state that layers keep beside their trainable weights.
+    """Return the floating point state that steps change beside trainable weights.
 
     Moving statistics are such state. Frozen kernels are not (layers hold them as trainable
-    weights switched off), nor are states of seed generators, metrics and integer counters.
+    weights switched off), nor are states of seed generators, metrics, integer counters, and what
+    Normalization layers were adapted to.
     """
+    adapted = {id(variable) for variable in adapted_layers.statistics(model)}
     variables: list[keras.Variable] = []
     for layer in model._flatten_layers():
         variables.extend(layer._non_trainable_variables)
     return [
         item
         for item in distinct(variables)
-        if "float" in keras.backend.standardize_dtype(item.dtype)
+        if "float" in keras.backend.standardize_dtype(item.dtype) and id(item) not in adapted
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,18 +62,28 @@ def restore_data(state: dict[str, int] | None, first_step: int | None) -> None:
         ) from error
 
 
-def continue_epoch(first_step: int) -> None:
+def continue_epoch(epoch: int, first_step: int) -> int:
     """Let the epoch that the innermost running `fit` is about to begin start with a later step.
 
     Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
     `GlobalBatches` reads none of the batches before; other data is read and dropped up to there.
 
     Args:
+        epoch: Its number, from 0.
         first_step: Number of the first step, 0 or more.
+
+    Returns:
+        The first step: an earlier one where other ranks' data leaves the epoch no such step.
     """
     epochs = epochs_of_fit()
-    if epochs is None or first_step == 0:
-        return
+    if epochs is None:
+        return first_step
+    steps = epochs.steps_per_epoch or epochs._num_batches
+    if steps and first_step >= steps:
+        first_step = max(0, int(steps) - epochs.steps_per_execution)
+    n_dropped = _place_in_pass(epochs, epoch) + first_step
+    if n_dropped == 0:
+        return 0
     usual = epochs._enumerate_iterator
 
     def rest() -> Iterator[tuple[Any, ...]]:
@@ -88,10 +99,19 @@ def continue_epoch(first_step: int) -> None:
             finally:
                 adapter.py_dataset = data
         else:
-            yield from _steps(epochs, first_step, first_step)
+            yield from _steps(epochs, first_step, n_dropped)
         adapter.on_epoch_end()
 
     epochs._enumerate_iterator = rest
+    return first_step
+
+
+def _place_in_pass(epochs: Any, epoch: int) -> int:
+    """Return how many batches the epochs before have taken of the same pass over the data."""
+    n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
+    if not n_batches or not per_epoch:
+        return 0
+    return epoch % math.ceil(n_batches / per_epoch) * per_epoch
 
 
 def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:
@@ -99,11 +119,17 @@ def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]
     stop = epochs.steps_per_epoch or epochs._num_batches
     dataset = epochs._get_iterator()
     iterator = iter(dataset.skip(n_dropped) if n_dropped else dataset)
-    epochs._current_iterator = iterator
+    epochs._current_iterator, epochs._steps_seen = iterator, n_dropped or first
+    # Where a pass has several epochs, Keras keeps its iterator, and makes another at the end.
+    length = epochs._num_batches if epochs.steps_per_epoch else None
     numbers = range(first, int(stop), stride) if stop else itertools.count(first, stride)
     for step in numbers:
-        epochs._steps_seen = step + stride
+        if length and epochs._steps_seen >= length:
+            break
+        epochs._steps_seen += stride
         yield (step, *([step + stride - 1] if _HAS_LAST_STEP else []), iterator)
+    if length and epochs._steps_seen >= length:
+        epochs._current_iterator, epochs._steps_seen = iter(dataset), 0
 
 
 class _Rest(keras.utils.PyDataset):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.data.arrays import part_of
 from tfscale.data.dataset_steps import never_ends, seeds_of_order
 from tfscale.data.slices import BatchSlices
 from tfscale.errors import ConfigError
@@ -81,8 +82,13 @@ class RecordSource:
         return self._samples
 
     def probe(self) -> list[Any]:
-        """Return what records look like, and what decides their order; none is read."""
-        return [repr(self._dataset.element_spec), repr(self._seeds)]
+        """Return what records look like, what decides their order, and parts of the first one."""
+        first = [
+            part_of(part)
+            for record in self._dataset.take(1)
+            for part in tf.nest.flatten(record, expand_composites=True)
+        ]
+        return [repr(self._dataset.element_spec), repr(self._seeds), *first]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""

@@ -15,15 +15,13 @@ import tensorflow as tf
 from tfscale import runtime
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.errors import ExchangeError
-from tfscale.fit import beginnings
+from tfscale.fit import adapted_layers, beginnings
 from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
 from tfscale.versions import versions
 
 # These set the learning rate of all ranks when training begins.
 _LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")
-# These make weights equal before the first step, or look behind it.
-_EQUALISING = (*_LOADING, "BackupAndRestore", "ConsistencyCheck", "ParameterAveraging")
 _SILENT = ("Callback", "RankZero")  # a rank may have more of these
 _HINTS = {
     "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
@@ -31,6 +29,7 @@ _HINTS = {
     "tfscale.callbacks.RankZero on all of them.",
     "batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
     "which gives them equal parts of each batch.",
+    "vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
     "versions": "Install the same packages on every host.",
 }
 _NOT_REQUIRED = ("ranks", "first samples", "first weights")
@@ -49,7 +48,6 @@ def describe(model: Any) -> dict[str, Any]:
         "first weights": a digest, or "" where another one looks after them.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    process_set = getattr(optimizer, "process_set", None)
     callbacks = [c for c in callbacks_of_fit() if _own_class(c)]
     names = {_own_class(c) for c in callbacks}
     is_local = getattr(optimizer, "is_local_var", lambda variable: False)
@@ -58,19 +56,19 @@ def describe(model: Any) -> dict[str, Any]:
         "versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
         "model": weights if model.built else None,
+        "vocabularies": adapted_layers.vocabularies(model),
         "optimizer": _optimizer(optimizer, names.isdisjoint(_LOADING)),
         "exchange": _exchange(optimizer),
         "batch size": _batch_size(),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
-    ranks = list(getattr(process_set, "ranks", None) or range(runtime.size()))
-    is_looked_after = not model.built or not names.isdisjoint(_EQUALISING)
-    trained = [v for v in model.trainable_variables if not is_local(v)]
+    # A Checkpoint looks itself, if there is none to begin with.
+    is_compared = "Checkpoint" not in names
     return {
         **topics,
-        "ranks": ranks,
+        "ranks": beginnings.ranks_of(model),
         "first samples": beginnings.first_samples(),
-        "first weights": "" if is_looked_after else beginnings.first_weights(optimizer, trained),
+        "first weights": beginnings.first_weights(model, names) if is_compared else "",
     }
 
 
@@ -97,6 +95,12 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
                     f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
                 )
     beginnings.warn(every)
+
+
+def compare_weights(model: Any) -> None:
+    """Warn where ranks begin the running `fit` with different weights. Collective."""
+    if not runtime.is_single():
+        beginnings.compare_weights(model, {_own_class(c) for c in callbacks_of_fit()})
 
 
 def _own_class(callback: Any) -> str:

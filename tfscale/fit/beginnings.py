@@ -8,16 +8,24 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
+from tfscale import objects, runtime
 from tfscale.data.keras_pass import argument_of_fit
+from tfscale.fit import adapted_layers
 
 logger = logging.getLogger("tfscale")
 
 _PROBED_BYTES = 1 << 16
+_NOT_BUILT = "not built"
+# These make weights equal before the first step, or look behind it.
+_EQUALISING = {
+    "BroadcastGlobalVariablesCallback",
+    "BackupAndRestore",
+    "ConsistencyCheck",
+    "ParameterAveraging",
+}
 
 
 def first_samples() -> str:
@@ -32,19 +40,45 @@ def first_samples() -> str:
     return digest.hexdigest()
 
 
-def first_weights(optimizer: Any, variables: Sequence[keras.Variable]) -> str:
-    """Return a digest of what a new model begins with; "" if it has trained or trains alone.
+def ranks_of(model: Any) -> list[int]:
+    """Return the ranks that train the same model as this one."""
+    process_set = getattr(getattr(model, "optimizer", None), "process_set", None)
+    return list(getattr(process_set, "ranks", None) or range(runtime.size()))
+
+
+def first_weights(model: Any, callbacks: set[str]) -> str:
+    """Return a digest of what a new model begins with, for comparison with that of other ranks.
 
     Args:
-        optimizer: The model's.
-        variables: Those that have the same gradients on all ranks.
+        model: Compiled.
+        callbacks: Names of tfscale's classes among the callbacks of `fit`.
+
+    Returns:
+        "" where nothing is to be compared: the model has trained or trains alone, or a callback
+        looks after its weights.
     """
-    if not hasattr(optimizer, "_self_reducer") or int(optimizer.iterations.numpy()) > 0:
+    optimizer: Any = getattr(model, "optimizer", None)
+    is_united = hasattr(optimizer, "_self_reducer")
+    if not is_united or callbacks & _EQUALISING or int(optimizer.iterations.numpy()) > 0:
         return ""
+    if not model.built:
+        return _NOT_BUILT
     digest = 0
-    for variable in variables:
+    trained = [v for v in model.trainable_variables if not optimizer.is_local_var(v)]
+    for variable in [*trained, *adapted_layers.statistics(model)]:
         digest = zlib.crc32(np.ascontiguousarray(variable.numpy()).view(np.uint8), digest)
     return f"{digest:08x}"
+
+
+def compare_weights(model: Any, callbacks: set[str]) -> None:
+    """Warn where ranks begin with different weights. Collective.
+
+    Args:
+        model: Compiled.
+        callbacks: As for `first_weights`.
+    """
+    own = {"ranks": ranks_of(model), "first weights": first_weights(model, callbacks)}
+    _warn_of_unequal_weights(objects.allgather_object(own, name="first weights"))
 
 
 def warn(every: Sequence[dict[str, Any]]) -> None:
@@ -71,15 +105,18 @@ def _warn_of_equal_samples(digests: list[str]) -> None:
 
 def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(every):
-        first = every[other["ranks"][0]]
-        digests = first["first weights"], other["first weights"]
-        if all(digests) and digests[0] != digests[1]:
-            if runtime.rank() == other["ranks"][0]:
-                logger.warning(
-                    "Rank %d begins with other weights than rank %d, and no callback makes them "
-                    "equal: their models will stay different. Give fit "
-                    "tfscale.callbacks.BroadcastGlobalVariablesCallback(0), which also compares "
-                    "them later, or call tfscale.broadcast_variables(model.weights) before it.",
-                    rank, runtime.rank(),
-                )  # fmt: skip
-            return
+        first_rank = other["ranks"][0] if other["ranks"] else rank
+        digests = every[first_rank]["first weights"], other["first weights"]
+        is_unknown = _NOT_BUILT in digests
+        if rank == first_rank or not all(digests) or (digests[0] == digests[1] and not is_unknown):
+            continue
+        if runtime.rank() == first_rank:
+            logger.warning(
+                "%s, and no callback makes them equal: models would stay different. Give fit "
+                "tfscale.callbacks.BroadcastGlobalVariablesCallback(0), which also compares them "
+                "later.",
+                "Models that are built in the first step begin with weights of their own on each "
+                "rank, unless seeds are equal" if is_unknown
+                else f"Rank {rank} begins with other weights than rank {first_rank}",
+            )  # fmt: skip
+        return

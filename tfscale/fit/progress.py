@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfscale import objects, runtime
 from tfscale.backends.base import MarkKind
@@ -156,7 +157,8 @@ class Progress:
     def _must_ask(self) -> bool:
         model = self._model()
         if runtime.backend().has_marks:
-            return model is not None and model.run_eagerly
+            is_eager = tf.config.functions_run_eagerly()
+            return model is not None and (model.run_eagerly or is_eager)
         if self._params.get("steps") is None and model and model.steps_per_execution > 1:
             raise ExchangeError(
                 "The number of batches must be known where steps are executed together and the "

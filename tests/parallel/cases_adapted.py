@@ -1,0 +1,136 @@
+"""Layers adapted to data: all ranks compute with the same numbers, whoever has adapted them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.ranks import require_error
+from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import float64
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+
+N = 24
+X = np.random.default_rng(1).normal(3, 2, (N, 2))
+Y = X[:, :1] ** 2
+
+
+def network(scale=None):
+    """Return a compiled model; its Normalization is adapted to X * scale, if there is one."""
+    keras.utils.set_random_seed(1)
+    norm = keras.layers.Normalization()
+    norm.build((None, 2))
+    if scale is not None:
+        norm.adapt(X * scale)
+    layers = [keras.Input((2,)), norm, keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.03)), "mse")
+    return model
+
+
+def train(model, *callbacks, epochs=2):
+    data = tfscale.data.GlobalBatches(X, Y, batch_size=N // 2)
+    start = BroadcastGlobalVariablesCallback(0)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks, start])
+    return model
+
+
+def by_one_process(*scales):
+    """Return the weights after a `fit` with each scale."""
+    model = network()
+    optimizer = keras.optimizers.SGD(0.03)
+    model.compile(optimizer, "mse")
+    for scale in scales:
+        model.layers[0].adapt(X * scale)
+        model.compile(optimizer, "mse")  # so that the step is traced anew
+        for epoch in (0, 1):
+            for rows in np.split(tfscale.data.slices.epoch_order(0, epoch, N), 2):
+                model.train_on_batch(X[rows], Y[rows])
+    return model.get_weights()
+
+
+def require_near(model, expected):
+    for own, theirs in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-10)
+
+
+@sizes(2, 3)
+def case_one_rank_has_adapted():
+    first = tfscale.rank() == 0
+    with float64():
+        model = train(network(1.0 if first else None))
+        require_near(model, by_one_process(1.0))
+        if first:  # steps that were traced hold the numbers of before
+            model.layers[0].adapt(X * 0.5)
+        model.predict(X, verbose=0)
+        train(model)
+        require_near(model, by_one_process(1.0, 0.5))
+    outputs = tfscale.allgather(model.predict(X, verbose=0)[None]).numpy()
+    assert np.ptp(outputs, axis=0).max() == 0
+
+
+@sizes(2)
+def case_weights_that_were_broadcast_before():
+    with float64():
+        model = network(None if tfscale.rank() else 1.0)
+        tfscale.broadcast_variables(model.weights)
+        train(model)
+        require_near(model, by_one_process(1.0))
+
+
+@sizes(2)
+def case_averages_leave_it_alone():
+    """Nobody broadcasts: each rank goes on computing with what its file will hold."""
+    model = network(1.0 + tfscale.rank())
+    united = tfscale.callbacks.NonTrainableState()
+    data = tfscale.data.GlobalBatches(X, Y, batch_size=N // 2)
+    model.fit(data, verbose=0, callbacks=[united])
+    norm = model.layers[0]
+    np.testing.assert_array_equal(np.ravel(norm.mean), norm.adapt_mean.numpy())
+    np.testing.assert_allclose(np.ravel(norm.mean), X.mean(axis=0) * (1 + tfscale.rank()), 1e-4)
+
+
+class Interruption(Exception):
+    """Ends a fit."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends a fit behind its first epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.epoch == 1:
+            raise Interruption
+
+
+@sizes(2)
+def case_a_program_that_goes_on_need_not_adapt():
+    for make in (BackupAndRestore, lambda folder: Checkpoint(folder, asynchronous=False)):
+        folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+        with float64():
+            expected = by_one_process(1.0)
+            with contextlib.suppress(Interruption):
+                train(network(1.0), make(folder), Interrupt())
+            tfscale.barrier()
+            model = train(network(), make(folder))
+            require_near(model, expected)
+
+
+@sizes(2)
+def case_other_vocabularies_are_refused():
+    words = ["a", "b"] if tfscale.rank() == 0 else ["b", "a"]
+    lookup = keras.layers.StringLookup(vocabulary=words, output_mode="one_hot")
+    model = keras.Sequential([keras.Input((1,), dtype="string"), lookup, keras.layers.Dense(1)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.03)), "mse")
+    data = tfscale.data.GlobalBatches(np.array([["a"], ["b"]] * 2), np.ones((4, 1)), batch_size=2)
+    require_error(
+        lambda: model.fit(data, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)]),
+        "All ranks must train with the same vocabularies",
+        "StringLookup with 3 entries",
+    )

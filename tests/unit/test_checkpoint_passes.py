@@ -1,0 +1,89 @@
+"""Going on where several epochs take their steps from one pass over plain data."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.unit.checkpoint_model import (
+    Act,
+    Interruption,
+    build,
+    interrupt,
+    job,  # noqa: F401
+    require_equal,
+)
+from tfscale.callbacks import Checkpoint
+from tfscale.data.continued_epoch import continue_epoch
+
+BATCHES = 6
+
+
+def fit(*callbacks, data=None, per_epoch, epochs=3):
+    model = build(run_eagerly=True)
+    x = np.random.default_rng(3).normal(size=(BATCHES * 4, 3))
+    y = x[:, :2]
+    if data is None:
+        data = {"x": x, "y": y, "batch_size": 4, "shuffle": False}
+    else:
+        data = {"x": data(x, y)}
+    counted = Act(-1, None)
+    history = {}
+    options = {"steps_per_epoch": per_epoch, "epochs": epochs, "verbose": 0}
+    with contextlib.suppress(Interruption):
+        history = model.fit(**data, **options, callbacks=[*callbacks, counted]).history
+    return model, counted.batches, history
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "stop"), [(6, 1), (6, 7), (3, 1), (3, 4), (3, 7), (2, 1), (2, 3), (2, 4)]
+)
+def test_steps_go_on_where_the_pass_was(tmp_path, per_epoch, stop):
+    whole, numbers, history = fit(per_epoch=per_epoch)
+    assert len(numbers) == 3 * per_epoch
+    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), per_epoch=per_epoch)
+    model, rest, continued = fit(Checkpoint(tmp_path, 1), per_epoch=per_epoch)
+    assert rest == numbers[stop:]
+    require_equal(model, whole)
+    assert continued["loss"] == history["loss"][-len(continued["loss"]) :]
+
+
+def test_a_dataset_of_known_length(tmp_path):
+    def data(x, y):
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+    whole, numbers, _ = fit(data=data, per_epoch=3)
+    fit(Checkpoint(tmp_path, 1), Act(5, interrupt), data=data, per_epoch=3)
+    model, rest, _ = fit(Checkpoint(tmp_path, 1), data=data, per_epoch=3)
+    assert rest == numbers[5:]
+    require_equal(model, whole)
+
+
+def test_an_epoch_that_became_shorter_has_a_step_left():
+    """Shares of more ranks are smaller: an epoch without a step would log a loss of 0."""
+    seen = []
+
+    class Continue(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                seen.append(continue_epoch(epoch, BATCHES + 3))
+
+    _, numbers, history = fit(Continue(), per_epoch=None, epochs=2)
+    assert seen == [BATCHES - 1] and numbers == [*range(BATCHES), BATCHES - 1]
+    assert min(history["loss"]) > 0
+
+
+def test_schedules_count_micro_batches():
+    """Where Keras accumulates, it asks the schedule with their number."""
+    from tfscale.callbacks.adaptive_rate import AdaptiveRate
+
+    schedule = tfscale.ScalableSchedule(keras.optimizers.schedules.CosineDecay(0.1, 100))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(schedule, gradient_accumulation_steps=4), "mse")
+    model.fit(np.ones((40, 3)), np.ones((40, 2)), batch_size=2, verbose=0)  # 20 micro-batches
+    AdaptiveRate(model, momentum_correction=False).set(1.0, 2.0)
+    assert float(schedule(20)) == pytest.approx(float(schedule.__wrapped__(20)))
+    assert float(schedule(30)) == pytest.approx(float(schedule.__wrapped__(40)))

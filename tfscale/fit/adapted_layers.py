@@ -1,0 +1,72 @@
+"""Layers that were adapted to data before training: what they compute with is no weight."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfscale import objects
+
+
+def settle(model: keras.Model) -> None:
+    """Let Normalization layers compute with what was assigned to their variables. Collective.
+
+    They compute with constants that `adapt` and loading a file make of the variables, assigning
+    does not, and that steps traced before hold.
+
+    Args:
+        model: The same on all ranks.
+    """
+    layers = list(_normalizations(model))
+    if not layers:
+        return
+    has_changed = any([_refresh(layer) for layer in layers])
+    # All ranks trace anew, or none: collectives are numbered by trace.
+    if any(objects.allgather_object(has_changed, name="adapted layers")):
+        model.test_function = model.predict_function = None
+        if model.train_function is not None:
+            model.make_train_function(force=True)
+
+
+def statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of Normalization layers, which no step changes."""
+    return [v for layer in _normalizations(model) for v in layer._non_trainable_variables]
+
+
+def vocabularies(model: keras.Model) -> list[str]:
+    """Return a text for each vocabulary and each list of boundaries that layers look up.
+
+    Raises:
+        ValueError: Keras cannot tell one.
+    """
+    layers = model._flatten_layers()
+    inner = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}
+    return [_describe(layer) for layer in layers if id(layer) not in inner and _looks_up(layer)]
+
+
+def _normalizations(model: keras.Model) -> Iterator[Any]:
+    for layer in model._flatten_layers():
+        is_adapted = isinstance(layer, keras.layers.Normalization) and layer.input_mean is None
+        if is_adapted and layer.built:
+            yield layer
+
+
+def _refresh(layer: Any) -> bool:
+    before = np.array(layer.mean), np.array(layer.variance)
+    layer.finalize_state()
+    return not (np.array_equal(before[0], layer.mean) and np.array_equal(before[1], layer.variance))
+
+
+def _looks_up(layer: Any) -> bool:
+    return hasattr(layer, "get_vocabulary") or isinstance(layer, keras.layers.Discretization)
+
+
+def _describe(layer: Any) -> str:
+    known = layer.get_vocabulary() if hasattr(layer, "get_vocabulary") else layer.bin_boundaries
+    entries = [] if known is None else list(known)
+    digest = hashlib.blake2b(repr(entries).encode(), digest_size=4).hexdigest()
+    return f"{type(layer).__name__} with {len(entries)} entries ({digest})"
