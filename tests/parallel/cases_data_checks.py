@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 from tests.helpers.ranks import require_error
@@ -88,3 +89,20 @@ def case_validation_data_may_differ_in_kind():
     seen = batches()
     seen.epoch = tfscale.rank()
     assert len(fit(seen).history["val_loss"]) == 2
+
+
+@sizes(2)
+def case_another_order_of_records_is_refused():
+    """Names of files in the order of a set differ between processes."""
+    names = [f"file-{i}" for i in range(8)]
+    order = names if tfscale.rank() == 0 else names[::-1]
+
+    def batch_of(records):
+        return GlobalBatches.from_dataset(
+            tf.data.Dataset.from_tensor_slices(records),
+            batch_size=4,
+            decode=lambda name: (tf.ones(4), tf.ones(1)),
+        )
+
+    require_refused(None, "all samples in the same order. Received: other", train=batch_of(order))
+    fit(None, train=batch_of(names))

@@ -112,6 +112,11 @@ def case_one_rank_stops_at_the_end_of_an_epoch():
 def case_one_rank_stops_while_running_eagerly():
     stop_somewhere(StopAt(batch=2, epoch=1), expected_steps=5 + 3, run_eagerly=True)
     stop_somewhere(StopAt(epoch=1), expected_steps=10, run_eagerly=True)
+    tf.config.run_functions_eagerly(True)
+    try:
+        stop_somewhere(StopAt(batch=2, epoch=1), expected_steps=5 + 3)
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 @sizes(2, 3)

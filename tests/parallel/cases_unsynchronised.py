@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from unittest import mock
 
 import keras
@@ -16,6 +17,7 @@ from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     Callback,
+    Checkpoint,
     ParameterAveraging,
 )
 
@@ -124,3 +126,22 @@ def case_unequal_first_weights_are_told():
     assert "other weights" not in warnings_of(lambda: fit(own, broadcast=True))
     again = fit(own, BroadcastGlobalVariablesCallback(0))
     assert "other weights" not in warnings_of(again)
+
+
+@sizes(2)
+def case_a_checkpoint_looks_at_first_weights():
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+
+    def fit(is_built=True, epochs=1):
+        keras.utils.set_random_seed(1 + tfscale.rank())
+        first = [keras.Input((2,))] if is_built else []
+        model = keras.Sequential([*first, keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        callback = Checkpoint(folder, asynchronous=False) if is_built else Callback()
+        model.fit(batches(1)["data"], epochs=epochs, verbose=0, callbacks=[callback])
+
+    assert "Rank 1 begins with other weights" in warnings_of(fit)
+    tfscale.barrier()
+    assert "other weights" not in warnings_of(lambda: fit(epochs=2))  # goes on
+    told = "Models that are built in the first step begin with weights of their own"
+    assert told in warnings_of(lambda: fit(is_built=False))

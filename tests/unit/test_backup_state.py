@@ -7,6 +7,7 @@ import os
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import (
@@ -193,3 +194,48 @@ def test_a_backup_that_is_kept_has_the_last_epoch(tmp_path):
     history = second.fit(make_data(), epochs=2, verbose=0)
     assert history.epoch == [0, 1]
     assert int(second.optimizer.iterations) > int(first.optimizer.iterations)
+
+
+class TwoOptimizers(keras.Model):
+    """Trains its halves by optimizers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.build((None, 2))
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.other.build(shape)
+        self.built = True
+
+    def compile(self):
+        super().compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+        self.own = keras.optimizers.Adam(0.01)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.other(data) ** 2)
+        self.own.apply(tape.gradient(loss, self.other.weights), self.other.weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_state_of_a_second_optimizer_needs_its_variables(tmp_path, is_built):
+    """Keras would leave it out with a warning: moments would begin anew."""
+
+    def fit(epochs, is_built=True):
+        model = TwoOptimizers()
+        model.compile()
+        if is_built:
+            model.own.build(model.other.weights)
+        backup = BackupAndRestore(tmp_path, delete_checkpoint=False)
+        model.fit(np.ones((4, 2)), epochs=epochs, batch_size=2, verbose=0, callbacks=[backup])
+        return model
+
+    fit(1, is_built=False)  # there is nothing to read yet
+    if is_built:
+        assert int(fit(2).own.iterations) == 4
+    else:
+        with pytest.raises(ConfigError, match=r"optimizers .'adam.* that are not built"):
+            fit(2, is_built=False)
