@@ -83,6 +83,16 @@ def case_weights_that_were_broadcast_before():
 
 
 @sizes(2)
+def case_a_model_that_is_built_by_its_first_step():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Normalization(), keras.layers.Dense(1)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.03)), "mse")
+    train(model)
+    train(model)
+    assert np.all(np.isfinite(model.predict(X, verbose=0)))
+
+
+@sizes(2)
 def case_averages_leave_it_alone():
     """Nobody broadcasts: each rank goes on computing with what its file will hold."""
     model = network(1.0 + tfscale.rank())

@@ -15,7 +15,7 @@ from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.data.own_metrics import warn_of_judges
 from tfscale.data.step_count import StepCount
 from tfscale.eager import has_exchanged_gradients
-from tfscale.fit import adapted_layers, cycles
+from tfscale.fit import cycles
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.fit.unsynchronised import require_averages, warn_if_unsynchronised
@@ -53,7 +53,6 @@ class Callback(keras.callbacks.Callback):
         if not runtime.is_single():
             refuse_plain_backup()
         if progress_of(self.model).begin(self.params or {}):
-            adapted_layers.settle(self.model)
             require_averages(self.model)
             save_points.agree(self.model)
             if cycles.may_end_early(self.model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,16 +17,23 @@ def settle(model: keras.Model) -> None:
 
     They compute with constants that `adapt` and loading a file make of the variables, assigning
     does not, and that steps traced before hold.
+    """
+    trace_anew_together(model, objects.allgather_object(refresh(model), name="adapted layers"))
+
+
+def refresh(model: keras.Model) -> bool:
+    """Make the constants of Normalization layers anew; return whether any has changed."""
+    return any([_refresh(layer) for layer in _normalizations(model)])
+
+
+def trace_anew_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
+    """Drop traced functions if any rank's layers have changed: collectives are numbered by trace.
 
     Args:
-        model: The same on all ranks.
+        model: Its train function is made anew if there was one: `fit` may be about to call it.
+        has_changed: What `refresh` returned on each rank.
     """
-    layers = list(_normalizations(model))
-    if not layers:
-        return
-    has_changed = any([_refresh(layer) for layer in layers])
-    # All ranks trace anew, or none: collectives are numbered by trace.
-    if any(objects.allgather_object(has_changed, name="adapted layers")):
+    if any(has_changed):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
             model.make_train_function(force=True)
@@ -56,6 +63,9 @@ def _normalizations(model: keras.Model) -> Iterator[Any]:
 
 
 def _refresh(layer: Any) -> bool:
+    if not hasattr(layer.mean, "numpy"):  # built while something was traced
+        layer.finalize_state()
+        return True
     before = np.array(layer.mean), np.array(layer.variance)
     layer.finalize_state()
     return not (np.array_equal(before[0], layer.mean) and np.array_equal(before[1], layer.variance))

@@ -13,7 +13,7 @@ from tfscale.backends.base import MarkKind
 from tfscale.data import probe
 from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.fit import agreement, cycles
+from tfscale.fit import adapted_layers, agreement, cycles
 from tfscale.fit.lockstep import Answer, ask
 from tfscale.fit.unsynchronised import trains_apart
 
@@ -68,6 +68,7 @@ class Progress:
             "given_up": runtime.num_given_up(),
             "data": probe.describe(),
             "training": agreement.describe(self._model()),
+            "has_adapted": adapted_layers.refresh(self._model()),
         }
         self._marked_epoch, self._n_steps, self._is_over, self._is_begun = -1, 0, False, False
         self._asks = self._must_ask()
@@ -88,6 +89,7 @@ class Progress:
                 )
         probe.agree([rank["data"] for rank in every])
         agreement.require_equal([rank["training"] for rank in every])
+        adapted_layers.trace_anew_together(self._model(), [rank["has_adapted"] for rank in every])
         if any(rank["given_up"] for rank in every):
             runtime.start_incarnation()
         cycles.settle(self._model(), [rank["cycles"] for rank in every])
