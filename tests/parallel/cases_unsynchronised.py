@@ -124,8 +124,19 @@ def case_unequal_first_weights_are_told():
     assert told in warnings_of(lambda: fit(own))
     assert "other weights" not in warnings_of(lambda: fit(1))
     assert "other weights" not in warnings_of(lambda: fit(own, broadcast=True))
-    again = fit(own, BroadcastGlobalVariablesCallback(0))
-    assert "other weights" not in warnings_of(again)
+    start = BroadcastGlobalVariablesCallback(0)
+    assert "other weights" not in warnings_of(lambda: fit(own, start))
+    assert "other weights" not in warnings_of(fit(own, start))  # a second fit
+
+    def one_rank_has_trained():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        if tfscale.rank() == 0:
+            model.optimizer.iterations.assign(3)
+        model.fit(batches(1)["data"], verbose=0, callbacks=[Callback()])
+
+    assert told in warnings_of(one_rank_has_trained)
 
 
 @sizes(2)

@@ -22,8 +22,8 @@ from tfscale.data.continued_epoch import continue_epoch
 BATCHES = 6
 
 
-def fit(*callbacks, data=None, per_epoch, epochs=3):
-    model = build(run_eagerly=True)
+def fit(*callbacks, data=None, per_epoch, epochs=3, together=1, **more):
+    model = build(run_eagerly=True, steps_per_execution=together)
     x = np.random.default_rng(3).normal(size=(BATCHES * 4, 3))
     y = x[:, :2]
     if data is None:
@@ -32,7 +32,7 @@ def fit(*callbacks, data=None, per_epoch, epochs=3):
         data = {"x": data(x, y)}
     counted = Act(-1, None)
     history = {}
-    options = {"steps_per_epoch": per_epoch, "epochs": epochs, "verbose": 0}
+    options = {"steps_per_epoch": per_epoch, "epochs": epochs, "verbose": 0, **more}
     with contextlib.suppress(Interruption):
         history = model.fit(**data, **options, callbacks=[*callbacks, counted]).history
     return model, counted.batches, history
@@ -49,6 +49,44 @@ def test_steps_go_on_where_the_pass_was(tmp_path, per_epoch, stop):
     assert rest == numbers[stop:]
     require_equal(model, whole)
     assert continued["loss"] == history["loss"][-len(continued["loss"]) :]
+
+
+@pytest.mark.parametrize(("per_epoch", "stop"), [(3, 2), (3, 3), (4, 2), (4, 3)])
+def test_steps_that_are_executed_together(tmp_path, per_epoch, stop):
+    """Keras takes whole executions: an epoch of 3 steps, 2 at a time, takes 4 batches."""
+    whole, numbers, _ = fit(per_epoch=per_epoch, together=2)
+    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), per_epoch=per_epoch, together=2)
+    model, rest, _ = fit(Checkpoint(tmp_path, 1), per_epoch=per_epoch, together=2)
+    assert rest == numbers[stop:]
+    require_equal(model, whole)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_training_that_begins_with_a_later_epoch(tmp_path, stop):
+    options = {"per_epoch": 3, "initial_epoch": 5, "epochs": 8}
+    whole, numbers, _ = fit(**options)
+    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), **options)
+    model, rest, _ = fit(Checkpoint(tmp_path, 1), **options)
+    assert rest == numbers[stop:]
+    require_equal(model, whole)
+
+
+def test_batches_of_another_size_than_fit_begins_with(tmp_path):
+    """Keras counts the steps of the program's batches until the epoch begins."""
+    x = np.random.default_rng(3).normal(size=(BATCHES * 4, 3))
+
+    def fit_batches(size, *callbacks):
+        model, counted = build(run_eagerly=True), Act(-1, None)
+        data = tfscale.data.GlobalBatches(x, x[:, :2], batch_size=size)
+        with contextlib.suppress(Interruption):
+            model.fit(data, epochs=2, verbose=0, callbacks=[*callbacks, counted])
+        return model, counted.batches
+
+    _, numbers = fit_batches(4)
+    fit_batches(4, Checkpoint(tmp_path, 1), Act(4, interrupt))
+    model, rest = fit_batches(8, Checkpoint(tmp_path, 1))  # 3 steps: fewer than were made
+    assert rest[:2] == numbers[4:6] == [4, 5]
+    assert int(model.optimizer.iterations) == 4 + len(rest)
 
 
 def test_a_dataset_of_known_length(tmp_path):
@@ -73,6 +111,9 @@ def test_an_epoch_that_became_shorter_has_a_step_left():
 
     _, numbers, history = fit(Continue(), per_epoch=None, epochs=2)
     assert seen == [BATCHES - 1] and numbers == [*range(BATCHES), BATCHES - 1]
+    assert min(history["loss"]) > 0
+    _, numbers, history = fit(Continue(), per_epoch=4, epochs=2)  # the second has two steps
+    assert seen == [BATCHES - 1, 1] and numbers == [0, 1, 2, 3, 1]
     assert min(history["loss"]) > 0
 
 

@@ -22,6 +22,7 @@ from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.errors import ConfigError
 from tfscale.fit import adapted_layers
+from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import accumulating
@@ -81,6 +82,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._seeds = begin_together(self.model, self._own_seeds(), has_backup)
         place, states = read_together(lambda: self._load(logs), self.backup_dir)
         if place is None:
+            compare_weights(self.model)
             return
         # `_current_epoch` is for backups amid this epoch.
         self.model._initial_epoch = self._current_epoch = place.epoch

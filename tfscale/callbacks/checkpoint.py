@@ -34,7 +34,7 @@ from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
 from tfscale.data.continued_epoch import continue_epoch, restore_data, steps_until
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
 from tfscale.exit_codes import PREEMPTED
 from tfscale.fit.agreement import compare_weights
@@ -107,8 +107,8 @@ class Checkpoint(Callback):
         super().on_train_begin(logs)
         require_order(early)
         self._restart()
-        self.model._initial_epoch = None
-        self._run = name_run()
+        self.model._initial_epoch, self._run = None, name_run()
+        self._first_epoch = int(argument_of_fit("initial_epoch") or 0)
         require_shared(self.directory, self._run)
         self._reader = newest_readable(self.directory)
         if self._reader is not None:
@@ -137,7 +137,7 @@ class Checkpoint(Callback):
         first_step = position.step if epoch == position.epoch else 0
         restore_data(position.data, first_step)
         building.when_built(self.model, lambda: self._restore(reader))
-        first_step = continue_epoch(epoch, first_step)
+        first_step = continue_epoch(epoch - self._first_epoch, first_step)
         if runtime.rank() == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step

@@ -53,7 +53,7 @@ class ArraySource:
     def probe(self) -> list[Any]:
         """Return parts of the first, the middle and the last sample."""
         rows = (0, self.samples // 2, self.samples - 1)
-        return [part_of(array[row]) for row in rows for array in keras.tree.flatten(self._parts)]
+        return [_part_of(array[row]) for row in rows for array in keras.tree.flatten(self._parts)]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""
@@ -67,7 +67,7 @@ class ArraySource:
         return read
 
 
-def part_of(sample: Any) -> list[float] | str:
+def _part_of(sample: Any) -> list[float] | str:
     """Return some values of a sample: numbers, or the text of anything else."""
     values = np.ravel(np.asarray(sample))
     # Spread out: the first ones may be a border that all pictures have.

@@ -69,7 +69,7 @@ def continue_epoch(epoch: int, first_step: int) -> int:
     `GlobalBatches` reads none of the batches before; other data is read and dropped up to there.
 
     Args:
-        epoch: Its number, from 0.
+        epoch: Its number, from that of the first epoch of training.
         first_step: Number of the first step, 0 or more.
 
     Returns:
@@ -78,10 +78,10 @@ def continue_epoch(epoch: int, first_step: int) -> int:
     epochs = epochs_of_fit()
     if epochs is None:
         return first_step
-    steps = epochs.steps_per_epoch or epochs._num_batches
-    if steps and first_step >= steps:
-        first_step = max(0, int(steps) - epochs.steps_per_execution)
-    n_dropped = _place_in_pass(epochs, epoch) + first_step
+    place, steps = _place_in_pass(epochs, epoch)
+    if steps is not None and first_step >= steps:
+        first_step = max(0, steps - epochs.steps_per_execution)
+    n_dropped = place + first_step
     if n_dropped == 0:
         return 0
     usual = epochs._enumerate_iterator
@@ -106,12 +106,21 @@ def continue_epoch(epoch: int, first_step: int) -> int:
     return first_step
 
 
-def _place_in_pass(epochs: Any, epoch: int) -> int:
-    """Return how many batches the epochs before have taken of the same pass over the data."""
+def _place_in_pass(epochs: Any, epoch: int) -> tuple[int, int | None]:
+    """Return how many batches epochs before have taken of the same pass, and this one's steps.
+
+    Steps are None where nobody knows them, and of `GlobalBatches`: those are cut as they were,
+    which Keras has not seen yet.
+    """
     n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
+    if isinstance(getattr(epochs.data_adapter, "py_dataset", None), GlobalBatches):
+        return 0, None
     if not n_batches or not per_epoch:
-        return 0
-    return epoch % math.ceil(n_batches / per_epoch) * per_epoch
+        return 0, per_epoch or n_batches
+    stride = epochs.steps_per_execution
+    taken = math.ceil(per_epoch / stride) * stride
+    place = epoch % math.ceil(n_batches / taken) * taken
+    return place, min(per_epoch, n_batches - place)
 
 
 def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:

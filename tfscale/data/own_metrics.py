@@ -16,8 +16,9 @@ logger = logging.getLogger("tfscale")
 JUDGES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 _JUDGED = (
-    "%s sees the metrics of each rank's own samples, and ranks may decide differently: other "
-    "learning rates, other best weights at the end. Put MetricAverageCallback before it."
+    "%s sees the metrics of each rank's own samples. Unless all ranks are given the same, they may "
+    "decide differently: other learning rates, other best weights at the end. Put "
+    "MetricAverageCallback before it."
 )
 _EVALUATED = (
     "evaluate() returns the metrics of this rank's slices of GlobalBatches, not of all samples. "

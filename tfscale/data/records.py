@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import os
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale.data.arrays import part_of
 from tfscale.data.dataset_steps import never_ends, seeds_of_order
 from tfscale.data.slices import BatchSlices
 from tfscale.errors import ConfigError
@@ -82,13 +82,21 @@ class RecordSource:
         return self._samples
 
     def probe(self) -> list[Any]:
-        """Return what records look like, what decides their order, and parts of the first one."""
-        first = [
-            part_of(part)
-            for record in self._dataset.take(1)
+        """Return what records look like, what decides their order, and a digest of the first one.
+
+        Of the first one texts count (names, serialized records): numbers may have been drawn. None
+        is read of a dataset that is shuffled once, which would fill its buffer.
+        """
+        spec = self._dataset.element_spec
+        has_text = any(getattr(s, "dtype", None) == tf.string for s in tf.nest.flatten(spec))
+        first = self._dataset.take(1) if has_text and not self._seeds else ()
+        texts = [
+            hashlib.blake2b(repr(part.numpy()).encode(), digest_size=8).hexdigest()
+            for record in first
             for part in tf.nest.flatten(record, expand_composites=True)
+            if part.dtype == tf.string
         ]
-        return [repr(self._dataset.element_spec), repr(self._seeds), *first]
+        return [repr(spec), repr(self._seeds), *texts]
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step of one epoch."""

@@ -45,11 +45,7 @@ def statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def vocabularies(model: keras.Model) -> list[str]:
-    """Return a text for each vocabulary and each list of boundaries that layers look up.
-
-    Raises:
-        ValueError: Keras cannot tell one.
-    """
+    """Return a text for each vocabulary and each list of boundaries that layers look up."""
     layers = model._flatten_layers()
     inner = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}
     return [_describe(layer) for layer in layers if id(layer) not in inner and _looks_up(layer)]
@@ -72,11 +68,17 @@ def _refresh(layer: Any) -> bool:
 
 
 def _looks_up(layer: Any) -> bool:
-    return hasattr(layer, "get_vocabulary") or isinstance(layer, keras.layers.Discretization)
+    kinds = keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization
+    return isinstance(layer, (*kinds, keras.layers.Discretization))
 
 
 def _describe(layer: Any) -> str:
-    known = layer.get_vocabulary() if hasattr(layer, "get_vocabulary") else layer.bin_boundaries
-    entries = [] if known is None else list(known)
+    if isinstance(layer, keras.layers.Discretization):
+        entries = list(layer.bin_boundaries or ())
+    else:
+        # Not `get_vocabulary`, which needs entries that are UTF-8.
+        table = getattr(layer, "_lookup_layer", layer).lookup_table
+        parts = table.export() if int(table.size()) else ()  # one that is empty may not exist yet
+        entries = sorted(zip(*(part.numpy().tolist() for part in parts), strict=True))
     digest = hashlib.blake2b(repr(entries).encode(), digest_size=4).hexdigest()
     return f"{type(layer).__name__} with {len(entries)} entries ({digest})"

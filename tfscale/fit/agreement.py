@@ -62,8 +62,9 @@ def describe(model: Any) -> dict[str, Any]:
         "batch size": _batch_size(),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
-    # A Checkpoint looks itself, if there is none to begin with.
-    is_compared = "Checkpoint" not in names
+    # These look themselves, if there is nothing to restore.
+    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_of_fit())
+    is_compared = "Checkpoint" not in names and not restores
     return {
         **topics,
         "ranks": beginnings.ranks_of(model),

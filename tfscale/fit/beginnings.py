@@ -22,7 +22,6 @@ _NOT_BUILT = "not built"
 # These make weights equal before the first step, or look behind it.
 _EQUALISING = {
     "BroadcastGlobalVariablesCallback",
-    "BackupAndRestore",
     "ConsistencyCheck",
     "ParameterAveraging",
 }
@@ -54,18 +53,21 @@ def first_weights(model: Any, callbacks: set[str]) -> str:
         callbacks: Names of tfscale's classes among the callbacks of `fit`.
 
     Returns:
-        "" where nothing is to be compared: the model has trained or trains alone, or a callback
-        looks after its weights.
+        "" where nothing is to be compared: the model trains alone, or a callback looks after its
+        weights. The same text for all models that have trained.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     is_united = hasattr(optimizer, "_self_reducer")
-    if not is_united or callbacks & _EQUALISING or int(optimizer.iterations.numpy()) > 0:
+    if not is_united or callbacks & _EQUALISING:
         return ""
+    if int(optimizer.iterations.numpy()) > 0:
+        return "trained"
     if not model.built:
         return _NOT_BUILT
     digest = 0
-    trained = [v for v in model.trainable_variables if not optimizer.is_local_var(v)]
-    for variable in [*trained, *adapted_layers.statistics(model)]:
+    for variable in [*model.trainable_variables, *adapted_layers.statistics(model)]:
+        if optimizer.is_local_var(variable):
+            continue
         digest = zlib.crc32(np.ascontiguousarray(variable.numpy()).view(np.uint8), digest)
     return f"{digest:08x}"
 
@@ -105,7 +107,7 @@ def _warn_of_equal_samples(digests: list[str]) -> None:
 
 def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(every):
-        first_rank = other["ranks"][0] if other["ranks"] else rank
+        first_rank = other["ranks"][0] if rank in other["ranks"] else rank
         digests = every[first_rank]["first weights"], other["first weights"]
         is_unknown = _NOT_BUILT in digests
         if rank == first_rank or not all(digests) or (digests[0] == digests[1] and not is_unknown):
