@@ -15,9 +15,11 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_agreement import BATCH, SGD, N, batches, train
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
+    BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     Callback,
     Checkpoint,
+    MetricAverageCallback,
     ParameterAveraging,
 )
 
@@ -140,19 +142,26 @@ def case_unequal_first_weights_are_told():
 
 
 @sizes(2)
-def case_a_checkpoint_looks_at_first_weights():
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+def case_who_restores_looks_at_first_weights():
+    """Where there is nothing to restore yet: else all ranks get what was saved."""
 
-    def fit(is_built=True, epochs=1):
+    def fit(callback, is_built=True, epochs=1):
         keras.utils.set_random_seed(1 + tfscale.rank())
         first = [keras.Input((2,))] if is_built else []
         model = keras.Sequential([*first, keras.layers.Dense(1)])
         model.compile(DistributedOptimizer(SGD(0.1)), "mse")
-        callback = Checkpoint(folder, asynchronous=False) if is_built else Callback()
-        model.fit(batches(1)["data"], epochs=epochs, verbose=0, callbacks=[callback])
+        callbacks = [callback, MetricAverageCallback()]
+        model.fit(batches(1)["data"], epochs=epochs, verbose=0, callbacks=callbacks)
 
-    assert "Rank 1 begins with other weights" in warnings_of(fit)
-    tfscale.barrier()
-    assert "other weights" not in warnings_of(lambda: fit(epochs=2))  # goes on
+    for make in (
+        lambda folder: Checkpoint(folder, asynchronous=False),
+        lambda folder: BackupAndRestore(folder, delete_checkpoint=False),
+    ):
+        folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+        told = warnings_of(lambda make=make, folder=folder: fit(make(folder)))
+        assert told.count("Rank 1 begins with other weights") == 1
+        tfscale.barrier()
+        again = warnings_of(lambda make=make, folder=folder: fit(make(folder), epochs=2))
+        assert "other weights" not in again
     told = "Models that are built in the first step begin with weights of their own"
-    assert told in warnings_of(lambda: fit(is_built=False))
+    assert told in warnings_of(lambda: fit(Callback(), is_built=False))

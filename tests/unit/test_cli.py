@@ -128,6 +128,7 @@ def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, 
     ("words", "message"),
     [
         (["run", "python"], "Received: no -np"),
+        (["run", "--slurm", "python"], "no -np, and no SLURM_NTASKS: not in an allocation"),
         (["run", "-np", "2"], "needs a program"),
         (["run", "-np", "2", "--env", "K", "python"], "Received: --env K"),
         (["run", "-np", "3", "-H", "a:2", "python"], "1 too few"),
@@ -138,7 +139,8 @@ def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, 
         (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
     ],
 )
-def test_impossible_runs_are_refused(words, message, capsys):
+def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
     assert cli.main(words) == 2
     assert message in capsys.readouterr().err
 
