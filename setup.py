@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent
 
 def import_bare(name):
     """Import a module of tfscale that needs the standard library only, without the package."""
-    for package in ("tfscale", "tfscale.native"):
+    for package in ("tfscale", "tfscale.comm"):
         if package not in sys.modules:
             module = types.ModuleType(package)
             module.__path__ = [str(ROOT / package.replace(".", "/"))]
@@ -36,7 +36,7 @@ def import_bare(name):
 @functools.cache
 def missing():
     """Return what keeps the library from being compiled here, or an empty string."""
-    toolchain = import_bare("tfscale.native.toolchain")
+    toolchain = import_bare("tfscale.comm.native")
     try:
         toolchain.find_toolchain()
         toolchain.find_tensorflow(ROOT / "build" / "native")
@@ -60,7 +60,7 @@ class BuildNative(build_py):
         if missing():
             self.announce(f"tfscale: installed without its library. {missing()}", level=3)
             return
-        import_bare("tfscale.native.build").build(package / "_lib", ROOT / "build" / "native")
+        import_bare("tfscale.comm.native").build(package / "_lib", ROOT / "build" / "native")
 
 
 class NativeDistribution(Distribution):

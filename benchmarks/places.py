@@ -11,8 +11,15 @@ from pathlib import Path
 from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
 from tfscale.cluster.layout import parse_rate
-from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job, thread_variables
-from tfscale.launcher.mpi_command import LaunchSpec, build_command
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    build_command,
+    count_cores,
+    end_processes,
+    find_mpi,
+    new_job,
+    thread_variables,
+)
 
 MEMORY = "memory"
 _CLUSTER = f"bench{os.getpid()}"

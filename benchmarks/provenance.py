@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tfscale.launcher.job import find_mpi
+from tfscale.launcher.mpi_command import find_mpi
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("tensorflow", "keras", "numpy", "mpi4py", "horovod", "tfscale")

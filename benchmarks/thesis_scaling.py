@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from tfscale.plan.choose import choose
+from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import PRESETS, Machine
 from tfscale.plan.parts import ExchangePlan
 from tfscale.plan.published import published
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
+from tfscale.plan.tables import grid
 from tfscale.plan.thesis import STRATEGIES, chunked_2017, pcnn, per_layer_allreduce
-from tfscale.plan.times import Scenario
-from tfscale.tables import grid
 
 CORES = 32  # of a host of [T]
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

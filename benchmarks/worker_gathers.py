@@ -18,10 +18,9 @@ from benchmarks.kernels import BACKWARD, FORWARD, Span, kernels_of
 from benchmarks.systems import start
 from benchmarks.worker_step import make_step
 from benchmarks.workloads import WORKLOADS
-from tfscale import runtime
-from tfscale.trace.analysis import Intervals, length, merged
-from tfscale.trace.clocks import clock_ns
-from tfscale.trace.recorder import Listener
+from tfscale.comm import runtime
+from tfscale.comm.events import Listener, clock_ns
+from tfscale.measure.analysis import Intervals, length, merged
 
 _NAME = "parameters of "  # of the collectives that gather parameters
 _JOINED_NS = 300_000  # gaps that a picture cannot show

@@ -186,7 +186,7 @@ def finish(run: Run, extra: Sequence[str] = (), lock: IO[str] | None = None) -> 
         shutil.rmtree(run.folder)  # of other flags
     run.folder.mkdir(parents=True, exist_ok=True)
     study_note.write(run.folder, _key(run), machine.describe())
-    launch = ["-m", "tfscale.cli", "run", "-np", str(run.ranks), sys.executable]
+    launch = ["-m", "tfscale.launcher.cli", "run", "-np", str(run.ranks), sys.executable]
     words = [sys.executable, *(launch if run.ranks > 1 else []), str(RECIPES / f"{run.recipe}.py")]
     words += [*command(run)[1:], *extra, "--resume", *(["--report"] if run.ranks > 1 else [])]
     words += [f"--run_dir={run.folder.parent}", f"--run_name={run.folder.name}"]

@@ -9,22 +9,27 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tfscale.end_of_job import watch_from_import
+from tfscale.comm.process import watch_from_import
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
-    "callbacks",
-    "checkpoints",
-    "data",
-    "elastic",
-    "exit_codes",
-    "keras",
-    "optimizers",
-    "preemption",
-)
+_SUBMODULES = {
+    "callbacks": "callbacks",
+    "checkpoints": "checkpoints",
+    "data": "data",
+    "elastic": "elastic",
+    "exit_codes": "config",
+    "keras": "keras",
+    "optimizers": "optimizers",
+    "preemption": "preemption",
+}
 _NAMES_BY_MODULE = {
-    "build_info": (
+    "callbacks.broadcast": ("broadcast_global_variables",),
+    "callbacks.parameter_averaging": (
+        "DistanceWeights",
+        "Divergence",
+    ),
+    "comm.build_info": (
         "cuda_built",
         "gloo_built",
         "gloo_enabled",
@@ -34,45 +39,71 @@ _NAMES_BY_MODULE = {
         "nccl_built",
         "rocm_built",
     ),
-    "callbacks.broadcast": ("broadcast_global_variables",),
-    "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
-    "collectives": ("allreduce", "barrier", "broadcast", "grouped_allreduce"),
-    "eager": ("join",),
-    "errors": ("ConfigError", "ExchangeError", "PlanError"),
-    "exchange.allreduce": ("Allreduce",),
-    "exchange.auto": ("Auto",),
-    "exchange.chunked": ("Chunked",),
-    "exchange.compression": ("Compression",),
-    "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),
-    "exchange.sharded": ("Sharded",),
-    "fit.preparation": ("prepare",),
-    "gathers": (
+    "comm.collectives": (
         "allgather",
+        "allreduce",
         "alltoall",
+        "barrier",
+        "broadcast",
         "grouped_allgather",
+        "grouped_allreduce",
+        "grouped_reducescatter",
+        "reducescatter",
     ),
-    "objects": ("allgather_object", "broadcast_object", "broadcast_variables"),
-    "optimizer": ("DistributedOptimizer",),
-    "partial": ("PartialDistributedGradientTape", "PartialDistributedOptimizer"),
-    "process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
-    "reduce_ops": ("Average", "Max", "Min", "Product", "Sum"),
-    "runtime": (
+    "comm.compression": ("Compression",),
+    "comm.eager": ("join",),
+    "comm.objects": (
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_variables",
+    ),
+    "comm.runtime": (
+        "Average",
+        "Max",
+        "Min",
+        "ProcessSet",
+        "Product",
+        "Sum",
+        "add_process_set",
         "cross_rank",
         "cross_size",
+        "global_process_set",
         "init",
         "is_initialized",
         "local_rank",
         "local_size",
         "rank",
+        "remove_process_set",
         "shutdown",
         "size",
     ),
+    "comm.timeline": (
+        "start_timeline",
+        "stop_timeline",
+    ),
+    "config": (
+        "ConfigError",
+        "ExchangeError",
+        "PlanError",
+    ),
+    "exchange.allreduce": ("Allreduce",),
+    "exchange.auto": ("Auto",),
+    "exchange.chunked": ("Chunked",),
+    "exchange.local_sgd": (
+        "AdaptiveInterval",
+        "LocalSGD",
+    ),
+    "exchange.sharded": ("Sharded",),
+    "fit.preparation": ("prepare",),
+    "optimizer": ("DistributedOptimizer",),
+    "partial": (
+        "PartialDistributedGradientTape",
+        "PartialDistributedOptimizer",
+    ),
     "saving": ("load_model",),
     "scalable_schedule": ("ScalableSchedule",),
-    "scatters": ("grouped_reducescatter", "reducescatter"),
     "sync_batch_norm": ("SyncBatchNormalization",),
     "tape": ("DistributedGradientTape",),
-    "trace.timeline": ("start_timeline", "stop_timeline"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -83,7 +114,7 @@ watch_from_import()
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return importlib.import_module(f"tfscale.{name}")
+        return importlib.import_module(f"tfscale.{_SUBMODULES[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tfscale' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tfscale.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""All settings, and the only place that reads environment variables."""
+"""Settings, errors and exit codes: the only reader of the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfscale.errors import ConfigError
+
+class ConfigError(ValueError):
+    """An argument, option or environment variable does not fit."""
+
+
+class PlanError(ValueError):
+    """The exchange of a model cannot be planned, or differs between ranks."""
+
+
+class ExchangeError(RuntimeError):
+    """Communication cannot start, failed, or would give a wrong result."""
+
+
+PREEMPTED = 75
+"""A checkpoint was written on request (SIGTERM): start the job again to go on.
+
+EX_TEMPFAIL of sysexits.h, "the user is invited to try again later"; schedulers can requeue on it.
+"""
+
 
 BACKENDS = ("auto", "engine", "horovod", "single")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def __getattr__(name: str) -> Any:

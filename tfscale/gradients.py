@@ -9,16 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.eager import note_gradients
-from tfscale.errors import ConfigError, PlanError
+from tfscale.comm.eager import note_gradients
+from tfscale.comm.runtime import ProcessSet
+from tfscale.comm.sparse import deduplicate
+from tfscale.config import ConfigError, PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange, GradientOptions
 from tfscale.exchange.bucketed import name_of
-from tfscale.exchange.sparse import deduplicate
+from tfscale.measure.auto import Watch, WhyUncut, watch
 from tfscale.plan.chunks import owner_of
-from tfscale.process_sets import ProcessSet
-from tfscale.tuning.watch import Watch, WhyUncut, watch
 
 
 class GradientReducer:

@@ -1,7 +1,8 @@
 """Horovod's names for Keras: `import tfscale.keras as hvd`."""
 
 from tfscale import callbacks, elastic
-from tfscale.build_info import (
+from tfscale.callbacks.broadcast import broadcast_global_variables
+from tfscale.comm.build_info import (
     cuda_built,
     gloo_built,
     gloo_enabled,
@@ -11,33 +12,29 @@ from tfscale.build_info import (
     nccl_built,
     rocm_built,
 )
-from tfscale.callbacks.broadcast import broadcast_global_variables
-from tfscale.collectives import allreduce, broadcast
-from tfscale.exchange.compression import Compression
-from tfscale.gathers import allgather
-from tfscale.optimizer import DistributedOptimizer
-from tfscale.partial import PartialDistributedOptimizer
-from tfscale.process_sets import (
+from tfscale.comm.collectives import allgather, allreduce, broadcast, reducescatter
+from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import (
+    Average,
     ProcessSet,
+    Sum,
     add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from tfscale.reduce_ops import Average, Sum
-from tfscale.runtime import (
     cross_rank,
     cross_size,
+    global_process_set,
     init,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
 )
+from tfscale.comm.timeline import start_timeline, stop_timeline
+from tfscale.optimizer import DistributedOptimizer
+from tfscale.partial import PartialDistributedOptimizer
 from tfscale.saving import load_model
-from tfscale.scatters import reducescatter
-from tfscale.trace.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Average",

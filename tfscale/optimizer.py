@@ -7,20 +7,19 @@ from typing import Any
 
 import keras
 
-from tfscale.backends.variables import raw_variable
-from tfscale.errors import ConfigError
+from tfscale.comm.backends.base import raw_variable
+from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import Average, ProcessSet, global_process_set
+from tfscale.config import ConfigError
 from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
+from tfscale.measure.stamps import stamp_updates
 from tfscale.model_optimizers import trains_all
 from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState
 from tfscale.parameters.retracing import drop_traces
-from tfscale.process_sets import ProcessSet, global_process_set
 from tfscale.proxy import OptimizerProxy
-from tfscale.reduce_ops import Average
-from tfscale.trace.stamps import stamp_updates
 from tfscale.update.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.update.loss_scale import refuse_outer, update_rule
 from tfscale.update.nonfinite import NonFinite, Policy

@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.runtime import ProcessSet
+from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.sharded import Sharded
 from tfscale.model_optimizers import trains_all
-from tfscale.process_sets import ProcessSet
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rules import why_whole
 from tfscale.update.whole import WholeUpdate, choose_update

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
-from tfscale.process_sets import ProcessSet
+from tfscale.comm import runtime
+from tfscale.comm.runtime import ProcessSet
+from tfscale.config import ConfigError
 from tfscale.update.rebuilding import unbuilt
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.optimizer import DistributedOptimizer
 from tfscale.tape import DistributedGradientTape
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale.exchange.compression import Compression
+from tfscale.comm.compression import Compression
 from tfscale.optimizer import DistributedOptimizer
 
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 import wrapt
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 class ScalableSchedule(wrapt.ObjectProxy):

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.errors import ConfigError
-from tfscale.gathers import allgather
-from tfscale.process_sets import ProcessSet, global_process_set
+from tfscale.comm.collectives import allgather
+from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ConfigError
 
 
 @keras.saving.register_keras_serializable(package="tfscale")

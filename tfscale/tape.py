@@ -8,12 +8,11 @@ import keras
 import tensorflow as tf
 import wrapt
 
+from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.compression import Compression
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
-from tfscale.process_sets import ProcessSet, global_process_set
-from tfscale.reduce_ops import Average
 
 
 class DistributedGradientTape(wrapt.ObjectProxy):

@@ -22,7 +22,7 @@ from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
 from tfscale.cluster.layout import parse_rate
 from tfscale.cluster.state import read_state
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 
 
 def make_parser() -> argparse.ArgumentParser:

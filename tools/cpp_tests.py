@@ -16,8 +16,8 @@ from pathlib import Path
 
 from build_native import ROOT, import_bare
 
-build = import_bare("tfscale.native.build")
-toolchains = import_bare("tfscale.native.toolchain")
+build = import_bare("tfscale.comm.native")
+toolchains = import_bare("tfscale.comm.native")
 TESTS = ROOT / "custom_ops" / "test"
 
 

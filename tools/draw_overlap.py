@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 import tfscale
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.trace.picture import draw_step
-from tfscale.trace.summary import of_kind, read_rows
+from tfscale.measure.analysis import of_kind, read_rows
+from tfscale.measure.pictures import draw_step
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "overlap.png"
 UNITS, N_SAMPLES, N_STEPS = 768, 256, 40

@@ -12,11 +12,11 @@ import itertools
 import statistics
 from dataclasses import replace
 
+from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import PRESETS
 from tfscale.plan.parts import chunked
 from tfscale.plan.published import published
 from tfscale.plan.simulate import simulate
-from tfscale.plan.times import Scenario
 
 MODELS = ("vgg-a", "vgg16", "vgg-128")
 RANKS, BATCHES = (4, 16, 64, 128), (64, 256, 512)

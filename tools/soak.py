@@ -79,7 +79,15 @@ def start(
 ) -> subprocess.Popen:
     """Start the training in a folder of its own."""
     folder.mkdir()
-    command = [*place.prefix, sys.executable, "-m", "tfscale.cli", "run", "-np", str(options.np)]
+    command = [
+        *place.prefix,
+        sys.executable,
+        "-m",
+        "tfscale.launcher.cli",
+        "run",
+        "-np",
+        str(options.np),
+    ]
     command += [*place.options, "--restarts", "100000", "--", sys.executable, str(_TRAINING)]
     command += [str(folder), str(n_steps), options.exchange]
     environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", **os.environ}

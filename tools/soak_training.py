@@ -21,8 +21,8 @@ import tensorflow as tf
 
 import tfscale
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.comm.process import discover
 from tfscale.data import GlobalBatches
-from tfscale.launcher.launch import discover
 
 STEPS_PER_EPOCH = 50
 STEP_S = 0.1

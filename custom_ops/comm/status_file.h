@@ -7,7 +7,7 @@
 
 namespace tfscale {
 
-// Owns a mapping of the file that tfscale/launcher/rank_status.py describes; it holds
+// Owns a mapping of the file that tfscale/comm/process.py describes; it holds
 // whatever ends this process. Used by the communication thread only; writing is
 // a copy in memory. Without a file, or where it cannot be opened, nothing is
 // done: a job does not fail for want of last words.
@@ -24,7 +24,7 @@ class StatusFile {
   void WritePlace(const std::string& text);
 
  private:
-  // As in tfscale/launcher/rank_status.py.
+  // As in tfscale/comm/process.py.
   static constexpr size_t kStateBytes = 64;
   static constexpr size_t kPlaceBytes = 448;
 

@@ -41,7 +41,7 @@ def test_kernels_of_a_step_lie_within_it():
     import tensorflow as tf
 
     import tfscale
-    from tfscale.trace.clocks import clock_ns
+    from tfscale.comm.events import clock_ns
 
     tfscale.init()
     layer = keras.layers.Dense(32)

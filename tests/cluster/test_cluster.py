@@ -14,8 +14,8 @@ from tfscale.cluster import control, running
 from tfscale.cluster.commands import Shape
 from tfscale.cluster.layout import expected_bytes
 from tfscale.cluster.state import read_state
-from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launcher.job import find_processes
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.launcher.mpi_command import find_processes
 
 NAME = f"test{os.getpid()}"
 N_BYTES, N_REPEATS = 4 << 20, 5

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tfscale import runtime
+from tfscale.comm import runtime
 
 WIDTHS = (1024, 1024, 1024, 512, 256)  # inputs and outputs of the layers
 BATCH, WARM_UP, STEPS = 64, 2, 4

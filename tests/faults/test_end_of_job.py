@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.helpers.launching import launch_script
-from tfscale.launcher.job import find_mpi
+from tfscale.launcher.mpi_command import find_mpi
 
 START = """
 import os, signal, sys, time

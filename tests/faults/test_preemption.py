@@ -15,7 +15,7 @@ from tfscale.checkpoints import list_checkpoints
 
 STEPS_PER_EPOCH = 50  # of the training
 TRAINING = Path(__file__).parents[2] / "tools" / "soak_training.py"
-RUN = [sys.executable, "-m", "tfscale.cli", "run", "-np", "2", "--restarts", "3", "--"]
+RUN = [sys.executable, "-m", "tfscale.launcher.cli", "run", "-np", "2", "--restarts", "3", "--"]
 
 
 def start(folder, n_steps):

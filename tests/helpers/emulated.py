@@ -3,7 +3,7 @@
 import pytest
 
 from tfscale.cluster import control
-from tfscale.launcher.job import find_mpi
+from tfscale.launcher.mpi_command import find_mpi
 
 
 def require_cluster() -> None:

@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tfscale import collectives, objects, reduce_ops, runtime
-from tfscale.process_sets import global_process_set
+from tfscale.comm import collectives, objects, runtime
+from tfscale.comm.runtime import global_process_set
 
 TIMEOUT_S = 60.0
 
@@ -82,10 +82,10 @@ class FakeRanks:
         ):
             variable.assign(value)
 
-    def _allreduce(self, tensor: Any, op: Any = reduce_ops.Average, **_: Any) -> Any:
+    def _allreduce(self, tensor: Any, op: Any = runtime.Average, **_: Any) -> Any:
         every = np.stack([np.asarray(item) for item in self._exchange(tensor)])
-        by_op: dict[Any, Any] = {reduce_ops.Sum: np.sum, reduce_ops.Average: np.mean}
-        by_op.update({reduce_ops.Max: np.max, reduce_ops.Min: np.min})
+        by_op: dict[Any, Any] = {runtime.Sum: np.sum, runtime.Average: np.mean}
+        by_op.update({runtime.Max: np.max, runtime.Min: np.min})
         return by_op[op](every, axis=0)
 
     @contextlib.contextmanager

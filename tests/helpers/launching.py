@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.environment import QUIET
-from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job
-from tfscale.launcher.mpi_command import LaunchSpec, build_command
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    build_command,
+    count_cores,
+    end_processes,
+    find_mpi,
+    new_job,
+)
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Started:
 
     Attributes:
         process: mpiexec or `tfscale run`, leader of a session of its own.
-        job: Mark of all processes, see `tfscale.launcher.job`.
+        job: Mark of all processes, see `tfscale.launcher.mpi_command`.
         output: File with what all ranks print.
     """
 
@@ -79,7 +85,7 @@ def start_job(
         output: File for what all print.
         prefix: Words before `tfscale run`.
     """
-    words = [*prefix, sys.executable, "-m", "tfscale.cli", "run", *options, "--", *command]
+    words = [*prefix, sys.executable, "-m", "tfscale.launcher.cli", "run", *options, "--", *command]
     return _start(words, env, output)
 
 

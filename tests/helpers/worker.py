@@ -43,7 +43,7 @@ def run_case(case: str) -> dict:
 
 def is_on_horovod() -> bool:
     """Return whether Horovod moves the bytes."""
-    from tfscale import runtime
+    from tfscale.comm import runtime
 
     return runtime.backend().name == "horovod"
 

@@ -7,7 +7,7 @@ import importlib
 
 import tfscale
 from tests.parallel.test_parallel import find_cases
-from tfscale import runtime
+from tfscale.comm import runtime
 
 
 def main() -> None:

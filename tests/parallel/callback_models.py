@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tfscale.errors import ExchangeError
+from tfscale.config import ExchangeError
 
 
 class Deferred(keras.Model):

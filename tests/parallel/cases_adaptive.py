@@ -13,13 +13,13 @@ import tfscale
 from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
-from tfscale import runtime
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
 )
+from tfscale.comm import runtime
 from tfscale.data.slices import epoch_order
 
 SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks

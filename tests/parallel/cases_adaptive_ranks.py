@@ -17,7 +17,7 @@ from tfscale.callbacks import (
 )
 from tfscale.data.active_ranks import count_active
 from tfscale.data.slices import epoch_order
-from tfscale.tuning.noise_scale import noise_scale
+from tfscale.measure.theta import noise_scale
 
 SAMPLES = 96
 

@@ -16,7 +16,7 @@ from tests.parallel.callback_models import (
     require_error_everywhere,
 )
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 class _StopsAt(keras.callbacks.Callback):

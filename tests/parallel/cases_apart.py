@@ -13,12 +13,12 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import BATCH, InterruptAfter, Interruption, network
 from tests.parallel.cases_equality import float64
 from tests.parallel.cases_local_stop import forget_the_stop
-from tfscale import runtime
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     ParameterAveraging,
 )
+from tfscale.comm import runtime
 
 EPOCHS, STEPS = 5, 5
 

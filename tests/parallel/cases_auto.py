@@ -15,10 +15,13 @@ import tfscale.keras as hvd
 from tests.helpers.ranks import require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
-from tfscale import Auto, runtime
+from tfscale import Auto
+from tfscale.comm import runtime
 from tfscale.exchange.plans import Planned, PlannedShards
+from tfscale.measure import auto
+from tfscale.measure import layers as layer_probe
+from tfscale.measure import layers as step_probe
 from tfscale.plan.machines import Machine
-from tfscale.tuning import auto_plan, layer_probe, step_probe
 
 BATCH, STEPS = 12, 40  # with `few_steps`: ten by layer, five of allreduce and of each plan
 SLOW = Machine("slow links", 1e-6, 1e6, 1e9, 1e12, 1e12)
@@ -28,8 +31,8 @@ SLOW = Machine("slow links", 1e-6, 1e6, 1e9, 1e12, 1e12)
 def few_steps():
     """Decide after fewer steps than are worth a decision."""
     with (
-        mock.patch.object(auto_plan, "_TIMED_STEPS", 3),
-        mock.patch.object(auto_plan, "UNMEASURED_STEPS", 2),
+        mock.patch.object(auto, "_TIMED_STEPS", 3),
+        mock.patch.object(auto, "UNMEASURED_STEPS", 2),
         mock.patch.object(layer_probe, "UNMEASURED_STEPS", 2),
         mock.patch.object(layer_probe, "MEASURED_STEPS", 3),
         mock.patch.object(step_probe, "UNMEASURED_STEPS", 2),
@@ -41,7 +44,7 @@ def few_steps():
 @contextlib.contextmanager
 def slower(factor: float):
     """Give up plans that take so many times plain allreduce's time."""
-    with mock.patch.object(auto_plan, "_SLOWER", factor):
+    with mock.patch.object(auto, "_SLOWER", factor):
         yield
 
 

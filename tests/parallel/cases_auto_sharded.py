@@ -11,8 +11,8 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import TOLERANCE, float64
 from tfscale.callbacks import Callback
 from tfscale.exchange.plans import PlannedShards, strategy_of
+from tfscale.measure.auto import table_of
 from tfscale.plan.parts import ExchangePlan, Part, bucketed
-from tfscale.tuning.auto_scenario import table_of
 
 BATCH, STEPS = 24, 12
 RULES = {

@@ -13,14 +13,14 @@ import tfscale
 from tests.helpers.ranks import require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
-from tfscale import runtime
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     Checkpoint,
     RankZero,
 )
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 
 BATCH = 12
 

@@ -11,9 +11,10 @@ from tests.helpers.ranks import require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
-from tfscale import preemption, runtime
+from tfscale import preemption
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.comm import runtime
 
 N_STEPS = 15
 

@@ -11,9 +11,9 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, check, conv_model, float64
-from tfscale import runtime
-from tfscale.errors import PlanError
-from tfscale.trace.recorder import Listener
+from tfscale.comm import runtime
+from tfscale.comm.events import Listener
+from tfscale.config import PlanError
 
 
 def mlp(use_bias: bool = True):

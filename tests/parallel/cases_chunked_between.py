@@ -12,7 +12,7 @@ import tfscale
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, TOLERANCE, float64, require_equal
-from tfscale import runtime
+from tfscale.comm import runtime
 
 N_BEFORE, N_AFTER = 3, 3
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.ranks import in_both_modes, outcome, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
-from tfscale import Average, Max, Sum, eager
+from tfscale import Average, Max, Sum
+from tfscale.comm import eager
 
 
 def case_objects_of_any_size():

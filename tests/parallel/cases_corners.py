@@ -14,10 +14,10 @@ from tests.helpers.ranks import require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import EmbeddingModel, float64
 from tests.parallel.cases_sharded import check as check_sharded
-from tfscale import runtime
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
+from tfscale.comm import runtime
+from tfscale.comm.events import Listener, has_events
 from tfscale.exchange.dense import why_not
-from tfscale.trace.recorder import Listener, has_events
 
 BATCH, STEPS, START = 12, 4, [BroadcastGlobalVariablesCallback(0)]
 

@@ -13,9 +13,9 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.spawn import sizes
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
-from tfscale.errors import ConfigError
 
 SAMPLES = 96
 BATCH_SIZES = (12, 24, 48, 48)  # per epoch; multiples of 1, 2, 3 and 4 ranks

@@ -11,7 +11,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_fit import assert_equal_on_all_ranks, callbacks, samples, weights
-from tfscale import runtime
+from tfscale.comm import runtime
 
 
 class TwoOptimizers(keras.Model):

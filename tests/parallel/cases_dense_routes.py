@@ -18,8 +18,8 @@ from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
 from tests.parallel.cases_equality import check as check_whole
 from tests.parallel.cases_sharded import check
 from tests.parallel.cases_sharded_dense import DENSE, compiled
-from tfscale import runtime
-from tfscale.errors import PlanError
+from tfscale.comm import runtime
+from tfscale.config import PlanError
 from tfscale.exchange.dense import PartialCall, ReplicatedCall
 
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import engine_only, sizes
-from tfscale import runtime
-from tfscale.errors import ExchangeError
+from tfscale.comm import runtime
+from tfscale.config import ExchangeError
 
 
 def callbacks() -> list[keras.callbacks.Callback]:

@@ -9,8 +9,8 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import require_error
 from tests.helpers.spawn import sizes
-from tfscale import runtime
-from tfscale.versions import require_equal, versions
+from tfscale.comm import runtime
+from tfscale.comm.versions import require_equal, versions
 
 
 @sizes(2, 3)

@@ -12,10 +12,9 @@ import tfscale
 from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject, X, Y
-from tfscale import runtime
-from tfscale.backends.base import MarkKind
-from tfscale.backends.variables import raw_variable
-from tfscale.native_errors import has_stopped
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import MarkKind, raw_variable
+from tfscale.comm.eager import has_stopped
 from tfscale.parameters import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

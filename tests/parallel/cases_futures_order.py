@@ -18,8 +18,8 @@ import tfscale
 from tests.helpers.ranks import require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X
-from tfscale import runtime
-from tfscale.backends.variables import raw_variable
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import raw_variable
 from tfscale.parameters import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

@@ -12,9 +12,8 @@ import tfscale
 from tests.helpers.ranks import in_both_modes
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject
-from tfscale import runtime
-from tfscale.backends.base import Call, ReduceOp, Scaling
-from tfscale.backends.variables import WaitingBackend, gather_and_assign
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, ReduceOp, Scaling, WaitingBackend, gather_and_assign
 from tfscale.parameters import futures
 from tfscale.plan.segments import SegmentedBucket
 

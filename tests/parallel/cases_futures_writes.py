@@ -14,7 +14,7 @@ import tfscale
 from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X, build
-from tfscale import runtime
+from tfscale.comm import runtime
 from tfscale.parameters import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

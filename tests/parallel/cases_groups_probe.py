@@ -15,13 +15,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_by_hand import BATCH, samples
 from tests.parallel.local_by_hand import STEPS as STEPS_PER_EPOCH
-from tfscale.tuning.groups_probe import (
-    GroupsProbe,
-    _regroup,
-    _StepsDone,
-    enlarge,
-    probed_fit,
-)
+from tfscale.measure.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge, probed_fit
 
 STEPS, INTERVAL = 6, 2
 

@@ -11,8 +11,8 @@ from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, network, train
 from tests.parallel.cases_equality import float64
-from tfscale import runtime
 from tfscale.callbacks import BackupAndRestore, ModelDistance
+from tfscale.comm import runtime
 
 
 @sizes(2, timeout_s=120)

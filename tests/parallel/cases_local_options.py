@@ -10,7 +10,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
 from tests.parallel.cases_local_sgd import agree, names_with_bytes, train
 from tests.parallel.local_by_hand import models_for, train_by_hand
-from tfscale import runtime
+from tfscale.comm import runtime
 
 
 @sizes(2, 4, timeout_s=300)

@@ -14,7 +14,7 @@ from tests.parallel.local_by_hand import (
     samples,
     train_by_hand,
 )
-from tfscale import runtime
+from tfscale.comm import runtime
 
 
 def train(make, strategy, epochs=1, callbacks=(), **options):

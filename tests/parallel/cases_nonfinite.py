@@ -12,7 +12,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model, float64
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 STEPS, BAD = 5, 2  # of these steps this one is bad on the last rank
 EXCHANGES = {

@@ -10,7 +10,8 @@ import tfscale
 from tests.helpers.ranks import require_equal_ranks, values_of
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_optimizer import SGD, check, mean_factor, new_variables, run
-from tfscale import Compression, DistributedOptimizer, runtime
+from tfscale import Compression, DistributedOptimizer
+from tfscale.comm import runtime
 
 THIRD = np.float32(1.0 / 3.0)
 

@@ -19,10 +19,9 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_trace import shared_folder
-from tfscale import runtime
-from tfscale.trace.analysis import Key
-from tfscale.trace.dependencies import collectives_before
-from tfscale.trace.recorder import Listener
+from tfscale.comm import runtime
+from tfscale.comm.events import Listener
+from tfscale.measure.analysis import Key, collectives_before
 
 ENGINE_ONLY = "its events are looked at"
 

@@ -6,9 +6,9 @@ import numpy as np
 import tfscale
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
-from tfscale import runtime
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, ParameterAveraging
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 
 N_LOCAL, STEPS, RATE = 4, 3, 0.05
 

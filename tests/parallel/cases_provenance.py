@@ -15,8 +15,8 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_dense_routes import routes
 from tests.parallel.cases_equality import float64
 from tests.parallel.cases_sharded_dense import STRATEGIES, compiled
-from tfscale import runtime
-from tfscale.errors import PlanError
+from tfscale.comm import runtime
+from tfscale.config import PlanError
 
 STEPS = 3
 

@@ -15,8 +15,8 @@ from tests.parallel.cases_checkpoint import check
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.cases_nonfinite import BAD, STEPS, data
 from tests.parallel.checkpoint_runs import Run
-from tfscale import runtime
 from tfscale.callbacks import BackupAndRestore, MetricAverageCallback
+from tfscale.comm import runtime
 
 
 @sizes(2, timeout_s=120)

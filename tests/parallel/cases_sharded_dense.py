@@ -13,7 +13,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import conv_model, float64
 from tests.parallel.cases_sharded import SHARDED, check
-from tfscale import runtime
+from tfscale.comm import runtime
 
 DENSE = ("replicated", "partial")
 

@@ -8,10 +8,9 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_trace import N_STEPS, build, fit, shared_folder
-from tfscale import runtime
 from tfscale.callbacks import CommunicationReport
-from tfscale.trace import clocks, timeline
-from tfscale.trace.summary import of_kind, read_rows
+from tfscale.comm import events, runtime, timeline
+from tfscale.measure.analysis import of_kind, read_rows
 
 ENGINE_ONLY = "its events are looked at"
 
@@ -19,12 +18,12 @@ ENGINE_ONLY = "its events are looked at"
 @sizes(2, 3)
 def case_clocks_agree_within_the_stated_error():
     """Ranks of one host have one clock, so the measured offset is the error made."""
-    apart = clocks.ClockMap(is_shared=False)
+    apart = events.ClockMap(is_shared=False)
     apart.measure()
-    now = clocks.clock_ns()
+    now = events.clock_ns()
     assert abs(int(apart.to_rank_zero(now)) - now) <= apart.error_ns
     assert runtime.rank() == 0 or apart.error_ns > 0
-    together = clocks.ClockMap()
+    together = events.ClockMap()
     assert together.error_ns == 0 and int(together.to_rank_zero(now)) == now
 
 

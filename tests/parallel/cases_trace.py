@@ -11,12 +11,10 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.spawn import sizes
-from tfscale import runtime
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.trace import recorder
-from tfscale.trace.analysis import Key
-from tfscale.trace.dependencies import collectives_before
-from tfscale.trace.summary import of_kind, read_rows
+from tfscale.comm import events as recorder
+from tfscale.comm import runtime
+from tfscale.measure.analysis import Key, collectives_before, of_kind, read_rows
 
 ENGINE_ONLY = "its events are looked at"
 

@@ -92,7 +92,7 @@ def case_ranks_that_train_apart_are_told():
 
 @sizes(2)
 def case_an_own_step_that_exchanges_nothing_is_told():
-    with mock.patch("tfscale.eager._has_exchanged_gradients", False):
+    with mock.patch("tfscale.comm.eager._has_exchanged_gradients", False):
         text = warnings_of(lambda: fit_own_step(False))
     assert "no tfscale.DistributedGradientTape is used" in text
 

@@ -8,9 +8,9 @@ import numpy as np
 import tfscale
 from tests.parallel.cases_equality import float64
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
-from tfscale import runtime
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.reader import Reader
+from tfscale.comm import runtime
 
 # Each run: steps after which it goes on with other ranks. A first one has 15 steps, a growing 8.
 RUNS = {

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 
 import tfscale
-from tfscale import runtime
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
@@ -20,6 +19,7 @@ from tfscale.callbacks import (
     MetricAverageCallback,
 )
 from tfscale.checkpoints import list_checkpoints
+from tfscale.comm import runtime
 
 BATCH, STEPS, EPOCHS = 24, 5, 3
 

@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tfscale import runtime
-from tfscale.backends.base import Call
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call
 from tfscale.parameters import futures
+from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import SegmentedBucket, build_segments
-from tfscale.plan.specs import GradientSpec
 
 X = np.arange(24).reshape(4, 6) % 11
 Y = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)

@@ -62,7 +62,9 @@ def _run(*command):
 
 
 def _train(recipe, ranks, *arguments):
-    launch = ["-m", "tfscale.cli", "run", "-np", ranks, sys.executable] if ranks > 1 else []
+    launch = (
+        ["-m", "tfscale.launcher.cli", "run", "-np", ranks, sys.executable] if ranks > 1 else []
+    )
     return _run(*launch, RECIPES / f"{recipe}.py", "--smoke", *arguments)
 
 
@@ -143,7 +145,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {{"__name__": "__ma
     script = tmp_path / "stopped.py"
     script.write_text(stopped.format(script=str(RECIPES / "lenet.py")))
     again = [*whole, "--epochs", 3, "--run-name", "again"]
-    _run("-m", "tfscale.cli", "run", "-np", 2, sys.executable, script, "--smoke", *again)
+    _run("-m", "tfscale.launcher.cli", "run", "-np", 2, sys.executable, script, "--smoke", *again)
     assert [line["epoch"] for line in _lines(tmp_path / "again")] == [1, 2]
     _train("lenet", 2, *again)
     first, second = (_lines(tmp_path / name) for name in ("whole", "again"))

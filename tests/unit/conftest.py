@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfscale import runtime
+from tfscale.comm import runtime
 
 
 @pytest.fixture(autouse=True)

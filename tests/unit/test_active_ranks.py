@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_global_batches import as_rank
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.active_ranks import count_active, use_active_ranks
 from tfscale.data.slices import epoch_order
-from tfscale.errors import ConfigError
 
 
 def served(data):

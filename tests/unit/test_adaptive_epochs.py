@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def history_of(fit=None, **options):

@@ -9,7 +9,6 @@ import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
-from tfscale import runtime
 from tfscale.callbacks import (
     BackupAndRestore,
     BatchSizeSchedule,
@@ -18,7 +17,8 @@ from tfscale.callbacks import (
     MetricAverageCallback,
 )
 from tfscale.callbacks.adaptive_checks import check_compared, check_sizes
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 
 
 def refused(text, *callbacks, data=None, optimizer=None, model=None, before=(), **options):

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from tfscale.launcher.attempt import StopRequest, run_attempt
-from tfscale.launcher.job import JOB_VARIABLE, find_processes
-from tfscale.launcher.rank_reports import Report, encode
+from tfscale.launcher.mpi_command import JOB_VARIABLE, find_processes
+from tfscale.launcher.reports import Report, encode
 
 
 def run(code):

@@ -6,18 +6,13 @@ from itertools import groupby
 import pytest
 
 from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
+from tfscale.measure.auto import candidates
+from tfscale.measure.layers import LayerMeasurement, calibrated, fitted, measured_machine, separate
 from tfscale.plan.chunks import owner_of
-from tfscale.plan.costs import allreduce_s
+from tfscale.plan.costs import Scenario, allreduce_s
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import bucketed
-from tfscale.plan.simulate import simulate
-from tfscale.plan.step_tasks import step_tasks
-from tfscale.plan.streams import COMMUNICATION, Speeds, run
-from tfscale.plan.times import Scenario
-from tfscale.tuning.auto_plan import candidates
-from tfscale.tuning.contention import separate
-from tfscale.tuning.layer_probe import LayerMeasurement, calibrated, measured_machine
-from tfscale.tuning.message_probe import fitted
+from tfscale.plan.simulate import COMMUNICATION, Speeds, run, simulate, step_tasks
 
 EVERY = ("allreduce", "sharded", "partial", "replicated")
 STEP = 4  # of six: the steps have a rhythm by then

@@ -6,25 +6,19 @@ import pytest
 
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.plans import strategy_of
 from tfscale.exchange.strategies import resolve
+from tfscale.measure.layers import LayerMeasurement, StepProbe, calibrated, fitted, measured_machine
+from tfscale.measure.links import fit_line
+from tfscale.plan.buckets import GradientSpec
+from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS
 from tfscale.plan.parts import bucketed, chunked
 from tfscale.plan.published import dense
 from tfscale.plan.simulate import simulate
-from tfscale.plan.specs import GradientSpec
-from tfscale.plan.times import Scenario
-from tfscale.tuning.layer_probe import (
-    LayerMeasurement,
-    calibrated,
-    measured_machine,
-)
-from tfscale.tuning.links import fit_line
-from tfscale.tuning.message_probe import fitted
-from tfscale.tuning.step_probe import StepProbe
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from tests.unit.checkpoint_model import (
     require_equal,
 )
 from tfscale.callbacks import BackupAndRestore
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
 
 EPOCHS = 3
 WEIGHTS, METADATA = "latest.weights.h5", "training_metadata.json"

@@ -20,7 +20,7 @@ from tests.unit.test_adaptive_batch_size import (
 from tfscale.callbacks import BackupAndRestore, RankZero, backup_state
 from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.backup_state import read_state, remove_other_states, write_state
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def test_states_come_back(tmp_path):

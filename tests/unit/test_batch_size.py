@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
-from tfscale import cli
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
-from tfscale.tuning.batch_size import SizeMeasures, Stage, measure
-from tfscale.tuning.batch_size_advice import advise, as_text
-from tfscale.tuning.batch_size_probe import integers, probe_script
+from tfscale.launcher import cli
+from tfscale.measure.batch_size import SizeMeasures, Stage, measure
+from tfscale.measure.batch_size_command import advise, as_text
+from tfscale.measure.script import integers, probe_script
 
 SAMPLES = 256
 

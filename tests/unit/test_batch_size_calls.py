@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
-from tfscale.errors import ConfigError
-from tfscale.tuning.batch_size_probe import probe_script
+from tfscale.config import ConfigError
+from tfscale.measure.script import probe_script
 
 SCRIPT = """
 import keras, numpy as np, tfscale

@@ -10,7 +10,7 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import Watch, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks import BatchSizeSchedule, LearningRateScaling
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def test_sizes_at_given_epochs(capsys):

@@ -11,9 +11,9 @@ import pytest
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.versions import HAS_MUON
-from tfscale import runtime
 from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 Y = 3.0 * X

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.callbacks import MetricAverageCallback
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 
 SHARES = (10, 24, 4)  # samples of each rank, in two batches
 VALIDATION_SHARES = (6, 2, 9)

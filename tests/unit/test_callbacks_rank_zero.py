@@ -12,7 +12,6 @@ import pytest
 
 import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale import runtime
 from tfscale.callbacks import (
     BestModelCheckpoint,
     MetricAverageCallback,
@@ -20,7 +19,8 @@ from tfscale.callbacks import (
     RankZero,
 )
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.parameters.shared_saves import make_saves_safe
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)

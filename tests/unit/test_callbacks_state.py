@@ -20,7 +20,7 @@ from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     ConsistencyCheck,
 )
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 
 
 @pytest.mark.parametrize("kind", [functional, Deferred])

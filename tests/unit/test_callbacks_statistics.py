@@ -21,7 +21,7 @@ from tfscale.callbacks import (
     NonTrainableState,
     model_state,
 )
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 
 
 def test_frozen_layers_seeds_and_counters_are_no_averaged_state():

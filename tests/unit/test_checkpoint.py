@@ -24,8 +24,8 @@ from tests.unit.checkpoint_model import (
 from tfscale.callbacks import Checkpoint
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
 
 
 def test_rhythms(tmp_path):

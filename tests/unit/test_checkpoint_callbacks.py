@@ -21,10 +21,10 @@ from tfscale.callbacks import (
     Checkpoint,
     checkpoint_callbacks,
 )
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data import continued_epoch as module
 from tfscale.data.probe import require_same_samples
-from tfscale.errors import ConfigError, ExchangeError
 
 
 class _Scores(keras.callbacks.Callback):

@@ -23,7 +23,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tfscale import preemption, runtime
+from tfscale import preemption
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
@@ -32,9 +32,9 @@ from tfscale.callbacks import (
 )
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.comm import runtime
+from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError, ExchangeError
-from tfscale.exit_codes import PREEMPTED
 
 
 def test_a_damaged_newest_falls_back(tmp_path, caplog):

@@ -26,7 +26,7 @@ from tfscale.callbacks import (
     checkpoint_order,
 )
 from tfscale.callbacks.backup_state import begun_before
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 class Begins(Count):

@@ -21,7 +21,7 @@ from tfscale.callbacks.checkpoint_callbacks import (
     restore_keras_callbacks,
     set_numbers,
 )
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 optimizers, callbacks = keras.optimizers, keras.callbacks
 

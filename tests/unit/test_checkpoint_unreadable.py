@@ -18,7 +18,7 @@ from tfscale.checkpoints import folders as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.folders import prune
 from tfscale.checkpoints.parts import UnreadableError
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def refuse(monkeypatch, number, *folders):

@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale.errors import ConfigError, PlanError
+from tfscale.comm.compression import Compression
+from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.compression import Compression
+from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.chunks import (
     build_chunks,
     chunk_layers,
     is_replicated_cheaper,
     layers_of,
 )
-from tfscale.plan.specs import GradientSpec
 
 
 def test_layers_of_variables():

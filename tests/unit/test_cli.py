@@ -5,11 +5,9 @@ import socket
 
 import pytest
 
-from tfscale import cli, doctor
-from tfscale.errors import ConfigError
-from tfscale.launcher import job
-from tfscale.launcher.job import find_mpi, thread_variables
-from tfscale.launcher.mpi_command import LaunchSpec, without_values
+from tfscale.config import ConfigError
+from tfscale.launcher import cli, doctor, mpi_command
+from tfscale.launcher.mpi_command import LaunchSpec, find_mpi, thread_variables, without_values
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
 
@@ -186,7 +184,7 @@ def test_an_mpiexec_that_cannot_be_used_is_named(launcher, fake_mpiexec, capsys,
     for path in (fake_mpiexec, f"{fake_mpiexec}.none"):
         assert cli.main([*words, "--mpiexec", path, "python"]) == 2
         assert f"Received: {path}, which is another one" in capsys.readouterr().err
-    monkeypatch.setattr(job, "find_tool", lambda name: fake_mpiexec)
+    monkeypatch.setattr(mpi_command, "find_tool", lambda name: fake_mpiexec)
     assert cli.main([*words, "python"]) == (0 if launcher else 2)  # srun needs none
     assert launcher or f"Received: {fake_mpiexec}, which" in capsys.readouterr().err
 

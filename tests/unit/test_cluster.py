@@ -10,7 +10,7 @@ import pytest
 from tfscale.cluster import commands, control, running
 from tfscale.cluster.layout import NETWORK, expected_bytes, make_layout, parse_rate
 from tfscale.cluster.state import State, delete_state, read_state, state_path, write_state
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 
 LAYOUT = make_layout("main", 3)
 

@@ -9,8 +9,9 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.launching import launch_script
-from tfscale import Average, Compression, Max, Min, Product, Sum, runtime
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale import Average, Compression, Max, Min, Product, Sum
+from tfscale.comm import runtime
+from tfscale.config import ConfigError, ExchangeError
 
 MODES = pytest.mark.parametrize("run", [lambda f: f, tf.function], ids=["eager", "traced"])
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)

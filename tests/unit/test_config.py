@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from tfscale import config
-from tfscale.config import Settings, parse_settings, variable_name
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError, Settings, parse_settings, variable_name
 
 # A frozen list: what users set in their job scripts keeps its name and default.
 DEFAULTS = {

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tfscale.comm.compression import Compression
 from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.compression import Compression
 from tfscale.exchange.factors import Factors, factors_of, note_factors, product
 from tfscale.parameters import futures
 from tfscale.update.delayed_dense import DelayedDense

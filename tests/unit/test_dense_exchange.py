@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import tfscale
 from tfscale import DistributedOptimizer
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.exchange import dense
-from tfscale.plan.dense_volume import is_partial_cheaper
+from tfscale.plan.layers import is_partial_cheaper
 
 COUNTS = st.integers(1, 5000)
 

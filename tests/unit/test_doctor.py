@@ -13,7 +13,7 @@ from tests.helpers.environment import QUIET
 @pytest.mark.timeout(240)
 def test_a_healthy_machine():
     done = subprocess.run(
-        [sys.executable, "-m", "tfscale.cli", "doctor", "--json"],
+        [sys.executable, "-m", "tfscale.launcher.cli", "doctor", "--json"],
         capture_output=True,
         text=True,
         timeout=200,

@@ -15,7 +15,7 @@ from tests.unit.test_adaptive_batch_size import (
     make_model,
 )
 from tfscale.callbacks import BackupAndRestore, BatchSizeSchedule, Checkpoint
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 SIZES = [6, 6, 12, 12, 24]
 

@@ -15,13 +15,13 @@ from models.resnet50 import resnet50
 from models.vgg import VGG_16, vgg
 
 import tfscale
-from tfscale import cli
-from tfscale.errors import ConfigError
-from tfscale.forecast.curves import AUTO, LOCAL_SGD, forecast, winners
+from tfscale.config import ConfigError
+from tfscale.launcher import cli
+from tfscale.measure.model_layers import find_model, read_layers
+from tfscale.plan.costs import Scenario
+from tfscale.plan.curves import AUTO, LOCAL_SGD, forecast, winners
 from tfscale.plan.machines import PRESETS
 from tfscale.plan.published import published
-from tfscale.plan.times import Scenario
-from tfscale.tuning.model_layers import find_model, read_layers
 
 
 def small_model() -> keras.Model:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
-from tfscale.errors import ConfigError
 
 
 def as_rank(data, rank=0, size=1):
@@ -104,7 +104,7 @@ def test_what_depends_on_the_ranks_is_refused_at_first_use():
 
 
 def test_constructor_refuses_once_the_ranks_are_known(monkeypatch):
-    from tfscale import runtime
+    from tfscale.comm import runtime
 
     monkeypatch.setattr(runtime, "is_initialized", lambda: True)
     monkeypatch.setattr(runtime, "rank", lambda: 1)

@@ -6,9 +6,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests.unit.test_global_batches import as_rank
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data.probe import require_same_samples
-from tfscale.errors import ConfigError, ExchangeError
 
 ENDLESS = tf.data.Dataset.range(4).repeat()
 NUMBERS = tf.data.Dataset.range

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.test_global_batches import as_rank, make, served
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_global_batches import as_rank
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
 
 FEATURES = {"x": tf.io.FixedLenFeature([2], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.test_global_batches import as_rank
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.errors import ConfigError
 
 WORDS = ["rain", "snow", "föhn", "hail", "fog", "dew"]
 NUMBERS = np.arange(6, dtype="float32")

@@ -8,9 +8,9 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks.growing_ranks import has_wide_losses
+from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.active_ranks import count_active, use_active_ranks
-from tfscale.errors import ConfigError
 
 BATCH = 4  # feeds two ranks
 RANDOM = np.random.default_rng(0)

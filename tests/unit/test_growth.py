@@ -5,10 +5,15 @@ import math
 
 import pytest
 
-from tfscale.errors import ConfigError
-from tfscale.tuning.growth import GrowthControl, Measures
-from tfscale.tuning.growth_settings import GrowthSettings, ladder, with_largest_interval
-from tfscale.tuning.theta import IntervalRule
+from tfscale.config import ConfigError
+from tfscale.measure.growth import (
+    GrowthControl,
+    GrowthSettings,
+    Measures,
+    ladder,
+    with_largest_interval,
+)
+from tfscale.measure.theta import IntervalRule
 
 SIZES = (32, 64, 128)
 

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from tfscale.errors import ConfigError
-from tfscale.launcher.launch import Launch, discover
-from tfscale.placement import Machine, choose_backend, own_gpu
+from tfscale.comm.process import Launch, Machine, choose_backend, discover, own_gpu
+from tfscale.config import ConfigError
 
 MPI = Launch(0, 4, 0, 4, "mpich")
 GLOO = Launch(0, 4, 0, 4, "gloo")

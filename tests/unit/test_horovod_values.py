@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.backends.base import Call, Group, ReduceOp
-from tfscale.backends.horovod_ops import NamedOps
-from tfscale.backends.horovod_values import (
+from tfscale.comm.backends.base import Call, Group, ReduceOp
+from tfscale.comm.backends.horovod import (
+    NamedOps,
     from_wire,
     nan_flag,
     restore_nan,
@@ -14,9 +14,9 @@ from tfscale.backends.horovod_values import (
     to_wire,
     widen,
 )
-from tfscale.errors import ExchangeError
+from tfscale.comm.eager import is_exchange_error
+from tfscale.config import ExchangeError
 from tfscale.fit.lookahead import Lookahead
-from tfscale.native_errors import is_exchange_error
 
 PAIR = Group(0, (0, 1), 0)
 
@@ -147,7 +147,7 @@ def test_look_ahead_hands_every_batch_on():
 
 
 def test_missing_horovod_is_named(monkeypatch):
-    import tfscale.backends.horovod as backend
+    import tfscale.comm.backends.horovod as backend
 
     def fail(name):
         raise ModuleNotFoundError("No module named 'horovod'")

@@ -2,15 +2,17 @@
 
 import pytest
 
-from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launcher.launch import Launch, discover, expand_counts, require_size
+from tfscale.comm.process import Launch, discover, expand_counts, require_size
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     build_command,
+    parse_hosts,
+    parse_places,
     parse_version,
+    require_hosts,
 )
-from tfscale.launcher.places import parse_hosts, parse_places, require_hosts
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 INTEL = Mpi("intel", "2021.14", "/mpi/mpiexec")

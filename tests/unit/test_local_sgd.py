@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tfscale.callbacks.local_models import LocalModels
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 @pytest.mark.parametrize(

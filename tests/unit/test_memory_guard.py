@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
-from tfscale import runtime
-from tfscale.tuning import memory
+from tfscale.comm import runtime
+from tfscale.measure import memory
 
 
 class Process:

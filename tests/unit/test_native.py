@@ -4,27 +4,27 @@ import json
 
 import pytest
 
-from tfscale import native
-from tfscale.backends import engine_library
-from tfscale.backends.engine_library import Library
-from tfscale.errors import ExchangeError
-from tfscale.native import build, library_path, toolchain
+from tfscale.comm import native
+from tfscale.comm.backends import library
+from tfscale.comm.backends.library import Library
+from tfscale.comm.native import library_path
+from tfscale.config import ExchangeError
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / build.LIBRARY_NAME).write_bytes(b"")
+    (tmp_path / native.LIBRARY_NAME).write_bytes(b"")
     stamp = {"tensorflow": native.present_tensorflow(), "mpi": "MPICH", "mpicxx": "mpicxx"}
-    (tmp_path / build.STAMP_NAME).write_text(json.dumps(stamp))
+    (tmp_path / native.STAMP_NAME).write_text(json.dumps(stamp))
     return tmp_path
 
 
 def test_a_library_that_fits(folder):
-    assert native.library_path(folder) == str(folder / build.LIBRARY_NAME)
+    assert native.library_path(folder) == str(folder / native.LIBRARY_NAME)
 
 
 def test_a_library_for_another_tensorflow_is_refused(folder):
-    (folder / build.STAMP_NAME).write_text(json.dumps({"tensorflow": "2.17.1"}))
+    (folder / native.STAMP_NAME).write_text(json.dumps({"tensorflow": "2.17.1"}))
     with pytest.raises(ExchangeError, match=r"built with 2\.17\.1.*tfscale build"):
         native.library_path(folder)
 
@@ -36,18 +36,18 @@ def test_no_library_names_the_command(tmp_path):
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):
-    monkeypatch.setitem(engine_library._SIGNATURES, "from_a_later_version", (None, ()))
+    monkeypatch.setitem(library._SIGNATURES, "from_a_later_version", (None, ()))
     with pytest.raises(ExchangeError, match=r"tfscale_from_a_later_version.*`tfscale build`"):
         Library(library_path())
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
-    with pytest.raises(toolchain.BuildError, match="no mpicxx.*pip install mpich"):
-        toolchain.find_toolchain()
-    monkeypatch.setattr(toolchain, "installed_tensorflow", lambda: None)
-    with pytest.raises(toolchain.BuildError, match="needs the TensorFlow"):
-        toolchain.find_tensorflow(tmp_path)
+    monkeypatch.setattr(native, "find_tool", lambda name: None)
+    with pytest.raises(native.BuildError, match="no mpicxx.*pip install mpich"):
+        native.find_toolchain()
+    monkeypatch.setattr(native, "installed_tensorflow", lambda: None)
+    with pytest.raises(native.BuildError, match="needs the TensorFlow"):
+        native.find_tensorflow(tmp_path)
 
 
 @pytest.mark.parametrize("is_environment", [True, False])
@@ -60,24 +60,24 @@ def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
         (tmp_path / folder / "mpi-tool").touch(0o755)
     if conda:
         (tmp_path / "python/conda-meta").mkdir()
-    monkeypatch.setattr(toolchain.sys, "prefix", str(tmp_path / "python"))
+    monkeypatch.setattr(native.sys, "prefix", str(tmp_path / "python"))
     monkeypatch.setattr(
-        toolchain.sys, "base_prefix", str(tmp_path / ("base" if is_environment else "python"))
+        native.sys, "base_prefix", str(tmp_path / ("base" if is_environment else "python"))
     )
-    monkeypatch.setattr(toolchain.sys, "executable", str(tmp_path / "python/bin/python"))
+    monkeypatch.setattr(native.sys, "executable", str(tmp_path / "python/bin/python"))
     monkeypatch.setenv("PATH", str(tmp_path / "loaded"))
     expected = "python/bin" if is_environment or conda else "loaded"
-    assert toolchain.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
+    assert native.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
     monkeypatch.setenv("PATH", "")
-    assert toolchain.find_tool("mpi-tool") == str(tmp_path / "python/bin/mpi-tool")
+    assert native.find_tool("mpi-tool") == str(tmp_path / "python/bin/mpi-tool")
 
 
 def test_a_failing_compiler_shows_its_message(tmp_path):
     (tmp_path / "room").mkdir()
     source = tmp_path / "room" / "wrong.cc"
     source.write_text("int main() { return undeclared; }")
-    with pytest.raises(toolchain.BuildError, match="undeclared"):
-        build.compile_objects([source], tmp_path / "objects", "g++", [])
+    with pytest.raises(native.BuildError, match="undeclared"):
+        native.compile_objects([source], tmp_path / "objects", "g++", [])
 
 
 def test_only_what_changed_is_compiled(tmp_path):
@@ -88,7 +88,7 @@ def test_only_what_changed_is_compiled(tmp_path):
     source.write_text('#include "a.h"\nint a = A;\n')
 
     def compile_it(*flags):
-        return build.compile_objects([source], tmp_path / "o", "g++", flags)[0].stat().st_mtime_ns
+        return native.compile_objects([source], tmp_path / "o", "g++", flags)[0].stat().st_mtime_ns
 
     first = compile_it()
     assert compile_it() == first
@@ -104,7 +104,7 @@ def test_another_tensorflow_compiles_anew(tmp_path):
     source.write_text("int a = 1;\n")
 
     def compile_with(versions):
-        made = build.compile_objects([source], tmp_path / "o", "g++", [], versions)
+        made = native.compile_objects([source], tmp_path / "o", "g++", [], versions)
         return made[0].stat().st_mtime_ns
 
     first = compile_with("2.20.0")

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from tfscale.tuning.batch_size import SizeMeasures, Stage
-from tfscale.tuning.batch_size_advice import advise, write
-from tfscale.tuning.noise_scale import noise_scale
+from tfscale.measure.batch_size import SizeMeasures, Stage
+from tfscale.measure.batch_size_command import advise, write
+from tfscale.measure.theta import noise_scale
 
 
 def test_exact_expectations_give_the_exact_scale():

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import DistributedGradientTape, DistributedOptimizer
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.partial import PartialDistributedOptimizer
 
 SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer

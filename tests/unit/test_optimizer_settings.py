@@ -11,7 +11,7 @@ from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.unit.callback_models import compiled, functional
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore, model_state
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.fit import agreement
 from tfscale.model_optimizers import optimizers_of
 from tfscale.update.rebuilding import unbuilt

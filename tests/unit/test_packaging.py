@@ -34,7 +34,7 @@ def test_a_wheel_is_built_without_compiler_and_mpi(tmp_path):
     (wheel,) = (tmp_path / "dist").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "tfscale/cli.py" in names and "tfscale/_lib/custom_ops/comm/engine.cc" in names
+    assert "tfscale/launcher/cli.py" in names and "tfscale/_lib/custom_ops/comm/engine.cc" in names
     assert not [name for name in names if name.endswith(".so")]
 
 

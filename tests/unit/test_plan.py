@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfscale.errors import PlanError
-from tfscale.plan.buckets import auto_bucket_bytes, build_buckets, group_buckets
-from tfscale.plan.specs import GradientSpec
+from tfscale.config import PlanError
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, group_buckets
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)

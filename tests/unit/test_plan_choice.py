@@ -8,19 +8,16 @@ from hypothesis import strategies as st
 
 from tests.unit.test_plan_costs import machines
 from tests.unit.test_plan_simulation import tables
-from tfscale.errors import PlanError
-from tfscale.plan.bounds import lower_bound_s, memory_bytes
-from tfscale.plan.choose import choose
+from tfscale.config import PlanError
+from tfscale.measure.auto import _has_times
+from tfscale.plan.choose import best_first_chunk, choose, recommend
+from tfscale.plan.costs import Scenario
 from tfscale.plan.explain import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
-from tfscale.plan.parts import KINDS, check_plan
+from tfscale.plan.parts import KINDS, check_plan, lower_bound_s, memory_bytes
 from tfscale.plan.published import published
-from tfscale.plan.recommend import recommend
-from tfscale.plan.search import best_first_chunk
 from tfscale.plan.simulate import simulate
-from tfscale.plan.times import Scenario
-from tfscale.tuning.auto_scenario import _has_times
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,19 +4,16 @@ import dataclasses
 
 import pytest
 
+from tfscale.measure.auto import candidates
+from tfscale.measure.layers import LayerMeasurement, separate
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import plain_plan
-from tfscale.plan.dense_volume import is_partial_cheaper
-from tfscale.plan.layers import LayerTable
+from tfscale.plan.costs import Scenario
+from tfscale.plan.layers import LayerTable, is_partial_cheaper
 from tfscale.plan.machines import LayerTimes, Machine
 from tfscale.plan.parts import ExchangePlan, bucketed, chunked, dense_layers, specs_of
 from tfscale.plan.published import VGG_A, dense, resnet50, vgg
-from tfscale.plan.simulate import simulate
-from tfscale.plan.streams import COMMUNICATION, COMPUTE, SUMS, Speeds, Task, run
-from tfscale.plan.times import Scenario
-from tfscale.tuning.auto_plan import candidates
-from tfscale.tuning.contention import separate
-from tfscale.tuning.layer_probe import LayerMeasurement
+from tfscale.plan.simulate import COMMUNICATION, COMPUTE, SUMS, Speeds, Task, run, simulate
 
 # Four ranks on the two cores of one machine, in network namespaces with links of 1 Gbit/s: the
 # rate is that of the links, the shares are fitted to the eight steps below.

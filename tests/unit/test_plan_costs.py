@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfscale.errors import PlanError
+from tfscale.config import PlanError
 from tfscale.plan import costs
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine, find_machine
 from tfscale.plan.published import PUBLISHED, published

@@ -7,16 +7,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_plan_costs import machines
-from tfscale.errors import PlanError
-from tfscale.plan.bounds import lower_bound_s, memory_bytes
+from tfscale.config import PlanError
+from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Machine
-from tfscale.plan.parts import ExchangePlan, Part, bucketed, check_plan, chunked
+from tfscale.plan.parts import (
+    ExchangePlan,
+    Part,
+    bucketed,
+    check_plan,
+    chunked,
+    lower_bound_s,
+    memory_bytes,
+)
 from tfscale.plan.published import dense, published
-from tfscale.plan.simulate import simulate, simulate_local_sgd
-from tfscale.plan.step_tasks import step_tasks
-from tfscale.plan.streams import COMMUNICATION, COMPUTE, SUMS, Task, find_rhythm, run
-from tfscale.plan.times import Scenario
+from tfscale.plan.simulate import (
+    COMMUNICATION,
+    COMPUTE,
+    SUMS,
+    Task,
+    find_rhythm,
+    run,
+    simulate,
+    simulate_local_sgd,
+    step_tasks,
+)
 
 # One operation, one byte: one second. Sums and updates take no time, nor do messages.
 UNIT = Machine("unit", 0.0, 1.0, 1e30, 1.0, 1e30)

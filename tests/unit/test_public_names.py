@@ -9,7 +9,7 @@ import pytest
 
 import tfscale
 import tfscale.keras as hvd
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 KERAS_NAMES = [
     "init",
@@ -212,7 +212,7 @@ def test_arguments_of_the_tape_and_others():
 
 
 def test_build_information(monkeypatch):
-    from tfscale import build_info
+    from tfscale.comm import build_info
 
     assert isinstance(hvd.gloo_built(), bool)  # Horovod's, where that is installed
     monkeypatch.setattr(build_info, "is_installed", lambda: False)

@@ -7,19 +7,9 @@ import sys
 
 import pytest
 
-from tfscale.launcher.launch import Launch
-from tfscale.launcher.pulse import Beat, Pulse
+from tfscale.comm.process import ALONE, FINISHED, JOINED, RAISED, TOLD, WAITING, Launch, RankStatus
 from tfscale.launcher.rank_process import judge
-from tfscale.launcher.rank_reports import Report, ReportReader, encode, encode_beat
-from tfscale.launcher.rank_status import (
-    ALONE,
-    FINISHED,
-    JOINED,
-    RAISED,
-    TOLD,
-    WAITING,
-    RankStatus,
-)
+from tfscale.launcher.reports import Beat, Pulse, Report, ReportReader, encode, encode_beat
 
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launching import launch_script
-from tfscale import cli
+from tfscale.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]

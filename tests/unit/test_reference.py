@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tfscale
-from tfscale import cli
+from tfscale.launcher import cli
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -5,15 +5,15 @@ import pytest
 from tfscale.launcher import restarting
 from tfscale.launcher.attempt import Outcome
 from tfscale.launcher.mpi_command import LaunchSpec, Mpi
-from tfscale.launcher.rank_reports import Report
-from tfscale.launcher.restart_rules import (
+from tfscale.launcher.reports import Report
+from tfscale.launcher.restarting import (
+    Job,
     RestartRule,
     lost_place,
     may_restart,
     next_places,
     pause_s,
 )
-from tfscale.launcher.restarting import Job
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 HOSTS = (("a", 2), ("b", 2), ("c", 2))

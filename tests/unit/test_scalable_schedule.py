@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 schedules = keras.optimizers.schedules
 SCHEDULES = [

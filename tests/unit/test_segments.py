@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfscale.errors import PlanError
+from tfscale.config import PlanError
+from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import ALIGNMENT, build_segments, row_cuts
-from tfscale.plan.specs import GradientSpec
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 SPECS = st.lists(

@@ -22,17 +22,17 @@ UPPER = (
     "tfscale.keras",
 )
 FORBIDDEN = {
-    "config": (*FRAMEWORKS, "tfscale.exchange", "tfscale.backends", "tfscale.runtime", *UPPER),
+    "config": (*FRAMEWORKS, "tfscale.exchange", "tfscale.backends", "tfscale.comm.runtime", *UPPER),
     "errors": (*FRAMEWORKS, "tfscale."),
     "plan": (
         *FRAMEWORKS,
         "mpi4py",
         "tfscale.exchange",
         "tfscale.backends",
-        "tfscale.runtime",
+        "tfscale.comm.runtime",
         *UPPER,
     ),
-    "launcher": (*FRAMEWORKS, "mpi4py", "tfscale.runtime", "tfscale.backends", *UPPER),
+    "launcher": (*FRAMEWORKS, "mpi4py", "tfscale.comm.runtime", "tfscale.backends", *UPPER),
     "doctor": (*FRAMEWORKS, "mpi4py"),
     "cluster": (*FRAMEWORKS, "mpi4py"),
     "checkpoints": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
@@ -187,7 +187,13 @@ def test_settings_are_a_frozen_list():
 
 def test_the_forbidden_rooms_exist():
     """A rule about a module that was renamed would never fail."""
-    for name in (*UPPER, *FORBIDDEN, "tfscale.exchange", "tfscale.backends", "tfscale.runtime"):
+    for name in (
+        *UPPER,
+        *FORBIDDEN,
+        "tfscale.exchange",
+        "tfscale.backends",
+        "tfscale.comm.runtime",
+    ):
         path = ROOT / "tfscale" / name.removeprefix("tfscale.").replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), name
 

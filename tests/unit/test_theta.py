@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tfscale.errors import ConfigError
-from tfscale.tuning.theta import IntervalFinder, IntervalRule, theta_of
+from tfscale.config import ConfigError
+from tfscale.measure.theta import IntervalFinder, IntervalRule, theta_of
 
 NAN = math.nan
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfscale.trace.analysis import Intervals, Key, Slot, analyse, find_busy, overlap_percent
+from tfscale.measure.analysis import Intervals, Key, Slot, analyse, find_busy, overlap_percent
 
 NOTHING = {}
 

@@ -7,12 +7,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tfscale import cli
-from tfscale.errors import ConfigError
-from tfscale.trace import chrome, records, timeline
-from tfscale.trace.analysis import Key
-from tfscale.trace.clocks import measure_offset
-from tfscale.trace.summary import FILE_NAME, read_rows, table
+from tfscale.comm import chrome, timeline
+from tfscale.comm.events import measure_offset
+from tfscale.config import ConfigError
+from tfscale.launcher import cli
+from tfscale.measure import analysis
+from tfscale.measure.analysis import FILE_NAME, Key, read_rows, table
 
 EVENT = np.dtype(
     [(f"{name}_ns", np.int64) for name in ("posted", "started", "ended")]
@@ -58,19 +58,19 @@ def record(rank, n_steps=3):
     windows, events, late = [], [], 3 * rank * MS
     for step in range(n_steps):
         at = step * 20 * MS
-        windows.append(records.Window(step, 1, at, at + 12 * MS))
+        windows.append(analysis.Window(step, 1, at, at + 12 * MS))
         for slot, posted, ended in ((0, 4, 8), (1, 6, 9)):
             posted = at + posted * MS + late
             events.append((posted, posted, at + ended * MS + late, 4000, step, rank, slot))
     names = {Key(rank, 0): "model/dense/kernel", Key(rank, 1): "model/conv/kernel"}
-    return records.RankRecord(windows, np.array(events, EVENT), names)
+    return analysis.RankRecord(windows, np.array(events, EVENT), names)
 
 
 def lines(ranks):
-    slowest = records.merge_starts([records.starts_of(r) for r in ranks])
+    slowest = analysis.merge_starts([analysis.starts_of(r) for r in ranks])
     yield {"kind": "run", "size": 2, "backend": "engine", "clock_error_s": [0.0, 2e-6]}
     for rank, own in enumerate(ranks):
-        yield from records.rows({"epoch": 0, "rank": rank}, own, slowest, 0)
+        yield from analysis.rows({"epoch": 0, "rank": rank}, own, slowest, 0)
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_a_file_with_something_else_is_refused(run_folder, capsys):
 
 
 def test_step_times_only(tmp_path):
-    own = records.RankRecord([records.Window(5, 1, 0, 4 * MS)])
+    own = analysis.RankRecord([analysis.Window(5, 1, 0, 4 * MS)])
     rows = [{"kind": "run", "size": 1, "backend": "single", "clock_error_s": [0.0]}]
-    rows += records.rows({"epoch": 0, "rank": 0}, own, {}, 0)
+    rows += analysis.rows({"epoch": 0, "rank": 0}, own, {}, 0)
     (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "only step times" in (tmp_path / "communication.md").read_text()
@@ -144,11 +144,11 @@ def test_no_run(tmp_path, content, message):
 def test_what_ends_later_belongs_to_the_step_that_posted_it():
     own = record(0)
     own.events["ended_ns"][1] += 15 * MS
-    slots = records.slots_by_step(own)
+    slots = analysis.slots_by_step(own)
     assert [len(slots[step]) for step in range(3)] == [2, 2, 2]
     between = own.events.copy()
     between["posted_ns"] += 9 * MS
-    assert len(records.events_within(between, own.windows)) == 0
+    assert len(analysis.events_within(between, own.windows)) == 0
 
 
 def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
@@ -190,9 +190,9 @@ def test_a_timeline_is_of_the_ranks_of_its_job(tmp_path):
 def test_a_job_that_begins_removes_what_an_earlier_one_has_left(tmp_path):
     write_parts(tmp_path, (0, 1, 10))
     with (
-        mock.patch("tfscale.runtime.rank", return_value=0),
-        mock.patch("tfscale.runtime.size", return_value=2),
-        mock.patch("tfscale.trace.timeline._start"),
+        mock.patch("tfscale.comm.runtime.rank", return_value=0),
+        mock.patch("tfscale.comm.runtime.size", return_value=2),
+        mock.patch("tfscale.comm.timeline._start"),
     ):
         timeline.start_automatic(str(tmp_path))
     # Rank 1 removes its own.

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale import cli
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
+from tfscale.launcher import cli
+from tfscale.measure import links_command
+from tfscale.measure.links import _link_of, spread_of
+from tfscale.measure.links_command import describe, judge
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
-from tfscale.tuning import links_command
-from tfscale.tuning.links import _link_of, spread_of
-from tfscale.tuning.links_command import describe, judge
 
 
 def test_the_command_starts_ranks():
@@ -22,7 +22,7 @@ def test_the_command_starts_ranks():
         assert cli.main(words) == 0
     started = main.call_args.args[0]
     assert started[:4] == ["run", "-np", "3", "--"]
-    assert started[5:7] == ["-m", "tfscale.tuning.links_command"]
+    assert started[5:7] == ["-m", "tfscale.measure.links_command"]
     assert started[7:] == [
         "--output", "machine.json", "--model", "a:b", "--batch", "32", "--max-spread", "0.5",
     ]  # fmt: skip
@@ -61,9 +61,9 @@ def test_the_folder_of_the_output_is_made(tmp_path):
 def test_a_model_that_is_not_there_costs_no_measurement(words, text, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
     with (
-        mock.patch("tfscale.runtime.size", return_value=2),
-        mock.patch("tfscale.trace.recorder.has_events", return_value=True),
-        mock.patch("tfscale.tuning.links.measure_links") as measure,
+        mock.patch("tfscale.comm.runtime.size", return_value=2),
+        mock.patch("tfscale.comm.events.has_events", return_value=True),
+        mock.patch("tfscale.measure.links.measure_links") as measure,
         pytest.raises(ConfigError, match=text),
     ):
         links_command.main(words)
@@ -89,7 +89,7 @@ def test_noise_is_not_trusted():
 
 def test_the_equations_are_solved():
     """Gathers of alpha = 1 ms and 1 ns per byte over 3 ranks, and sums of half a ns per byte."""
-    from tfscale.tuning.links import _SIZES
+    from tfscale.measure.links import _SIZES
 
     gathers = [2e-3 + n * (2 / 3) * 1e-9 for n in _SIZES]
     sums = [2 * gather + n * 0.5e-9 for n, gather in zip(_SIZES, gathers, strict=True)]
@@ -113,7 +113,7 @@ def test_numbers_are_shown_with_units_and_spread():
 
 
 def test_the_worker_needs_an_engine():
-    from tfscale.errors import ExchangeError
+    from tfscale.config import ExchangeError
 
     with pytest.raises(ExchangeError, match="between two ranks or more"):
         links_command.main([])

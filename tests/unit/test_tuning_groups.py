@@ -11,12 +11,11 @@ import pytest
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks.local_models import LocalModels
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.fit.unsynchronised import unites_groups
-from tfscale.tuning.groups import GroupProbe, advise, as_text, write
-from tfscale.tuning.groups_command import check_groups
-from tfscale.tuning.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
-from tfscale.tuning.probed_fit import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
+from tfscale.measure.groups import GroupProbe, advise, as_text, check_groups, write
+from tfscale.measure.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
+from tfscale.measure.script import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
 
 
 def probes(*distances):

@@ -17,15 +17,15 @@ from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.continued_epoch import steps_until
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit
-from tfscale.tuning.growth import GrowthControl
-from tfscale.tuning.growth_settings import (
+from tfscale.measure.growth import (
+    GrowthControl,
     GrowthSettings,
     RateRule,
     Signal,
     ladder,
     with_largest_interval,
 )
-from tfscale.tuning.theta import IntervalRule, Rule
+from tfscale.measure.theta import IntervalRule, Rule
 
 
 class AdaptiveBatchSize(EpochCallback):

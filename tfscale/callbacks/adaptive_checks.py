@@ -7,18 +7,18 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks import building
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.active_ranks import count_active
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.own_metrics import early_judge
-from tfscale.errors import ConfigError
+from tfscale.measure.growth import GrowthSettings
 from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
-from tfscale.tuning.growth_settings import GrowthSettings
 
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 GROWTH_REMEDY = (

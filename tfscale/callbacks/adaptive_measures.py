@@ -10,13 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import objects, runtime
 from tfscale.callbacks import model_state
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
 from tfscale.data.active_ranks import count_active
-from tfscale.errors import ConfigError
-from tfscale.tuning.growth import Measures
-from tfscale.tuning.memory import MemoryGuard
-from tfscale.tuning.noise_scale import noise_scale
+from tfscale.measure.growth import Measures
+from tfscale.measure.memory import MemoryGuard
+from tfscale.measure.theta import noise_scale
 from tfscale.update.gradient_norms import GradientNorms
 
 

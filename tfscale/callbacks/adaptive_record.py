@@ -10,8 +10,8 @@ from typing import Any
 
 from keras.src.utils import io_utils
 
-from tfscale import runtime
-from tfscale.tuning.growth import Decision, Measures
+from tfscale.comm import runtime
+from tfscale.measure.growth import Decision, Measures
 
 logger = logging.getLogger("tfscale")
 

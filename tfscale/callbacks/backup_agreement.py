@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
 from tfscale.callbacks import building, model_state
 from tfscale.callbacks.backup_state import begun_before
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.errors import ConfigError
 from tfscale.model_optimizers import optimizers_of
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
 from tfscale.callbacks import (
     backup_files,
     backup_groups,
@@ -19,8 +18,9 @@ from tfscale.callbacks.backup_agreement import begin_together, read_together, re
 from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_numbers
 from tfscale.callbacks.checkpoint_restore import Restore
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.errors import ConfigError
 from tfscale.fit import adapted_layers
 from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import prepare

@@ -21,7 +21,7 @@ from typing import Any
 import keras
 
 from tfscale.checkpoints.parts import ASIDE, write_aside
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.model_optimizers import unwrap
 from tfscale.parameters.shared_saves import save_beside
 

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import objects, runtime
 from tfscale.callbacks.backup_files import Place
 from tfscale.callbacks.checkpoint_state import Position, Snapshot
 from tfscale.checkpoints.parts import (
@@ -23,7 +22,8 @@ from tfscale.checkpoints.parts import (
     write_part,
 )
 from tfscale.checkpoints.reader import Reader
-from tfscale.errors import ConfigError
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.unsynchronised import trains_apart
 from tfscale.parameters.group_view import average_models

@@ -16,12 +16,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import runtime
 from tfscale.callbacks.backup_files import STATES, Place
 from tfscale.checkpoints.parts import write_aside
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
-from tfscale.errors import ConfigError
 from tfscale.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")

@@ -6,15 +6,15 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.comm import runtime
+from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.data.own_metrics import warn_of_judges
 from tfscale.data.step_count import StepCount
-from tfscale.eager import has_exchanged_gradients
 from tfscale.fit import cycles
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of

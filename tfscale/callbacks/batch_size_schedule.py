@@ -9,11 +9,11 @@ import keras
 
 from tfscale.callbacks.adaptive_checks import check_alone, check_data, check_sizes
 from tfscale.callbacks.base import Callback
+from tfscale.config import ConfigError
 from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
-from tfscale.errors import ConfigError
 from tfscale.model_optimizers import unwrap
 
 

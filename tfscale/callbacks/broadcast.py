@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
 from tfscale.callbacks import building, model_state
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.non_trainable import NonTrainableState
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import epochs_of_fit
-from tfscale.errors import ConfigError
 from tfscale.fit.preparation import share_statistics
 from tfscale.model_optimizers import has_call, is_built, optimizers_of
 from tfscale.optimizer import is_distributed

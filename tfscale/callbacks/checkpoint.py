@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfscale import preemption, runtime
+from tfscale import preemption
 from tfscale.callbacks import building
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.checkpoint_agreement import (
@@ -32,11 +32,12 @@ from tfscale.checkpoints.background import BackgroundWriter
 from tfscale.checkpoints.folders import folder_name, prune
 from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
+from tfscale.comm import runtime
+from tfscale.config import PREEMPTED
 from tfscale.data.continued_epoch import continue_epoch, restore_data, steps_until
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
-from tfscale.exit_codes import PREEMPTED
 from tfscale.fit.agreement import compare_weights
 
 logger = logging.getLogger("tfscale")
@@ -52,7 +53,7 @@ class Checkpoint(Callback):
     passed over. See docs/checkpoints.md for what is the same afterwards.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
-    with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to go on.
+    with exit code 75 (`tfscale.config.PREEMPTED`): start the job again to go on.
 
     Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale and those
     with a state of their own. A directory belongs to one `fit` of a program.

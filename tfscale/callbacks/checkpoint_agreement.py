@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tfscale import collectives, objects, reduce_ops, runtime
 from tfscale.checkpoints.folders import Found, list_checkpoints, set_aside
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.comm import collectives, objects, runtime
+from tfscale.config import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")
 
@@ -64,7 +64,7 @@ class StepRounds:
         values = [own.stops, own.has_failed, own.is_time, max(now - self._start, 1e-6)]
         most = np.asarray(
             collectives.allreduce(
-                np.array(values, np.float64), op=reduce_ops.Max, name="wishes for checkpoints"
+                np.array(values, np.float64), op=runtime.Max, name="wishes for checkpoints"
             )
         )
         wanted = int(self._interval * ROUND_S / float(most[3]))

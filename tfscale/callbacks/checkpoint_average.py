@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tfscale import collectives, runtime
 from tfscale.checkpoints.reader import Reader
+from tfscale.comm import collectives, runtime
+from tfscale.comm.runtime import Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval
-from tfscale.reduce_ops import Sum
 
 logger = logging.getLogger("tfscale")
 

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import runtime
 from tfscale.callbacks import backup_state
 from tfscale.callbacks.checkpoint_state import group_of
 from tfscale.checkpoints.reader import Reader
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.errors import ConfigError
 
 logger = logging.getLogger("tfscale")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tfscale import objects
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.backup_state import begun_before
 from tfscale.callbacks.base import Callback
+from tfscale.comm import objects
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
-from tfscale.errors import ConfigError
 
 
 def go_first(checkpoint: Callback) -> list[str]:

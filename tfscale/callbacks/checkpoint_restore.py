@@ -9,18 +9,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import runtime
 from tfscale.callbacks import building, metric_states
 from tfscale.callbacks.checkpoint_average import restore_average
 from tfscale.callbacks.checkpoint_state import group_of, groups_of, rule_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
 from tfscale.checkpoints.parts import DamagedError, UnreadableError
 from tfscale.checkpoints.reader import Reader
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.runtime import Sum
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.model_optimizers import optimizers_of
-from tfscale.reduce_ops import Sum
 
 logger = logging.getLogger("tfscale")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from tfscale.config import ConfigError
 from tfscale.data.slices import check_integer
-from tfscale.errors import ConfigError
 
 
 class Rhythm:

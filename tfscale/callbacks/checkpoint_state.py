@@ -10,13 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import runtime
 from tfscale.callbacks import backup_state, metric_states, model_state
 from tfscale.callbacks.random_state import read_random_state
 from tfscale.checkpoints.parts import Part
+from tfscale.comm import runtime
+from tfscale.comm.runtime import global_process_set
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import is_distributed
-from tfscale.process_sets import global_process_set
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from tfscale import objects, runtime
 from tfscale.callbacks.epochs import EpochCallback
+from tfscale.comm import events as recorder
+from tfscale.comm import objects, runtime, timeline
+from tfscale.comm.events import ClockMap, clock_ns
+from tfscale.config import ConfigError
 from tfscale.data.continued_epoch import steps_until
-from tfscale.errors import ConfigError
-from tfscale.trace import recorder, records, timeline
-from tfscale.trace.analysis import EAGER, Key
-from tfscale.trace.clocks import ClockMap, clock_ns
-from tfscale.trace.dependencies import collectives_before
-from tfscale.trace.report import write_report
-from tfscale.trace.summary import FILE_NAME
+from tfscale.measure import analysis
+from tfscale.measure.analysis import EAGER, FILE_NAME, Key, collectives_before
+from tfscale.measure.pictures import write_report
 
 logger = logging.getLogger("tfscale")
 
@@ -33,7 +32,7 @@ class CommunicationReport(EpochCallback):
     per collective: bytes, T_c, T_b and the times behind them; once, the bytes of optimizer state on
     each rank. When training ends it writes
     `communication.md`, a page of tables, and `communication.png`. `tfscale report DIRECTORY`
-    draws both again. `tfscale.trace.analysis` defines the numbers, docs/overlap.md explains them.
+    draws both again. `tfscale.measure.analysis` defines the numbers, docs/overlap.md explains them.
 
     Backends other than the engine record no collectives; then only step times are written.
 
@@ -65,7 +64,7 @@ class CommunicationReport(EpochCallback):
         self._listener: recorder.Listener | None = None
         self._clocks: ClockMap | None = None
         self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
-        self._record = records.RankRecord([])
+        self._record = analysis.RankRecord([])
         self._events: list[np.ndarray] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -110,7 +109,7 @@ class CommunicationReport(EpochCallback):
         if not self._is_due:
             return
         n_steps = steps_until(self.model, batch) - self._first_step
-        window = records.Window(self._first_step, n_steps, self._begin_ns, end_ns)
+        window = analysis.Window(self._first_step, n_steps, self._begin_ns, end_ns)
         self._record.windows.append(window)
         timeline.note_span(f"step {self._first_step}", self._begin_ns, end_ns)
 
@@ -125,10 +124,10 @@ class CommunicationReport(EpochCallback):
         self._take()
         self._clocks.measure()
         record = self._finished_record()
-        own = records.starts_of(record)
-        slowest = records.merge_starts(objects.allgather_object(own, name="starts"))
+        own = analysis.starts_of(record)
+        slowest = analysis.merge_starts(objects.allgather_object(own, name="starts"))
         place = {"epoch": epoch, "rank": runtime.rank()}
-        lines = [json.dumps(row) for row in records.rows(place, record, slowest, self._origin_ns)]
+        lines = [json.dumps(row) for row in analysis.rows(place, record, slowest, self._origin_ns)]
         every = objects.allgather_object(lines, name="communication report")
         self._forget()
         if runtime.rank() == 0:
@@ -162,11 +161,11 @@ class CommunicationReport(EpochCallback):
     def _take(self) -> None:
         """Keep the events of the recorded steps; the last of them may have ended since."""
         if self._listener is not None:
-            events = records.events_within(self._listener.take(), self._record.windows)
+            events = analysis.events_within(self._listener.take(), self._record.windows)
             if len(events):
                 self._events.append(events)
 
-    def _finished_record(self) -> records.RankRecord:
+    def _finished_record(self) -> analysis.RankRecord:
         """Return what this rank recorded, in times of rank 0."""
         assert self._clocks is not None
         record = self._record
@@ -174,7 +173,7 @@ class CommunicationReport(EpochCallback):
         pairs = zip(record.windows, self._clocks.to_rank_zero(times).tolist(), strict=True)
         windows = [w._replace(begin=begin, end=end) for w, (begin, end) in pairs]
         if self._listener is None:
-            return records.RankRecord(windows)
+            return analysis.RankRecord(windows)
         none = self._listener.take()[:0]
         events = np.concatenate([none, *self._events])
         for name in ("posted_ns", "started_ns", "ended_ns"):
@@ -182,7 +181,7 @@ class CommunicationReport(EpochCallback):
         engine: Any = runtime.backend()
         keys = {Key(int(e["plan"]), int(e["slot"])) for e in events} - {Key(EAGER, 0)}
         names = {key: engine.slot_name(key.plan, key.slot) for key in keys if key.slot >= 0}
-        return records.RankRecord(windows, events, names, self._dependencies(keys))
+        return analysis.RankRecord(windows, events, names, self._dependencies(keys))
 
     def _dependencies(self, keys: Iterable[Key]) -> dict[Key, frozenset[Key]]:
         engine: Any = runtime.backend()
@@ -194,7 +193,7 @@ class CommunicationReport(EpochCallback):
         return {key: self._before[key.plan].get(key, frozenset()) for key in keys}
 
     def _forget(self) -> None:
-        self._record, self._events = records.RankRecord([]), []
+        self._record, self._events = analysis.RankRecord([]), []
 
     def _write(self, lines: Iterable[str], mode: str) -> None:
         with open(self.directory / FILE_NAME, mode, encoding="utf-8") as file:

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import objects, runtime
 from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import EpochCallback, may_communicate
-from tfscale.errors import ExchangeError
+from tfscale.comm import objects, runtime
+from tfscale.config import ExchangeError
 from tfscale.model_optimizers import passes_per_update
 
 NAMES_SHOWN = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from tfscale import runtime
 from tfscale.callbacks.base import Callback
+from tfscale.comm import runtime
 from tfscale.data.continued_epoch import steps_until
 from tfscale.fit.progress import progress_of
 

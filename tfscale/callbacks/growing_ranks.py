@@ -6,13 +6,13 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks.building import symbol_of
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.active_ranks import use_active_ranks
 from tfscale.data.changes import serve_anew
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit, epochs_of_fit
-from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.unsynchronised import trains_apart
 

@@ -9,7 +9,7 @@ import keras
 
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.rate import Rate
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.model_optimizers import unwrap
 
 Multiplier = Callable[[float], float]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from keras.src.utils import io_utils
 
-from tfscale import runtime
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
+from tfscale.comm import runtime
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

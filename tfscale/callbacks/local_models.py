@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from tfscale import collectives, runtime
 from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.comm import collectives, runtime
+from tfscale.comm.runtime import Sum
 from tfscale.data.continued_epoch import steps_until
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
 from tfscale.parameters.group_view import average_models
-from tfscale.reduce_ops import Sum
 
 logger = logging.getLogger("tfscale")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks.epochs import EpochCallback
 from tfscale.callbacks.metric_states import Snapshot, average_logs, scalars, take_snapshot
+from tfscale.comm import runtime
 from tfscale.data.keras_pass import callbacks_of_fit, current_pass, running_passes
 
 VALIDATION = "val_"

@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import collectives, objects, reduce_ops, runtime
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.comm import collectives, objects, runtime
+from tfscale.config import ConfigError, ExchangeError
 
 REDUCE = {
-    "sum": reduce_ops.Sum,
-    "mean": reduce_ops.Average,
-    "max": reduce_ops.Max,
-    "min": reduce_ops.Min,
+    "sum": runtime.Sum,
+    "mean": runtime.Average,
+    "max": runtime.Max,
+    "min": runtime.Min,
 }
 
 

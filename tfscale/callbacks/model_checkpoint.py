@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks import save_points
+from tfscale.comm import runtime
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):

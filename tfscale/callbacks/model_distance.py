@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfscale import runtime
 from tfscale.callbacks.base import Callback
+from tfscale.comm import runtime
 from tfscale.data.continued_epoch import steps_until
 
 

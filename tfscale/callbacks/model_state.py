@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import keras
 
+from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.exchange.shard_state import slots_of
 from tfscale.fit import adapted_layers
 from tfscale.model_optimizers import optimizers_of, unwrap
 from tfscale.optimizer import is_distributed
-from tfscale.process_sets import ProcessSet, global_process_set
 
 ACCUMULATORS = "_accumulated_gradients"
 

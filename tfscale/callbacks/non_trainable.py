@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import collectives, objects, reduce_ops, runtime
 from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import BeforeValidation
-from tfscale.errors import ConfigError
-from tfscale.process_sets import ProcessSet
+from tfscale.comm import collectives, objects, runtime
+from tfscale.comm.runtime import ProcessSet
+from tfscale.config import ConfigError
 
 logger = logging.getLogger("tfscale")
 
@@ -103,7 +103,7 @@ def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
     sent = [v.ravel() if counts[i] else np.zeros(v.size) for i, v in enumerate(values)]
     total = collectives.allreduce(
         tf.constant(np.concatenate([*sent, np.array(counts, np.float64)])),
-        op=reduce_ops.Sum,
+        op=runtime.Sum,
         process_set=members,
         name="tfscale_non_trainable_state",
     )

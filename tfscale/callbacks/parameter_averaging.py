@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import collectives, reduce_ops, runtime
 from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
-from tfscale.errors import ConfigError
+from tfscale.comm import collectives, runtime
+from tfscale.config import ConfigError
 from tfscale.optimizer import is_distributed
 
 logger = logging.getLogger("tfscale")
@@ -188,7 +188,7 @@ class ParameterAveraging(BeforeValidation):
         weight = self.weights.of(common, own)
         values = np.concatenate([weight * own, weight * _flat(state), [weight]])
         total = np.asarray(
-            collectives.allreduce(tf.constant(values), op=reduce_ops.Sum, name="parameters")
+            collectives.allreduce(tf.constant(values), op=runtime.Sum, name="parameters")
         )
         _assign([*trained, *state], total[:-1] / total[-1])
         self._common = _flat(trained)

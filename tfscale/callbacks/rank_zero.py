@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
 from tfscale.callbacks.base import Callback
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 
 _CHANGES_MODEL = (
     keras.callbacks.LearningRateScheduler,

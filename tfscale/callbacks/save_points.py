@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit, put_first
-from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import optimizers_of, sharded_states

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
+from tfscale.comm import runtime
 from tfscale.data.keras_pass import put_last
 from tfscale.fit import cycles
 from tfscale.fit.progress import progress_of

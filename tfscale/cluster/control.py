@@ -17,8 +17,8 @@ from tfscale.cluster.state import (
     script_path,
     write_state,
 )
-from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launcher.job import end_processes
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.launcher.mpi_command import end_processes
 
 _NAMESPACES = Path("/run/netns")
 

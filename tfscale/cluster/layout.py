@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 # Set aside for measuring networks (RFC 2544), so no host on the internet has such an address. No
 # packet leaves the namespaces anyway: they have no link to the outside and no default route.

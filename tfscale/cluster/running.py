@@ -13,10 +13,16 @@ from tfscale.cluster import commands
 from tfscale.cluster.control import existing, read_bytes
 from tfscale.cluster.layout import Layout
 from tfscale.cluster.state import State, read_state, script_path, write_state
-from tfscale.config import environment
-from tfscale.errors import ConfigError, ExchangeError
-from tfscale.launcher.job import count_cores, end_processes, find_mpi, new_job, thread_variables
-from tfscale.launcher.mpi_command import LaunchSpec, build_command
+from tfscale.config import ConfigError, ExchangeError, environment
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    build_command,
+    count_cores,
+    end_processes,
+    find_mpi,
+    new_job,
+    thread_variables,
+)
 
 # What mpiexec and its helpers themselves say to each other stays below this, per node.
 _LEAST_PAYLOAD_BYTES = 16 * 1024

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.cluster.layout import Layout, make_layout
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 # Emptied when the machine starts, as namespaces are.
 FOLDER = Path("/run/tfscale-cluster")
@@ -20,7 +20,7 @@ class State:
 
     Attributes:
         layout: Its names and addresses.
-        jobs: Marks of the jobs (see `tfscale.launcher.job`) that were started in it and have not
+        jobs: Marks of the jobs (see `tfscale.launcher.mpi_command`) that were started in it and have not
             been seen to end, with the id of each one's mpiexec.
     """
 

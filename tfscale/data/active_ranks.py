@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices
-from tfscale.errors import ConfigError
 
 MIN_LOCAL_BATCH = 2  # samples; normalisation over one sample is none ([T] 5.2.1)
 

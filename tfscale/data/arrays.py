@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, epoch_order
-from tfscale.errors import ConfigError
 
 _N_COMPARED = 64  # values of a sample
 _STRINGS = "USTO"  # kinds of dtypes; of objects only strings are let in

@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit, epochs_of_fit
-from tfscale.errors import ConfigError
 
 logger = logging.getLogger("tfscale")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 def never_ends(dataset: tf.data.Dataset) -> bool:

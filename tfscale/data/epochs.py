@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from tfscale.config import ConfigError
 from tfscale.data.active_ranks import active_slices, weighted
 from tfscale.data.slices import BatchSlices, check_integer, check_slices
 from tfscale.data.step_count import StepCount
-from tfscale.errors import ConfigError
 
 
 class BatchSource(Protocol):
@@ -152,11 +152,11 @@ class Epochs:
 
     def is_ready(self) -> bool:
         """Whether the number of ranks is known yet: data may be made before `init()`."""
-        from tfscale import runtime
+        from tfscale.comm import runtime
 
         return self.rank_and_size is not None or runtime.is_initialized()
 
     def _rank_and_size(self) -> tuple[int, int]:
-        from tfscale import runtime
+        from tfscale.comm import runtime
 
         return self.rank_and_size or (runtime.rank(), runtime.size())

@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 _ADAPTER_METHODS = ("on_epoch_begin", "on_epoch_end", "num_batches", "get_tf_dataset")
 _TRAINERS = {

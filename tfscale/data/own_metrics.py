@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
+from tfscale.comm import runtime
 from tfscale.data.keras_pass import KerasPass, callbacks_of_evaluate, callbacks_of_fit
 
 logger = logging.getLogger("tfscale")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit
 from tfscale.data.slices import check_slices
-from tfscale.errors import ConfigError, ExchangeError
 
 _ARGUMENTS = ("x", "validation_data")  # of `fit`
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.config import ConfigError
 from tfscale.data.dataset_steps import never_ends, seeds_of_order
 from tfscale.data.slices import BatchSlices
-from tfscale.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB

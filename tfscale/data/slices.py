@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

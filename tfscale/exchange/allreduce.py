@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfscale.backends.base import Group
-from tfscale.errors import ConfigError
+from tfscale.comm.backends.base import Group
+from tfscale.config import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import reduce_in_buckets
-from tfscale.plan.buckets import Bucket, auto_bucket_bytes, build_buckets
-from tfscale.plan.specs import GradientSpec
+from tfscale.plan.buckets import Bucket, GradientSpec, auto_bucket_bytes, build_buckets
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale.backends.base import Group
-from tfscale.errors import ConfigError
+from tfscale.comm.backends.base import Group
+from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import GradientOptions
 from tfscale.plan.machines import Machine, find_machine

@@ -10,13 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp, Scaling
-from tfscale.exchange.compression import Compression
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.compression import Compression
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.means import mean_over
-from tfscale.plan.buckets import auto_bucket_bytes, build_buckets
-from tfscale.plan.specs import GradientSpec
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
 
 
 class GroupAverage:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfscale.backends.base import Group, Scaling
-from tfscale.errors import ConfigError
-from tfscale.reduce_ops import Average, Sum
+from tfscale.comm.backends.base import Group, Scaling
+from tfscale.comm.runtime import Average, Sum
+from tfscale.config import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp
-from tfscale.eager import agree, header_of
-from tfscale.errors import PlanError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp
+from tfscale.comm.eager import agree, header_of
+from tfscale.comm.runtime import scaling_of
+from tfscale.comm.sparse import allreduce_sparse, is_cheaper_dense
+from tfscale.config import PlanError
 from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.sparse import allreduce_sparse, is_cheaper_dense
-from tfscale.plan.buckets import Bucket, group_buckets
-from tfscale.plan.specs import GradientSpec
-from tfscale.reduce_ops import scaling_of
+from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 
 ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
 

@@ -10,17 +10,15 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfscale.backends.base import Group
-from tfscale.errors import ConfigError, PlanError
+from tfscale.comm.backends.base import Group
+from tfscale.comm.runtime import Average, ProcessSet
+from tfscale.config import ConfigError, PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import reduce_in_buckets
 from tfscale.exchange.provenance import require_own
-from tfscale.plan.buckets import Bucket
+from tfscale.plan.buckets import Bucket, GradientSpec
 from tfscale.plan.chunks import build_chunks, is_replicated_cheaper
-from tfscale.plan.specs import GradientSpec
-from tfscale.process_sets import ProcessSet
-from tfscale.reduce_ops import Average
 
 logger = logging.getLogger("tfscale")
 

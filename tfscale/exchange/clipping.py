@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, ReduceOp, Scaling
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, ReduceOp, Scaling
 from tfscale.exchange.shards import Shards
 
 

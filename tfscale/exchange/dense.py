@@ -18,16 +18,15 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group
+from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.dense_uses import Use, note
 from tfscale.exchange.dense_uses import is_whole as is_whole
 from tfscale.exchange.factors import Factors
 from tfscale.exchange.provenance import note_call
 from tfscale.plan.segments import row_cuts
-from tfscale.process_sets import ProcessSet
-from tfscale.reduce_ops import Average
 
 _STREAM = "activations"  # never waits for gradients, nor they for it
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfscale.errors import PlanError
+from tfscale.config import PlanError
 
 Use = Literal["plain", "replicated", "partial"]
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tfscale import objects, runtime
-from tfscale.config import settings
-from tfscale.errors import ExchangeError
+from tfscale.comm import objects, runtime
+from tfscale.comm.runtime import ProcessSet
+from tfscale.config import ExchangeError, settings
 from tfscale.exchange.meeting import Meeting, require_all_ranks
 from tfscale.exchange.shard_state import ShardState
-from tfscale.process_sets import ProcessSet
 
 Key = tuple[int, ...]
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import keras
 
-from tfscale.backends.base import Group
-from tfscale.errors import ConfigError
+from tfscale.comm.backends.base import Group
+from tfscale.config import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.sharded import Sharded
 

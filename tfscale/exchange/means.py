@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp, Scaling
-from tfscale.exchange.compression import Compression
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.compression import Compression
 
 
 def mean_over(

@@ -7,10 +7,10 @@ import time
 
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp, Scaling
-from tfscale.eager import raise_own_errors
-from tfscale.errors import ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.eager import raise_own_errors
+from tfscale.config import ExchangeError
 
 
 class Meeting:

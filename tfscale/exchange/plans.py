@@ -10,18 +10,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.backends.base import Group
+from tfscale.comm.backends.base import Group
+from tfscale.comm.runtime import ProcessSet
 from tfscale.exchange import dense
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import name_of, values_of
 from tfscale.exchange.chunked import Chunked
 from tfscale.exchange.sharded import Sharded
-from tfscale.plan.buckets import Bucket, group_buckets
+from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.parts import ExchangePlan, Kind
 from tfscale.plan.segments import SegmentedBucket, build_segments
-from tfscale.plan.specs import GradientSpec
-from tfscale.process_sets import ProcessSet
 
 _UNDECIDED = "Nothing is decided yet: exchanges are measured.\n"
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.backends.variables import raw_variable
-from tfscale.errors import PlanError
+from tfscale.comm.backends.base import raw_variable
+from tfscale.config import PlanError
 from tfscale.exchange.bucketed import values_of
 from tfscale.exchange.factors import Factors, note_factors
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale import objects, runtime
-from tfscale.backends.base import Call
+from tfscale.comm import objects, runtime
+from tfscale.comm.backends.base import Call
+from tfscale.comm.runtime import ProcessSet
 from tfscale.exchange.shards import Shards
-from tfscale.process_sets import ProcessSet
 
 
 def slots_of(rule: Any) -> dict[int, int]:

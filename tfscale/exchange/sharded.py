@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfscale.backends.base import Group
-from tfscale.errors import ConfigError
+from tfscale.comm.backends.base import Group
+from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import GradientOptions
-from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes
 from tfscale.plan.segments import SegmentedBucket, build_segments
-from tfscale.plan.specs import GradientSpec
 
 DENSE = ("auto", "weights", "partial", "replicated")
 

@@ -9,19 +9,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp
-from tfscale.backends.variables import gather_and_assign, raw_variable
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, gather_and_assign, raw_variable
+from tfscale.comm.runtime import Average, scaling_of
+from tfscale.config import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.dense import own_rows
 from tfscale.exchange.dense_uses import Use, use_of
 from tfscale.exchange.provenance import require_own
 from tfscale.exchange.sharded import Sharded
+from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import Piece, SegmentedBucket
-from tfscale.plan.specs import GradientSpec
-from tfscale.reduce_ops import Average, scaling_of
 
 
 class Shards:

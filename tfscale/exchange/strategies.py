@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale import objects
+from tfscale.comm import objects
 
 
 def settle(model: keras.Model) -> None:

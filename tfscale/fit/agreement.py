@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
+from tfscale.comm import runtime
+from tfscale.comm.versions import versions
+from tfscale.config import ExchangeError
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
-from tfscale.errors import ExchangeError
 from tfscale.fit import adapted_layers, beginnings
 from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
-from tfscale.versions import versions
 
 # These set the learning rate of all ranks when training begins.
 _LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale import objects, runtime
+from tfscale.comm import objects, runtime
 from tfscale.data.keras_pass import argument_of_fit
 from tfscale.fit import adapted_layers
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
+from tfscale.comm import objects, runtime
 from tfscale.model_optimizers import accumulating, optimizers_of
 
 logger = logging.getLogger("tfscale")

@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.errors import ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.eager import engine_text, has_stopped, is_exchange_error
+from tfscale.config import ExchangeError
 from tfscale.fit.lookahead import Lookahead
 from tfscale.fit.progress import progress_of
-from tfscale.native_errors import engine_text, has_stopped, is_exchange_error
 
 logger = logging.getLogger("tfscale")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tfscale import runtime
-from tfscale.eager import Header, exchange_headers
-from tfscale.errors import ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.eager import Header, exchange_headers
+from tfscale.config import ExchangeError
 
 Answer = Literal["run", "end", "stop"]
 _KIND = "step of fit"

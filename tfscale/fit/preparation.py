@@ -7,14 +7,14 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.runtime import global_process_set
+from tfscale.config import ConfigError
 from tfscale.exchange import dense
 from tfscale.fit.guarded_step import GuardedStep
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import DistributedOptimizer, is_distributed
 from tfscale.parameters.shared_saves import make_saves_safe
-from tfscale.process_sets import global_process_set
 from tfscale.sync_batch_norm import SyncBatchNormalization
 
 logger = logging.getLogger("tfscale")

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import objects, runtime
-from tfscale.backends.base import MarkKind
+from tfscale.comm import objects, runtime
+from tfscale.comm.backends.base import MarkKind
+from tfscale.config import ExchangeError
 from tfscale.data import probe
-from tfscale.errors import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import adapted_layers, agreement, cycles
 from tfscale.fit.lockstep import Answer, ask

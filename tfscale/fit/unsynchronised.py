@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from tfscale import runtime
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.errors import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.model_optimizers import optimizers_of
 

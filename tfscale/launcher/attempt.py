@@ -12,9 +12,9 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfscale.exit_codes import PREEMPTED
-from tfscale.launcher.job import end_processes, new_job
-from tfscale.launcher.rank_reports import Report, ReportReader
+from tfscale.config import PREEMPTED
+from tfscale.launcher.mpi_command import end_processes, new_job
+from tfscale.launcher.reports import Report, ReportReader
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1

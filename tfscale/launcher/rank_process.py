@@ -18,12 +18,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfscale.config import environment
-from tfscale.exit_codes import PREEMPTED
-from tfscale.launcher import rank_status
-from tfscale.launcher.launch import STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
-from tfscale.launcher.pulse import BEAT_S, BEAT_VARIABLE, Beat
-from tfscale.launcher.rank_reports import Report, encode, encode_beat
+from tfscale.comm import process
+from tfscale.comm.process import STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
+from tfscale.config import PREEMPTED, environment
+from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Report, encode, encode_beat
 
 # After a report, until this process ends the job itself; `tfscale run` is faster.
 PATIENCE_S = 3.0
@@ -49,13 +47,13 @@ class _Rank:
         self._watched = {*self._stops, signal.SIGCHLD}
         # Before the child exists: a signal must find it or wait.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
-        self.status = rank_status.create()
+        self.status = process.create()
         self.was_stopped = False
         # Jobs that the rank starts have launchers of their own.
         own = {name: value for name, value in environment().items() if name != STOP_VARIABLE}
         self._process = subprocess.Popen(
             list(command),
-            env={**own, STATUS_VARIABLE: rank_status.path_of(self.status)},
+            env={**own, STATUS_VARIABLE: process.path_of(self.status)},
             close_fds=False,  # MPI may talk to its launcher over an inherited descriptor.
             preexec_fn=self._prepare,
         )
@@ -105,7 +103,7 @@ class _Rank:
             self._process.send_signal(signal.SIGTERM)
 
 
-def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped: bool) -> Report:
+def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
     """Decide whether the others can live with how a rank ended.
 
     Args:
@@ -118,20 +116,20 @@ def judge(launch: Launch, code: int, status: rank_status.RankStatus, was_stopped
         A failure, unless the rank ended with 0 or after all had left the job, or was asked to
         end, or is a job of its own, or ended with `PREEMPTED`.
     """
-    is_told = status.state in (rank_status.TOLD, rank_status.WAITING)
+    is_told = status.state in (process.TOLD, process.WAITING)
     if code < 0:
         is_failure = not (was_stopped and -code in _STOPS)
     elif code == 0:
-        is_failure = status.state in (rank_status.JOINED, rank_status.TOLD)
+        is_failure = status.state in (process.JOINED, process.TOLD)
     else:
-        is_failure = status.state != rank_status.FINISHED and code != PREEMPTED
+        is_failure = status.state != process.FINISHED and code != PREEMPTED
     return Report(
         rank=launch.rank,
         host=socket.gethostname(),
         status=code if code >= 0 else None,
         signal=-code if code < 0 else None,
-        is_failure=is_failure and status.state != rank_status.ALONE,
-        has_joined=status.state not in ("", rank_status.WAITING, rank_status.ALONE),
+        is_failure=is_failure and status.state != process.ALONE,
+        has_joined=status.state not in ("", process.WAITING, process.ALONE),
         place=status.place,
         error=status.error,
         is_told=is_told,
@@ -159,11 +157,11 @@ def main(command: Sequence[str]) -> int:
         rank = _Rank(command, launch)
     except OSError as error:
         text = f"Cannot start {' '.join(command)}: {error}\n"
-        status = rank_status.RankStatus("", "", text)
+        status = process.RankStatus("", "", text)
         report = judge(launch, _NOT_STARTED, status, False)
     else:
         code = rank.wait()
-        status = rank_status.read(rank.status)
+        status = process.read(rank.status)
         report = judge(launch, code, status, rank.was_stopped)
         if not report.is_failure:
             rank.end_beats()
@@ -172,7 +170,7 @@ def main(command: Sequence[str]) -> int:
     if report.is_failure:
         time.sleep(PATIENCE_S)
         os.kill(os.getpid(), signal.SIGKILL)
-    has_left = status.state in (rank_status.FINISHED, rank_status.ALONE)
+    has_left = status.state in (process.FINISHED, process.ALONE)
     return 0 if has_left and report.status is not None else report.exit_code
 
 

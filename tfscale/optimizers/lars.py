@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 
 
 @keras.saving.register_keras_serializable(package="tfscale")

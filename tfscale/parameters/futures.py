@@ -18,9 +18,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.variables import raw_variable
-from tfscale.errors import ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import raw_variable
+from tfscale.config import ExchangeError
 from tfscale.parameters.retracing import drop_traces
 from tfscale.parameters.waits import Wait, wait_for_gathers, wait_now_or_traced
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from tfscale import objects, runtime
-from tfscale.errors import ExchangeError
+from tfscale.comm import objects, runtime
+from tfscale.config import ExchangeError
 from tfscale.model_optimizers import optimizers_of, sharded_states
 
 logger = logging.getLogger("tfscale")

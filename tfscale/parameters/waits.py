@@ -9,10 +9,9 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 
-from tfscale.backends.base import Backend
-from tfscale.backends.variables import raw_variable
-from tfscale.eager import raise_own_errors
-from tfscale.errors import ExchangeError
+from tfscale.comm.backends.base import Backend, raw_variable
+from tfscale.comm.eager import raise_own_errors
+from tfscale.config import ExchangeError
 
 Wait = Callable[[Sequence[Any], bool], None]
 

@@ -1,12 +1,42 @@
-"""Which gradients travel together."""
+"""Gradients and the buckets that they are exchanged in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfscale.errors import PlanError
-from tfscale.plan.specs import GradientSpec
+from tfscale.config import PlanError
+
+BYTES_PER_VALUE = 4  # of float32, which gradients and parameters travel as unless compressed
+
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """One dense gradient.
+
+    Attributes:
+        name: Path of the variable, such as "dense/kernel".
+        shape: Its shape.
+        dtype: Name of the dtype that travels.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return _BYTES[self.dtype]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes on the wire, before any collective's own factor."""
+        return math.prod(self.shape) * self.item_bytes
+
 
 # With "auto" a model is cut into this many buckets: enough that most of the exchange hides behind
 # back-propagation, few enough that latency stays small beside it.

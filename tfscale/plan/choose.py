@@ -1,13 +1,13 @@
-"""The planner: which parameters travel how, found by simulating what may be best."""
+"""Search for the exchange of each parameter that makes a step shortest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tfscale.errors import PlanError
-from tfscale.plan.bounds import kinds_for, sent_bytes
-from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.config import PlanError
+from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
+from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import LayerTable, digest
 from tfscale.plan.parts import (
     KINDS,
@@ -15,13 +15,91 @@ from tfscale.plan.parts import (
     Kind,
     Part,
     bucketed,
+    chunked,
     dense_layers,
     in_ready_order,
+    kinds_for,
+    sent_bytes,
     specs_of,
 )
-from tfscale.plan.search import CUTS, FEW_CUTS, Search, cut_in_ways
-from tfscale.plan.simulate import Prediction
-from tfscale.plan.times import Scenario
+from tfscale.plan.simulate import Prediction, simulate
+
+CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
+FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
+_TRIED_CHUNKS = 10
+
+
+class Search:
+    """Simulates plans, each once, and remembers the fastest."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Begin with none."""
+        self.scenario = scenario
+        self.known: dict[ExchangePlan, Prediction] = {}
+
+    def step_s(self, plan: ExchangePlan) -> float:
+        """Return the step time of a plan."""
+        if plan not in self.known:
+            self.known[plan] = simulate(self.scenario, plan)
+        return self.known[plan].step_s
+
+    def best(self, plans: Iterable[ExchangePlan]) -> ExchangePlan:
+        """Return the fastest; of equal ones the first."""
+        return min(plans, key=self.step_s)
+
+    def better(self, plan: ExchangePlan, other: ExchangePlan) -> ExchangePlan:
+        """Return the other plan if it is faster by more than rounding."""
+        return other if self.step_s(other) < self.step_s(plan) * (1 - 1e-6) else plan
+
+
+def cut_in_ways(
+    scenario: Scenario, kind: Kind, special: dict[int, Kind], cuts: Sequence[int]
+) -> Iterator[ExchangePlan]:
+    """Yield plans that cut a model into few or many buckets, evenly or with a first chunk.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        kind: Of the buckets.
+        special: Kinds of dense layers that are in none, by position.
+        cuts: Numbers of buckets; chunks are tried with `CUTS` only.
+    """
+    table = scenario.table
+    places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
+    total = sum(table.layers[i].n_values * BYTES_PER_VALUE for i in places)
+    for n_buckets in cuts:
+        yield bucketed(table, max(1, -(-total // n_buckets)), kind, special)
+    yield bucketed(table, None, kind, special)
+    is_first = sorted(special) == dense_layers(table)[: len(special)]
+    if kind == "allreduce" and is_first and set(special.values()) <= {"replicated"}:
+        for chunks in (2, 3) if cuts is CUTS else ():
+            for first in _boundaries(len(places), _TRIED_CHUNKS):
+                yield chunked(table, first, chunks, len(special))
+
+
+def _boundaries(n_layers: int, n_tried: int) -> range:
+    return range(1, max(2, n_layers), max(1, n_layers // n_tried))
+
+
+def best_first_chunk(
+    scenario: Scenario, chunks: int = 2, replicated: int = 0, n_tried: int = 1000
+) -> int:
+    """Return how many of the last layers shall form the first chunk.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        chunks: Number of chunks.
+        replicated: How many of the first dense layers are in no chunk.
+        n_tried: At most about so many numbers are tried.
+
+    Returns:
+        The number with the shortest simulated step; the smallest such one.
+    """
+    table = scenario.table
+    n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
+    search = Search(scenario)
+    numbers = [*_boundaries(n_layers + 1, n_tried)]
+    return min(numbers, key=lambda n: search.step_s(chunked(table, n, chunks, replicated)))
+
 
 # A plan must be predicted this much faster than plain allreduce: less is within the error of any
 # prediction, and the plain exchange has the fewest surprises.
@@ -196,3 +274,60 @@ def _switch_parts(search: Search, plan: ExchangePlan) -> ExchangePlan:
         parts = [Part(other[p.kind], p.parameters) if p == part else p for p in plan.parts]
         plan = search.better(plan, replace(plan, parts=tuple(parts)))
     return plan
+
+
+_MEBIBYTES = (1, 4, 16, 64)
+_MOST_REPLICATED = 3
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A strategy with its options.
+
+    Attributes:
+        words: Python that makes it, such as "tfscale.Sharded(bucket_mb=4)".
+        plan: What it does.
+        predicted: Its step.
+    """
+
+    words: str
+    plan: ExchangePlan
+    predicted: Prediction
+
+
+def recommend(scenario: Scenario) -> Recommendation:
+    """Return the fastest strategy that can be asked for by its options.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+
+    Returns:
+        `Allreduce()` where nothing else is predicted 3 % faster.
+    """
+    plain = plain_plan(scenario)
+    usual = Recommendation("tfscale.Allreduce()", plain, simulate(scenario, plain))
+    if scenario.n_ranks == 1:
+        return usual
+    tried = [
+        Recommendation(words, plan, simulate(scenario, plan)) for words, plan in _options(scenario)
+    ]
+    best = min(tried, key=lambda one: one.predicted.step_s)
+    is_better = best.predicted.step_s <= (1 - LEAST_GAIN) * usual.predicted.step_s
+    return best if is_better else usual
+
+
+def _options(scenario: Scenario) -> Iterator[tuple[str, ExchangePlan]]:
+    table, dense = scenario.table, dense_layers(scenario.table)
+    for size in _MEBIBYTES:
+        yield f"tfscale.Allreduce(bucket_mb={size})", bucketed(table, size * 2**20)
+    n_layers = sum(1 for layer in table.layers if layer.weights)
+    for n_replicated in range(min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
+        first = best_first_chunk(scenario, 2, n_replicated, n_tried=12)
+        more = f", replicated_dense={n_replicated}" if n_replicated else ""
+        words = f"tfscale.Chunked(first_chunk_layers={first}{more})"
+        yield words, chunked(table, first, 2, n_replicated)
+    for mode in ("weights", "partial") if dense else ("weights",):
+        special: dict[int, Kind] = dict.fromkeys(dense, "partial") if mode == "partial" else {}
+        for size in _MEBIBYTES:
+            words = f'tfscale.Sharded(bucket_mb={size}, dense="{mode}")'
+            yield words, bucketed(table, size * 2**20, "sharded", special)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from tfscale.errors import PlanError
-from tfscale.plan.buckets import Bucket, group_buckets
-from tfscale.plan.specs import GradientSpec
+from tfscale.config import PlanError
+from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 
 
 def layers_of(names: Sequence[str]) -> list[list[int]]:

@@ -1,16 +1,15 @@
-"""What each exchange costs on the wire, in seconds; every function cites its equation.
-
-Legend: n_ranks processes (the papers' P), n_bytes their data size n in bytes, alpha the latency of
-a message, beta the seconds per byte.
-"""
+"""Times of computation and communication on a machine."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
+from tfscale.config import PlanError
+from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Link, Machine
-from tfscale.plan.specs import BYTES_PER_VALUE
 
 # How whole gradients are summed: "direct" is what tfscale's engine does, "mpi" what MPI's blocking
 # allreduce is worth, sums in one thread included.
@@ -171,3 +170,140 @@ def interval_s(
     each = transfer_s(n_bytes, group_size, machine.link(group_size))
     part = average_s(n_bytes / group_size, group_size, n_groups, machine) / interval
     return inside + whole, 2 * each + part
+
+
+# Each value a layer writes is written and read once in the forward pass; back-propagation reads it
+# again and writes and reads its error.
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 3
+_MOST_OF_LAYER = 0.8  # of back-propagation through a layer is its weight gradient, at most
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model that is trained on a machine.
+
+    Attributes:
+        table: The model.
+        machine: Where.
+        n_ranks: Number of ranks.
+        global_batch: Samples of all ranks per step. Ranks beyond it repeat others' samples.
+        n_slots: Values of optimizer state per parameter: 0 SGD, 1 momentum, 2 Adam.
+    """
+
+    table: LayerTable
+    machine: Machine
+    n_ranks: int
+    global_batch: int
+    n_slots: int = 1
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            PlanError: A number is not positive.
+        """
+        if self.n_ranks < 1 or self.global_batch < 1 or self.n_slots < 0:
+            raise PlanError(
+                "n_ranks and global_batch must be 1 or more. Received: "
+                f"n_ranks={self.n_ranks}, global_batch={self.global_batch}, "
+                f"n_slots={self.n_slots}."
+            )
+
+    @property
+    def local_batch(self) -> int:
+        """Samples of the rank that has most of them."""
+        return -(-self.global_batch // self.n_ranks)
+
+    @property
+    def gathered_batch(self) -> int:
+        """Samples of all ranks together, repeated ones included."""
+        return max(self.global_batch, self.n_ranks)
+
+    def product_s(self, flops: float, batch: float) -> float:
+        """Return the time of matrix products of `flops` operations per sample."""
+        return flops * (batch + self.machine.half_batch) / self.machine.flops_per_s
+
+    def _traffic_s(self, layer: Layer, passes: int) -> float:
+        n_bytes = BYTES_PER_VALUE * layer.values * self.local_batch * passes
+        return n_bytes / self.machine.memory_bytes_per_s
+
+    def forward_s(self, place: int) -> float:
+        """Return the time of a layer's forward pass."""
+        layer = self.table.layers[place]
+        measured = self._measured()
+        if measured is not None:
+            return measured.forward_s[layer.name] * self._scale(measured.batch)
+        products = self.product_s(layer.flops, self.local_batch)
+        return products + self._traffic_s(layer, _FORWARD_PASSES)
+
+    def backward_s(self, place: int) -> tuple[float, float]:
+        """Return the times of a layer's errors and of its weight gradients."""
+        layer = self.table.layers[place]
+        products = self.product_s(layer.flops, self.local_batch)
+        traffic = self._traffic_s(layer, _BACKWARD_PASSES)
+        errors = traffic + (products if place > 0 else 0.0)
+        weights = products if layer.weights else 0.0
+        measured = self._measured()
+        if measured is None:
+            return errors, weights
+        total = measured.backward_s[layer.name] * self._scale(measured.batch)
+        part = weights / (errors + weights) if errors + weights > 0 else 0.0
+        if layer.name in measured.gradient_s and total > 0:
+            own_s = measured.gradient_s[layer.name][1] * self._scale(measured.batch)
+            part = min(_MOST_OF_LAYER, own_s / total)
+        return total * (1 - part), total * part
+
+    def rest_s(self) -> float:
+        """Return the time of a step that no layer accounts for."""
+        measured = self._measured()
+        rest = 0.0 if measured is None else measured.rest_s * self._scale(measured.batch)
+        return self.machine.step_s + rest
+
+    def gradient_s(self, place: int, batch: float, part: float = 1.0) -> float:
+        """Return the time of a dense layer's weight gradient of a whole batch, or a part of it."""
+        layer = self.table.layers[place]
+        n_in, n_out = layer.dense or (0, 0)
+        measured = self._measured()
+        if measured is not None and layer.name in measured.gradient_s:
+            rows, _, whole_s, part_s = measured.gradient_s[layer.name]
+            part_s *= part * rows / (measured.batch * layer.rows)  # it was of 1 / ranks
+            half = self.machine.half_batch
+            scale = (batch * layer.rows + half) / (rows + half)
+            return scale * (whole_s if part == 1.0 else min(whole_s, part_s))
+        return part * self.product_s(2.0 * n_in * n_out * layer.rows, batch)
+
+    def update_s(self, n_values: float) -> float:
+        """Return the time of an update: gradient and parameter and slots read, the latter written.
+
+        Args:
+            n_values: Values that are updated.
+        """
+        accesses = 3 + 2 * self.n_slots
+        return BYTES_PER_VALUE * accesses * n_values / self.machine.memory_bytes_per_s
+
+    def compute_s(self) -> float:
+        """Return the time of a step of one rank without any exchange and update."""
+        places = range(len(self.table.layers))
+        return self.rest_s() + sum(self.forward_s(i) + sum(self.backward_s(i)) for i in places)
+
+    def _measured(self):
+        times = self.machine.layer_times.get(self.table.name)
+        if times is None:
+            return None
+        if times.n_values not in (0, self.table.n_values):
+            raise PlanError(
+                f"Measured times must be those of the model. Received: {self.table.name} with "
+                f"{self.table.n_values} trainable values, and times of one of the same name with "
+                f"{times.n_values}. Measure again with tfscale tune links, or name models apart."
+            )
+        missing = [x.name for x in self.table.layers if x.name not in times.forward_s]
+        if missing:
+            raise PlanError(
+                f"Measured times must name the layers of {self.table.name}. Received: none for "
+                f"{', '.join(missing[:3])}. Measure again with tfscale tune links."
+            )
+        return times
+
+    def _scale(self, batch: int) -> float:
+        half = self.machine.half_batch
+        return (self.local_batch + half) / (batch + half)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tfscale.plan import costs
-from tfscale.plan.bounds import kinds_for, lower_bound_s, memory_bytes, sent_bytes
+from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.choose import Choice, with_layer
-from tfscale.plan.parts import KINDS, ExchangePlan, Kind, Part
+from tfscale.plan.costs import Scenario
+from tfscale.plan.parts import (
+    KINDS,
+    ExchangePlan,
+    Kind,
+    Part,
+    kinds_for,
+    lower_bound_s,
+    memory_bytes,
+    sent_bytes,
+)
 from tfscale.plan.simulate import Prediction, simulate
-from tfscale.plan.specs import BYTES_PER_VALUE
-from tfscale.plan.times import Scenario
-from tfscale.tables import grid
+from tfscale.plan.tables import grid
 
 
 def wire_s(scenario: Scenario, place: int, kind: Kind) -> float:

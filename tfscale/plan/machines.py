@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfscale.errors import PlanError
+from tfscale.config import PlanError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tfscale.errors import PlanError
+from tfscale.config import PlanError
 from tfscale.plan.layers import Layer, LayerTable
 
 Stages = Sequence[Sequence[int]]

@@ -8,9 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfscale.errors import PlanError
-from tfscale.plan.buckets import build_buckets, group_buckets
-from tfscale.plan.specs import GradientSpec
+from tfscale.config import PlanError
+from tfscale.plan.buckets import GradientSpec, build_buckets, group_buckets
 
 ALIGNMENT = 64  # bytes; TensorFlow refuses tensors that begin elsewhere
 

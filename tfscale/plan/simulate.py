@@ -1,14 +1,440 @@
-"""One training step and its neighbours, from a plan to times."""
+"""Simulate training steps on three streams until they repeat."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tfscale.plan.parts import ExchangePlan, check_plan
-from tfscale.plan.step_tasks import Averaging, step_tasks
-from tfscale.plan.streams import COMMUNICATION, COMPUTE, Speeds, find_rhythm
-from tfscale.plan.times import Scenario
+from tfscale.config import PlanError
+from tfscale.plan import costs
+from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.costs import Scenario
+from tfscale.plan.parts import ExchangePlan, Part, check_plan
+
+COMPUTE, COMMUNICATION, SUMS = range(3)
+N_STREAMS = 3
+_SHORT, _LONG = 6, 32  # cycles: a rhythm mostly has come after the first number of them
+_ALIKE = 3  # cycles in a row must be alike; the last one, which none follows, is not
+_SAME = 1e-9  # relative
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of one step.
+
+    Attributes:
+        stream: COMPUTE, COMMUNICATION or SUMS.
+        duration_s: How long it takes.
+        after: Tasks of the same step that must end first, by position.
+        after_previous: Tasks of the step before that must end first; the first step has none.
+        priority: Of the tasks that are ready a stream takes the earliest step's, of these the one
+            with the smallest number, of these the first.
+        name: For pictures.
+    """
+
+    stream: int
+    duration_s: float
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    priority: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How a step repeats.
+
+    Attributes:
+        step_s: Seconds per step.
+        busy_s: Seconds per step that each stream works.
+        begins_s: When each task of the last cycle began, from the begin of the cycle.
+        is_steady: Whether the steps came to repeat exactly; else step_s is a mean with the first
+            step's delay in it, hence an upper bound.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    begins_s: tuple[float, ...]
+    is_steady: bool
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What streams lose to each other where they share cores; 1.0 is nothing.
+
+    Attributes:
+        compute: Of computing, while messages or sums are under way.
+        messages: Of both, while something is computed.
+    """
+
+    compute: float = 1.0
+    messages: float = 1.0
+
+
+ALONE = Speeds()
+
+
+def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Rhythm:
+    """Repeat a cycle of steps until it has a rhythm.
+
+    The step time is taken from cycles each task of which begins as much later than in the cycle
+    before. Such cycles go on for ever, and each stream works off exactly one cycle's tasks in each,
+    so that a step lasts at least as long as each stream is busy. Any other difference of two times
+    may be shorter than that: work left over from one step then counts for none.
+
+    Args:
+        steps: The tasks of each step of a cycle; `after_previous` speaks of the step before, for
+            the first one of the last of the cycle, and may name its tasks only if both have the
+            same number of them.
+        speeds: Of streams that share cores.
+
+    Returns:
+        Times per step.
+    """
+    flat = [task for step in steps for task in step]
+    n_tasks, n_steps = len(flat), len(steps)
+    busy = tuple(
+        sum(task.duration_s for task in flat if task.stream == stream) / n_steps
+        for stream in range(N_STREAMS)
+    )
+    for n_cycles in (_SHORT, _LONG):
+        begins, ends = run([step for _ in range(n_cycles) for step in steps], speeds)
+        step_s = max(ends) / (n_cycles * n_steps)
+        middle = begins[-(_ALIKE + 2) * n_tasks : -n_tasks]
+        delays = [b - a for a, b in zip(middle[:-n_tasks], middle[n_tasks:], strict=True)]
+        is_steady = max(delays) - min(delays) <= _SAME * max(ends)
+        if is_steady:
+            step_s = delays[0] / n_steps
+            break
+    last = middle[-n_tasks:]
+    return Rhythm(step_s, busy, tuple(begin - min(last) for begin in last), is_steady)
+
+
+def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
+    """Run steps one after another, each task as soon as it may.
+
+    Args:
+        steps: The tasks of each step.
+        speeds: Of streams that share cores.
+
+    Returns:
+        When each task of each step begins and ends, in seconds.
+
+    Raises:
+        PlanError: Tasks wait for each other in a circle.
+    """
+    clock = _Clock(steps, speeds)
+    clock.run()
+    if clock.n_done < len(clock.begins):
+        n_waiting = len(clock.begins) - clock.n_done
+        raise PlanError(f"Tasks must not wait in a circle. Received: {n_waiting} that do.")
+    return clock.begins, clock.ends
+
+
+class _Clock:
+    """The state of a simulation. A task is known by its place: those of the first step first."""
+
+    def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
+        self.tasks = [task for step in steps for task in step]
+        self.begins, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
+        self.missing = [len(task.after) for task in self.tasks]
+        self.followers: list[list[int]] = [[] for _ in self.tasks]
+        self.numbers = [number for number, step in enumerate(steps) for _ in step]
+        self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(N_STREAMS)]
+        self.running: list[int | None] = [None] * N_STREAMS
+        self.lost = {
+            COMPUTE: (speeds.compute, (COMMUNICATION, SUMS)),
+            COMMUNICATION: (speeds.messages, (COMPUTE,)),
+            SUMS: (speeds.messages, (COMPUTE,)),
+        }
+        self.has_losses = speeds != ALONE
+        self.pace = [1.0] * N_STREAMS
+        self.n_done = 0
+        begin, before = 0, -1
+        for step in steps:
+            for place, task in enumerate(step, start=begin):
+                for other in task.after:
+                    self.followers[begin + other].append(place)
+                if before >= 0 and task.after_previous:
+                    self.missing[place] += len(task.after_previous)
+                    for other in task.after_previous:
+                        self.followers[before + other].append(place)
+            begin, before = begin + len(step), begin
+
+    def run(self) -> None:
+        """Let time pass until nothing runs."""
+        for place, count in enumerate(self.missing):
+            if count == 0:
+                self._queue(place)
+        self._start(0.0)
+        while any(place is not None for place in self.running):
+            now = min(self.ends[place] for place in self.running if place is not None)
+            done = [p for p in self.running if p is not None and self.ends[p] <= now]
+            for place in sorted(done):
+                self._finish(place)
+            self._start(now)
+
+    def _queue(self, place: int) -> None:
+        task = self.tasks[place]
+        heapq.heappush(self.queues[task.stream], (self.numbers[place], task.priority, place))
+
+    def _start(self, now: float) -> None:
+        for stream, queue in enumerate(self.queues):
+            if queue and self.running[stream] is None:
+                place = heapq.heappop(queue)[2]
+                self.running[stream] = place
+                self.pace[stream] = 1.0
+                self.begins[place], self.ends[place] = now, now + self.tasks[place].duration_s
+        if self.has_losses:
+            self._keep_pace(now)
+
+    def _keep_pace(self, now: float) -> None:
+        """Move the ends of what is running where others began or ended to use the same cores."""
+        for stream, (speed, others) in self.lost.items():
+            place = self.running[stream]
+            if place is None:
+                continue
+            is_shared = any(self.running[other] is not None for other in others)
+            pace = speed if is_shared else 1.0
+            if pace != self.pace[stream]:
+                left = (self.ends[place] - now) * self.pace[stream]
+                self.ends[place], self.pace[stream] = now + left / pace, pace
+
+    def _finish(self, place: int) -> None:
+        self.running[self.tasks[place].stream] = None
+        self.n_done += 1
+        for follower in self.followers[place]:
+            self.missing[follower] -= 1
+            if self.missing[follower] == 0:
+                self._queue(follower)
+
+
+_MOST_PIECES = 16
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What local SGD adds to a step.
+
+    Attributes:
+        n_groups: Groups whose parameters are averaged.
+        is_due: Whether they are in this step; else the tasks are there and take no time.
+    """
+
+    n_groups: int
+    is_due: bool
+
+
+def step_tasks(
+    scenario: Scenario, plan: ExchangePlan, averaging: Averaging | None = None
+) -> tuple[Task, ...]:
+    """Return the tasks of a step, in no particular order.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        plan: One that `check_plan` accepts.
+        averaging: For local SGD.
+    """
+    return _Builder(scenario, plan, averaging).build()
+
+
+class _Builder:
+    """Collects the tasks of a step; positions in `tasks` stand for tasks."""
+
+    def __init__(self, scenario: Scenario, plan: ExchangePlan, averaging: Averaging | None) -> None:
+        self.scenario, self.plan, self.averaging = scenario, plan, averaging
+        self.tasks: list[Task] = []
+        self.parameters = scenario.table.parameters
+        n_layers = len(scenario.table.layers)
+        self.forward = [-1] * n_layers
+        self.backward = [-1] * n_layers
+        # Layers whose weight gradients come from gathered activations and errors.
+        self.gathered = {
+            self.parameters[part.parameters[0]].layer
+            for part in plan.parts
+            if part.kind in ("partial", "replicated") and scenario.n_ranks > 1
+        }
+        self.finals: list[tuple[Part, int]] = []  # the last task of each part, -1: joined already
+
+    def build(self) -> tuple[Task, ...]:
+        self._compute()
+        for part in self.plan.parts:
+            final = {
+                "allreduce": self._allreduce,
+                "sharded": self._sharded,
+                "partial": self._partial,
+                "replicated": self._replicated,
+            }[part.kind](part)
+            self.finals.append((part, final))
+        self._join_steps()
+        return tuple(self.tasks)
+
+    def _add(
+        self, stream: int, duration_s: float, after: tuple[int, ...], name: str, priority: int = 0
+    ) -> int:
+        self.tasks.append(Task(stream, duration_s, after, (), priority, name))
+        return len(self.tasks) - 1
+
+    def _send(
+        self,
+        duration_s: float,
+        n_bytes: float,
+        after: tuple[int, ...],
+        name: str,
+        priority: int = 0,
+    ) -> int:
+        """Send a vector in pieces, so that what is more urgent may overtake it."""
+        limit = self.plan.piece_bytes
+        n_pieces = min(_MOST_PIECES, math.ceil(n_bytes / limit)) if limit else 1
+        for _ in range(max(1, n_pieces)):
+            piece_s = duration_s / max(1, n_pieces)
+            after = (self._add(COMMUNICATION, piece_s, after, name, priority),)
+        return after[0]
+
+    def _compute(self) -> None:
+        """Forward pass and back-propagation, each layer after its neighbour."""
+        scenario = self.scenario
+        last: tuple[int, ...] = ()
+        for place, layer in enumerate(scenario.table.layers):
+            extra = scenario.rest_s() if place == 0 else 0.0
+            duration = scenario.forward_s(place) + extra
+            self.forward[place] = self._add(COMPUTE, duration, last, f"forward {layer.name}")
+            last = (self.forward[place],)
+        for place in reversed(range(len(scenario.table.layers))):
+            errors, weights = scenario.backward_s(place)
+            duration = errors + (0.0 if place in self.gathered else weights)
+            name = f"backward {scenario.table.layers[place].name}"
+            self.backward[place] = self._add(COMPUTE, duration, last, name)
+            last = (self.backward[place],)
+
+    def _first_layer(self, part: Part) -> int:
+        return min(self.parameters[p].layer for p in part.parameters)
+
+    def _ready(self, place: int) -> tuple[int, ...]:
+        """Return after what the gradients of a layer and of all behind it may travel."""
+        return (self.backward[place if self.plan.overlap else 0],)
+
+    def _n_bytes(self, part: Part) -> int:
+        return sum(self.parameters[p].n_bytes for p in part.parameters)
+
+    def _order(self, part: Part) -> int:
+        """Return a priority behind all that back-propagation waits for."""
+        return 1 + self._first_layer(part) if self.plan.has_forward_gathers else 1
+
+    def _allreduce(self, part: Part) -> int:
+        scenario, n_bytes = self.scenario, self._n_bytes(part)
+        duration = costs.allreduce_s(
+            n_bytes, scenario.n_ranks, scenario.machine, self.plan.algorithm
+        )
+        ready = self._ready(self._first_layer(part))
+        sent = self._send(duration, n_bytes, ready, "allreduce")
+        return self._whole_update(part, (sent,))
+
+    def _whole_update(self, part: Part, after: tuple[int, ...]) -> int:
+        scenario, n_bytes = self.scenario, self._n_bytes(part)
+        duration = scenario.update_s(n_bytes / BYTES_PER_VALUE)
+        done = self._add(COMPUTE, duration, after, "update", 1)
+        return self._average(part, n_bytes, done)
+
+    def _average(self, part: Part, n_bytes: float, after: int) -> int:
+        """Average parameters across groups, where local SGD is asked for."""
+        if self.averaging is None:
+            return after
+        scenario, n_groups = self.scenario, self.averaging.n_groups
+        algorithm = "recursive" if self.plan.algorithm == "direct" else self.plan.algorithm
+        duration = costs.average_s(n_bytes, scenario.n_ranks, n_groups, scenario.machine, algorithm)
+        duration = duration if self.averaging.is_due else 0.0
+        return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
+
+    def _shard_update(self, part: Part, after: tuple[int, ...], summed_s: float) -> int:
+        """Sum and update the own segment, then gather all."""
+        scenario, n_bytes = self.scenario, self._n_bytes(part)
+        segment = n_bytes / scenario.n_ranks
+        if summed_s:
+            after = (self._add(SUMS, summed_s, after, "sum", self._order(part)),)
+        priority = -1 if self.plan.has_early_gradients else self._order(part)
+        duration = scenario.update_s(segment / BYTES_PER_VALUE)
+        done = self._add(COMPUTE, duration, after, "update", priority)
+        done = self._average(part, segment, done)
+        link = scenario.machine.link(scenario.n_ranks)
+        gather = costs.transfer_s(n_bytes, scenario.n_ranks, link)
+        return self._send(gather, n_bytes, (done,), "gather", self._order(part))
+
+    def _sharded(self, part: Part) -> int:
+        scenario = self.scenario
+        spread, summed, _ = costs.sharded_s(self._n_bytes(part), scenario.n_ranks, scenario.machine)
+        ready = self._ready(self._first_layer(part))
+        sent = self._send(spread, self._n_bytes(part), ready, "alltoall")
+        return self._shard_update(part, (sent,), summed)
+
+    def _activations(self, part: Part, of_inputs: float, of_errors: float) -> tuple[int, int]:
+        """Send a dense layer's inputs when they exist, and its errors."""
+        place = self._first_layer(part)
+        is_overlapped = self.plan.overlap
+        inputs = (self.forward[place - 1],) if place > 0 else ()
+        inputs = inputs if is_overlapped else (self.backward[0],)
+        above = place + 1 if place + 1 < len(self.backward) else None
+        known = self.forward[place] if above is None else self.backward[above]
+        errors = (known,) if is_overlapped else (self.backward[0],)
+        first = self._add(COMMUNICATION, of_inputs, inputs, "activations")
+        return first, self._add(COMMUNICATION, of_errors, errors, "errors")
+
+    def _rows(self, place: int) -> float:
+        return self.scenario.gathered_batch * self.scenario.table.layers[place].rows
+
+    def _partial(self, part: Part) -> int:
+        scenario, place = self.scenario, self._first_layer(part)
+        dense = scenario.table.layers[place].dense or (0, 0)
+        size = scenario.n_ranks
+        times = costs.partial_s(dense, self._rows(place), size, scenario.machine)
+        sent = self._activations(part, times[0], times[1])
+        duration = scenario.gradient_s(place, scenario.gathered_batch, 1 / size) if size > 1 else 0
+        made = self._gradient(duration, (*sent, self.backward[place]))
+        return self._shard_update(part, (made,), 0.0)
+
+    def _gradient(self, duration_s: float, after: tuple[int, ...]) -> int:
+        """Compute a weight gradient, before what is left of back-propagation or behind it."""
+        priority = -1 if self.plan.has_early_gradients else 1
+        return self._add(COMPUTE, duration_s, after, "gradient", priority)
+
+    def _replicated(self, part: Part) -> int:
+        scenario, place = self.scenario, self._first_layer(part)
+        dense = scenario.table.layers[place].dense or (0, 0)
+        times = costs.replicated_s(dense, self._rows(place), scenario.n_ranks, scenario.machine)
+        sent = self._activations(part, *times)
+        is_alone = scenario.n_ranks == 1
+        duration = 0.0 if is_alone else scenario.gradient_s(place, scenario.gathered_batch)
+        if "replicated" not in self.plan.lazy or not self.plan.overlap:
+            made = self._gradient(duration, (*sent, self.backward[place]))
+            return self._whole_update(part, (made,))
+        # Delayed to the next step: where its forward pass reaches the layer, [T] algorithm 2.
+        reached = (self.forward[place - 1],) if place > 0 else ()
+        made = self._add(COMPUTE, duration, reached, "gradient")
+        last = (*sent, self.backward[place])
+        self.tasks[made] = replace(self.tasks[made], after_previous=last)
+        done = self._whole_update(part, (made,))
+        forward = self.tasks[self.forward[place]]
+        self.tasks[self.forward[place]] = replace(forward, after=(*forward.after, done))
+        return -1
+
+    def _join_steps(self) -> None:
+        """Let the forward pass, and what is sent before it, wait for the step before."""
+        for number, own in enumerate(self.tasks):
+            if own.stream == COMMUNICATION and not own.after:  # inputs of the first layer
+                self.tasks[number] = replace(own, after_previous=(self.backward[0],))
+        needed: dict[int, set[int]] = {0: {self.backward[0]}}
+        for part, final in self.finals:
+            if final < 0:
+                continue
+            is_lazy = self.plan.overlap and part.kind in self.plan.lazy
+            owners = {self.parameters[p].layer for p in part.parameters} if is_lazy else {0}
+            for place in owners:
+                needed.setdefault(place, set()).add(final)
+        for place, finals in needed.items():
+            task = self.forward[place]
+            self.tasks[task] = replace(self.tasks[task], after_previous=tuple(sorted(finals)))
 
 
 @dataclass(frozen=True)
@@ -19,7 +445,7 @@ class Prediction:
         step_s: From one step to the next.
         compute_s: A rank computes.
         communication_s: Its communication thread works.
-        is_steady: See `tfscale.plan.streams.Rhythm`.
+        is_steady: See `tfscale.plan.simulate.Rhythm`.
     """
 
     step_s: float

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tfscale.plan.bounds import sent_bytes
-from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers
-from tfscale.plan.times import Scenario
+from tfscale.plan.costs import Scenario
+from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers, sent_bytes
 
 # [T] counts pooling layers in k. So many layers of VGG-A and its variants are behind each of them.
 _BEHIND_POOLINGS = (3, 6, 9, 12, 14)

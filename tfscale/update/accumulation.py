@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.exchange.bucketed import name_of
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 from tensorflow.python.eager import record
 
-from tfscale.backends.variables import raw_variable
+from tfscale.comm.backends.base import raw_variable
 from tfscale.exchange.factors import Factors, product
 
 

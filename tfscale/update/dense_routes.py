@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import keras
 
+from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
-from tfscale.errors import PlanError
 from tfscale.exchange import dense
 from tfscale.exchange.sharded import Sharded
 from tfscale.gradients import GradientReducer
-from tfscale.plan.dense_volume import is_partial_cheaper
+from tfscale.plan.layers import is_partial_cheaper
 
 logger = logging.getLogger("tfscale")
 

@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.runtime import Average
+from tfscale.comm.sparse import deduplicate
+from tfscale.config import ConfigError
 from tfscale.exchange.dense import is_whole
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
-from tfscale.exchange.sparse import deduplicate
 from tfscale.optimizer import is_distributed
-from tfscale.reduce_ops import Average
 
 
 class GradientNorms:

@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
+from tfscale.config import ConfigError
 from tfscale.exchange.averaging import GroupAverage
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.shard_state import slots_of
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer, first_exchanged
-from tfscale.process_sets import ProcessSet, global_process_set, own_process_set
 from tfscale.update.loss_scale import update_rule
 from tfscale.update.rebuilding import unbuilt
 from tfscale.update.rules import ELEMENTWISE

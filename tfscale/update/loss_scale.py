@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfscale.errors import ExchangeError
+from tfscale.config import ExchangeError
 
 _MAX_FRAMES = 24  # between LossScaleOptimizer.apply and ours, tf.cond included
 

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, Group, ReduceOp, Scaling
-from tfscale.errors import ConfigError, ExchangeError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.bucketed import name_of
 from tfscale.exchange.dense_uses import use_of
 from tfscale.update.loss_scale import update_rule

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.backends.variables import raw_variable
+from tfscale.comm.backends.base import raw_variable
 from tfscale.exchange.shards import Shards
 from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by

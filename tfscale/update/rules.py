@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfscale.errors import ConfigError
+from tfscale.config import ConfigError
 from tfscale.optimizers.lars import LARS
 from tfscale.update.loss_scale import update_rule
 

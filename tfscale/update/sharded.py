@@ -8,9 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.base import Call, ReduceOp, Scaling
-from tfscale.errors import ConfigError
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, ReduceOp, Scaling
+from tfscale.config import ConfigError
 from tfscale.exchange.clipping import clip
 from tfscale.exchange.kept_state import KeptState
 from tfscale.exchange.shard_state import ShardState

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import runtime
-from tfscale.backends.variables import raw_variable
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import raw_variable
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.sharded import Sharded
 from tfscale.exchange.strategies import resolve

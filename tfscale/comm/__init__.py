@@ -1,0 +1,1 @@
+"""The job, its collectives, and the backends that move the bytes."""

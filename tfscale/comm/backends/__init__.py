@@ -1,0 +1,1 @@
+"""Implementations of the collectives: engine, Horovod, one process."""

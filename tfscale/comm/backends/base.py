@@ -1,0 +1,298 @@
+"""The protocol of a backend, and the variables that it writes."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfscale.plan.segments import SegmentedBucket
+
+
+class ReduceOp(enum.IntEnum):
+    """How values of several ranks become one. The numbers are those of the C++ engine."""
+
+    SUM = 0
+    MIN = 1
+    MAX = 2
+    PRODUCT = 3
+
+
+class MarkKind(enum.IntEnum):
+    """Why a rank takes part in no further step for now. The numbers are those of the engine."""
+
+    EPOCH_END = 0
+    STOP = 1
+    LEFT = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """A set of ranks that communicate among themselves.
+
+    Attributes:
+        id: Equal on all ranks; 0 is the group of all.
+        ranks: Members in ascending order.
+        rank: This process's place among the members, or -1 if it is none.
+    """
+
+    id: int
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a collective.
+
+    Attributes:
+        group: Who takes part.
+        label: What logs and errors call it.
+        after: Resource handles of the variables whose gradients are exchanged. The collective
+            then starts as soon as its inputs exist; without handles, collectives of a traced
+            function run in the order in which they were traced.
+        stream: Collectives of one function and stream start in the order of tracing; those of
+            different streams do not wait for each other. "" separates gradients from calls.
+        names: Of the tensors, where each has one: an error says which differs between ranks.
+    """
+
+    group: Group
+    label: str
+    after: tuple[Any, ...] = field(default=(), compare=False)
+    stream: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors around a reduction: postscale * reduce(prescale * x)."""
+
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Backend(Protocol):
+    """Moves tensors between ranks. Collective: all members call the same, in the same order.
+
+    Attributes:
+        name: "engine", "horovod" or "single".
+        has_marks: Whether a waiting rank learns of another's mark. Without it, ranks ask each
+            other before each step of `fit`.
+        rank: Number of this process.
+        size: Number of processes.
+        local_rank: Number among those of this host.
+        local_size: Processes of this host.
+        cross_rank: Number of this host among those that have a process with this local rank.
+        cross_size: How many hosts have one.
+    """
+
+    name: str
+    has_marks: bool
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Reduce each tensor over the group; together they are one message."""
+        ...
+
+    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+        """Put the members' tensors one after another; also return rows per member (int64)."""
+        ...
+
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+        ...
+
+    def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
+        """Return the tensor of the member number `root`."""
+        ...
+
+    def reducescatter(
+        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
+    ) -> tf.Tensor:
+        """Reduce and keep this member's part of the rows."""
+        ...
+
+    def scatter_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        counts: Sequence[int],
+        call: Call,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> tf.Tensor:
+        """Reduce the elements of all tensors, one after another; keep the next counts[r] as r.
+
+        Args:
+            tensors: Of one dtype.
+            counts: Elements for each member; their sum is that of all tensors.
+            call: Who takes part.
+            op: The reduction.
+            scaling: Factors around it.
+
+        Returns:
+            A vector of counts[own rank] elements.
+        """
+        ...
+
+    def post_gather(
+        self,
+        pieces: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+    ) -> None:
+        """Begin to give variables the values that the members' pieces make up; do not wait.
+
+        Who reads a variable must wait first, by `await_variables`, as `parameters.futures` does. A
+        failed gather leaves the values as they are, and readers get its error.
+
+        Args:
+            pieces: This member's, as `layout.pieces` of its rank in the group names them.
+            variables: One per entry of `layout.indices`, of dtype `layout.dtype`.
+            layout: How the variables are cut; equal on all members.
+            call: Who takes part.
+        """
+        ...
+
+    def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
+        """Wait until no gather of the variables is under way; any thread, any time.
+
+        Args:
+            handles: Their resource handles.
+            is_write: They get other values next, so a gather that failed is forgotten.
+
+        Raises:
+            tf.errors.OpError: The last gather failed or was given up (not with `is_write`).
+        """
+        ...
+
+    def num_pending(self) -> int:
+        """Return of how many variables a gather is under way."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until no gather is under way on this process; a failure is left to readers."""
+        ...
+
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Make a group known; called by all ranks. Returns its id."""
+        ...
+
+    def mark(self, kind: MarkKind) -> None:
+        """Tell the others that this rank takes part in no further step for now."""
+        ...
+
+    def num_given_up(self) -> int:
+        """Return how many collectives ended because another rank stopped."""
+        ...
+
+    def start_incarnation(self, number: int) -> None:
+        """Separate what comes from what is left of a step that was given up."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job. Does not return."""
+        ...
+
+    def close(self) -> bool:
+        """Leave the job; waits for all ranks unless communication has failed: then False."""
+        ...
+
+
+def raw_variable(variable: Any) -> Any:
+    """Return TensorFlow's variable behind one of Keras's, without waiting for its value.
+
+    Args:
+        variable: A Keras variable, or a TensorFlow variable, which is returned as it is.
+    """
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def gather_and_assign(
+    backend: Backend,
+    pieces: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    layout: SegmentedBucket,
+    call: Call,
+) -> None:
+    """Do what `post_gather` does where nothing may be left under way: wait, then assign.
+
+    Args:
+        backend: Who gathers.
+        pieces: This rank's pieces, as `layout.pieces` names them.
+        variables: One per entry of `layout.indices`.
+        layout: How the variables are cut.
+        call: Who takes part.
+    """
+    flat = [tf.reshape(piece, [-1]) for piece in pieces]
+    own = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
+    gathered, _ = backend.allgather(own, call)
+    parts: dict[int, list[tf.Tensor]] = {index: [] for index in layout.indices}
+    begin = 0
+    for rank in range(call.group.size):
+        for piece in layout.pieces(rank):
+            parts[piece.variable].append(gathered[begin : begin + piece.count])
+            begin += piece.count
+    raw = [raw_variable(v) for v in variables]
+    # A gather posted before would give the variables its values after these.
+    backend.await_variables([v.handle for v in raw], is_write=True)
+    for index, shape, variable in zip(layout.indices, layout.shapes, raw, strict=True):
+        if math.prod(shape) > 0:
+            variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
+
+
+class WaitingBackend:
+    """The operations on shards, made of those that every backend has; waits in each."""
+
+    def scatter_reduce(
+        self: Any,
+        tensors: Sequence[tf.Tensor],
+        counts: Sequence[int],
+        call: Call,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> tf.Tensor:
+        """Reduce the elements of all tensors; keep those of this member, though all travel."""
+        flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+        begin = sum(counts[: call.group.rank])
+        reduced = self.allreduce([flat], call, op, scaling)[0]
+        return reduced[begin : begin + counts[call.group.rank]]
+
+    def post_gather(
+        self: Any,
+        pieces: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+    ) -> None:
+        """Give variables the values that the members' pieces make up; waits for them."""
+        gather_and_assign(self, pieces, variables, layout, call)
+
+    def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
+        """Nothing is ever under way."""
+
+    def num_pending(self) -> int:
+        """Nothing is ever under way."""
+        return 0
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""

@@ -1,0 +1,406 @@
+"""Horovod as a backend."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale import config
+from tfscale.comm.backends.base import Call, MarkKind, ReduceOp, Scaling, WaitingBackend
+from tfscale.comm.backends.slots import COUNT, EAGER, Slots
+from tfscale.config import ConfigError, ExchangeError, Settings
+
+# What its data ops take; other types travel as bytes.
+_MOVABLE = (
+    *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64),
+    *(tf.float16, tf.float32, tf.float64, tf.bool),
+)
+
+
+def widen(tensor: tf.Tensor) -> tf.Tensor:
+    """Return 16-bit floats as float32: Horovod knows no bfloat16 and rounds each partial sum."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size == 2 else tensor
+
+
+def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Return factor * tensor; integers are divided if it is 1 / n, else multiplied and cut."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating:
+        return tensor * tf.constant(factor, tensor.dtype)
+    divisor = round(1.0 / factor) if factor else 0
+    if divisor and abs(divisor * factor - 1.0) < 1e-12:
+        return tf.truncatediv(tensor, tf.constant(divisor, tensor.dtype))
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+
+
+def nan_flag(tensor: tf.Tensor, op: ReduceOp) -> tf.Tensor:
+    """Return a number per element that stays visible in the extreme if any rank has NaN there.
+
+    The libraries below Horovod differ in what the extreme of NaN and a number is.
+    """
+    if not tensor.dtype.is_floating:
+        return tf.zeros([1], tensor.dtype)
+    is_nan = tf.cast(tf.math.is_nan(tensor), tensor.dtype)
+    return is_nan if op is ReduceOp.MAX else -is_nan
+
+
+def restore_nan(value: tf.Tensor, flag: tf.Tensor) -> tf.Tensor:
+    """Put NaN where a rank had it, see `nan_flag`."""
+    if not value.dtype.is_floating:
+        return value
+    return tf.where(flag != 0, tf.constant(float("nan"), value.dtype), value)
+
+
+def to_wire(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor as Horovod can move it: of a type it knows, or as bytes."""
+    return tensor if tensor.dtype in _MOVABLE else tf.bitcast(tensor, tf.uint8)
+
+
+def from_wire(moved: tf.Tensor, like: tf.Tensor, rows: Any) -> tf.Tensor:
+    """Return what moved in the type of `like`, and its shape but for the number of rows."""
+    value = moved if like.dtype in _MOVABLE else tf.bitcast(moved, like.dtype)
+    return tf.ensure_shape(value, tf.TensorShape(rows).concatenate(like.shape[1:]))
+
+
+def checked_splits(splits: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return splits as Horovod takes them; it would leave rows behind that no split names."""
+    counts = tf.cast(splits, tf.int32)
+    text = "splits must be 0 or more and add up to the tensor's rows. Received: splits, rows"
+    rows = tf.shape(tensor)[0]
+    is_right = tf.reduce_all(counts >= 0) & (tf.reduce_sum(counts) == rows)
+    with tf.control_dependencies([tf.debugging.Assert(is_right, [text, counts, rows])]):
+        return tf.identity(counts)
+
+
+# Starts an op on guarded inputs under a name; returns its outputs.
+Start = Callable[[list[tf.Tensor], str | None], Sequence[tf.Tensor]]
+
+
+class _PlanNumbers:
+    """Counts plans and slots where `Slots` would ask the engine's library."""
+
+    def __init__(self) -> None:
+        self._n_plans: dict[int, int] = {}
+        self._n_slots: list[int] = []
+        self.titles: list[str] = []
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Answer "plan_create" (group, title) and "plan_add_slot" (plan, name, signature)."""
+        if name == "plan_create":
+            group = arguments[0]
+            number = self._n_plans.get(group, 0)
+            self._n_plans[group] = number + 1
+            self.titles.append(f"g{group}.p{number}")
+            self._n_slots.append(0)
+            return len(self.titles) - 1
+        plan = arguments[0]
+        self._n_slots[plan] += 1
+        return self._n_slots[plan] - 1
+
+
+class NamedOps:
+    """Runs Horovod's ops, which find their counterparts on other ranks by name.
+
+    Horovod's ops are stateless, and TensorFlow may compute a stateless op before the first step
+    when its input is constant, merge two of them, or drop one whose result only some ranks use;
+    the other ranks would then wait for ever. So each input passes an op whose result is known when
+    it runs, each op carries an attribute of its own, and a stateful op behind it keeps it alive.
+    Names number the traced functions of a group and the collectives in them, in the order of
+    tracing, which is equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        """Start without any name."""
+        self._numbers = _PlanNumbers()
+        self._slots = Slots(self._numbers)  # type: ignore[arg-type]
+
+    def run(self, call: Call, inputs: Sequence[tf.Tensor], start: Start) -> list[tf.Tensor]:
+        """Run an op, or place it in the function that is being traced.
+
+        Args:
+            call: Group and label. Without `after` it waits for the calls traced before it.
+            inputs: Tensors; integers that only say how much is sent (splits) included.
+            start: Makes the op.
+
+        Returns:
+            The op's outputs.
+
+        Raises:
+            PlanError: An eager collective is called outside of the main thread.
+            ExchangeError: XLA compiles the function.
+        """
+        position = self._slots.place(call, "", [])
+        if position.plan == EAGER:
+            return list(start(list(inputs), None))
+        label = COUNT.sub("", call.label)
+        words = (self._numbers.titles[position.plan], f"s{position.slot}", label)
+        name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
+        with tf.control_dependencies([] if call.after else [_marker()]):
+            outputs = list(start([_unknown_until_run(t) for t in inputs], name))
+        slot = tf.compat.v1.AttrValue(s=name.encode())
+        outputs[0].op._set_attr("_tfscale_slot", slot)
+        _keep(outputs[0])
+        return outputs
+
+
+def _unknown_until_run(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor, without a copy, as one that TensorFlow cannot know ahead.
+
+    What depends on constants alone is computed while a function is made ready to run. A rank that
+    owns nothing of a bucket would gather its constant nothing there, before its first step, and
+    wait for ranks whose gather is part of the step, which this rank then never begins. Control
+    edges and PlaceholderWithDefault do not prevent it, nor does a shape, which TensorFlow infers.
+    A slice that begins where a stateful op says does. Random ops are stateful and yet not chained
+    in the order of tracing, which would end overlap.
+    """
+    with tf.device("CPU:0"):
+        no_dimensions = tf.zeros([0], tf.int32)
+        zero = tf.raw_ops.RandomUniformInt(shape=no_dimensions, minval=0, maxval=1, seed=1, seed2=1)
+    if tensor.shape.rank == 0:
+        return tf.stack([tensor])[zero]
+    unknown = tensor[zero:]
+    unknown.set_shape(tensor.shape)
+    return unknown
+
+
+def _marker() -> tf.Operation:
+    """Make a small stateful op: TensorFlow keeps those, in the order of tracing."""
+    with tf.device("CPU:0"):
+        return tf.timestamp().op
+
+
+def _keep(tensor: tf.Tensor) -> None:
+    """Let a stateful op read one number of a tensor: behind a control edge alone it is dropped."""
+    first = tf.reshape(tensor, [-1])[:1]
+    with tf.device("CPU:0"):
+        tf.raw_ops.Assert(condition=tf.timestamp() > 0, data=[first], summarize=1)
+
+
+logger = logging.getLogger("tfscale")
+
+# Horovod's numbers: 0 is its average, 2 Adasum.
+_REDUCE_OPS = {ReduceOp.SUM: 1, ReduceOp.MIN: 3, ReduceOp.MAX: 4, ReduceOp.PRODUCT: 5}
+
+
+def is_installed() -> bool:
+    """Return whether Horovod's package is there; it may still not load."""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def load_horovod() -> Any:
+    """Return the module with Horovod's ops.
+
+    Raises:
+        ExchangeError: It is not installed, or was built against another TensorFlow.
+    """
+    try:
+        return importlib.import_module("horovod.tensorflow.mpi_ops")
+    except Exception as error:
+        raise ExchangeError(
+            "The Horovod backend needs Horovod built for the TensorFlow that is installed. "
+            f"Received: {type(error).__name__}: {error}. Run `python tools/build_horovod.py` in "
+            "tfscale's sources, or use backend='engine' under an MPI launcher."
+        ) from error
+
+
+class HorovodBackend(WaitingBackend):
+    """Collectives through Horovod's ops and process sets.
+
+    Differences from the engine: the order in which ranks are added is not fixed, so sums may differ
+    in their last bits, also from run to run; 16-bit floats are added, and travel, as float32; ranks
+    ask each other before each step of `fit` (no marks).
+    """
+
+    name = "horovod"
+    has_marks = False
+
+    def __init__(self, settings: Settings, comm: Any = None) -> None:
+        """Join Horovod's job. Collective.
+
+        Args:
+            settings: Time limits of a waiting collective.
+            comm: None, an mpi4py communicator or a list of ranks, as Horovod takes it.
+
+        Raises:
+            ConfigError: There is no MPI, which `comm` needs.
+            ExchangeError: Horovod is missing or cannot start.
+        """
+        # In whole seconds; Horovod never gives up if it is to give up before it warns.
+        is_limited = math.isfinite(settings.stall_shutdown_s)
+        give_up_s = max(2, round(settings.stall_shutdown_s)) if is_limited else sys.maxsize >> 32
+        warn_s = max(1, min(round(settings.stall_warning_s), give_up_s - 1))
+        config.set_default_environment(
+            HOROVOD_STALL_CHECK_TIME_SECONDS=str(warn_s),
+            HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=str(give_up_s),
+        )
+        self._hvd = load_horovod()
+        self._ops = self._hvd.MPI_LIB
+        self._named = NamedOps()
+        try:
+            self._hvd.init(comm=comm, process_sets="dynamic")
+        except (ValueError, RuntimeError) as error:
+            raise ExchangeError(
+                f"Horovod must start on all ranks. Received: {error}. Start them with horovodrun "
+                "or an MPI launcher, and see what Horovod printed."
+            ) from error
+        if comm is not None and not self._hvd.mpi_enabled():
+            self._hvd.shutdown()
+            raise ConfigError(
+                "comm chooses among the processes of MPI. Received: comm, under Gloo. Start with "
+                "`tfscale run` or mpirun, or use process sets."
+            )
+        hvd = self._hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+        if self.rank == 0:
+            logger.info(
+                "Horovod moves the bytes: ranks ask each other before each step, and what the "
+                "engine may post past the end of a step is waited for in the step."
+            )
+        # Horovod refuses a set it knows already; two of our groups may then share one.
+        self._sets: dict[tuple[int, ...], int] = {tuple(range(self.size)): 0}
+        self._groups: list[int] = [0]
+
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Reduce each tensor over the group; together they are one message."""
+        wide = [scale(widen(t), scaling.prescale) for t in tensors]
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            wide += [nan_flag(t, op) for t in wide]
+        options = {**self._options(call, is_scaled=True), "reduce_op": _REDUCE_OPS[op]}
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            if len(inputs) == 1:
+                return [self._ops.horovod_allreduce(tensor=inputs[0], name=name, **options)]
+            return self._ops.horovod_grouped_allreduce(tensors=inputs, name=name, **options)
+
+        reduced = self._named.run(call, wide, start)
+        if len(wide) > len(tensors):
+            values, flags = reduced[: len(tensors)], reduced[len(tensors) :]
+            reduced = [restore_nan(v, f) for v, f in zip(values, flags, strict=True)]
+        pairs = zip(reduced, tensors, strict=True)
+        return [tf.cast(scale(r, scaling.postscale), t.dtype) for r, t in pairs]
+
+    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+        """Put the members' tensors one after another; also return rows per member (int64)."""
+        options = self._options(call)
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            return [self._ops.horovod_allgather(tensor=inputs[0], name=name, **options)]
+
+        gathered = self._named.run(call, [to_wire(tensor)], start)[0]
+        rows = self._named.run(call, [tf.shape(tensor, tf.int64)[:1]], start)[0]
+        rows = tf.ensure_shape(rows, [call.group.size])
+        return from_wire(gathered, tensor, [None]), rows
+
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+        options = self._options(call)
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            return self._ops.horovod_alltoall(
+                tensor=inputs[0], splits=inputs[1], name=name, **options
+            )
+
+        inputs = [to_wire(tensor), checked_splits(splits, tensor)]
+        received, rows = self._named.run(call, inputs, start)
+        return from_wire(received, tensor, [None]), tf.cast(rows, tf.int64)
+
+    def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
+        """Return the tensor of the member number `root`."""
+        options = {**self._options(call), "root_rank": call.group.ranks[root]}
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            return [self._ops.horovod_broadcast(tensor=inputs[0], name=name, **options)]
+
+        sent = self._named.run(call, [to_wire(tensor)], start)[0]
+        return from_wire(sent, tensor, tensor.shape[:1])
+
+    def reducescatter(
+        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
+    ) -> tf.Tensor:
+        """Reduce and keep this member's part of the rows.
+
+        Horovod scatters sums only; of an extreme or a product each member keeps its rows.
+        """
+        if op is not ReduceOp.SUM:
+            reduced = self.allreduce([tensor], call, op, scaling)[0]
+            rows, size, own = tf.shape(tensor)[0], call.group.size, call.group.rank
+            begin = own * (rows // size) + tf.minimum(own, rows % size)
+            return reduced[begin : begin + rows // size + tf.cast(own < rows % size, tf.int32)]
+        options = {**self._options(call, is_scaled=True), "reduce_op": _REDUCE_OPS[op]}
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            return [self._ops.horovod_reducescatter(tensor=inputs[0], name=name, **options)]
+
+        own_rows = self._named.run(call, [scale(widen(tensor), scaling.prescale)], start)[0]
+        return tf.cast(scale(own_rows, scaling.postscale), tensor.dtype)
+
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Make a group known; called by all ranks. Returns its id."""
+        key = tuple(sorted(ranks))
+        if key not in self._sets:
+            added = self._hvd.add_process_set(list(key))
+            self._sets[key] = added.process_set_id
+        self._groups.append(self._sets[key])
+        return len(self._groups) - 1
+
+    def mark(self, kind: MarkKind) -> None:
+        """End communication where this rank leaves; other marks are not known to Horovod."""
+        if kind is MarkKind.LEFT:
+            self._hvd.shutdown()
+
+    def num_given_up(self) -> int:
+        """Nothing is given up: ranks ask before each step."""
+        return 0
+
+    def start_incarnation(self, number: int) -> None:
+        """Nothing is left on the wire."""
+
+    @property
+    def thread_level(self) -> int:
+        """MPI's thread level: 3 (MULTIPLE) where Horovod says that others may call MPI."""
+        return 3 if self._hvd.mpi_enabled() and self._hvd.mpi_threads_supported() else 0
+
+    def is_enabled(self, controller: str) -> bool:
+        """Return whether ranks agree over "mpi" or "gloo"."""
+        return bool(getattr(self._hvd, f"{controller}_enabled")())
+
+    def abort(self, code: int) -> None:
+        """End this process; the launcher then ends the others. Does not return."""
+        if self._hvd.is_initialized() and self._hvd.mpi_enabled():
+            try:
+                from mpi4py import MPI
+
+                MPI.COMM_WORLD.Abort(code)
+            except ImportError:
+                pass  # The launcher notices the exit code.
+        os._exit(code)
+
+    def close(self) -> bool:
+        """Leave the job; nobody is waited for."""
+        self._hvd.shutdown()
+        return True
+
+    def _options(self, call: Call, is_scaled: bool = False) -> dict[str, Any]:
+        # Its factors are float32 attributes, too coarse for float64: we scale ourselves.
+        factors = {"prescale_factor": 1.0, "postscale_factor": 1.0} if is_scaled else {}
+        return {
+            **factors,
+            "ignore_name_scope": True,
+            "process_set_id": self._groups[call.group.id],
+        }

@@ -1,0 +1,118 @@
+"""Which plan and slot a collective gets: the one place that decides their order."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from typing import NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tfscale.comm.backends.base import Call
+from tfscale.comm.backends.library import Library
+from tfscale.config import ExchangeError, PlanError
+
+EAGER = -1
+COUNT = re.compile(r"_\d+(?=\W|_|$)")  # of layers, optimizers and functions of the process
+
+
+class Position(NamedTuple):
+    """Plan id and slot number; plan `EAGER` outside of traced functions."""
+
+    plan: int
+    slot: int
+
+
+class Slots:
+    """Gives each collective of a traced function a slot of its own, in the order of tracing.
+
+    Tracing runs the same Python code on every rank, so the order is the same everywhere, and it
+    is one that the graph's own dependencies allow. A function graph has a plan per group for
+    gradients (which start when they are ready) and one for all other collectives, so that a
+    gradient never waits for a collective that was merely traced before it.
+    """
+
+    def __init__(self, library: Library) -> None:
+        """Start without any plan."""
+        self._library = library
+        self._names: dict[Position, str] = {}
+        self._plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def place(self, call: Call, kind: str, tensors: list[tf.Tensor]) -> Position:
+        """Return the place of a collective in the order of the ranks.
+
+        Args:
+            call: Group and label.
+            kind: Name of the collective with what must be equal on all ranks besides the tensors.
+            tensors: Its inputs; dtypes and static shapes become part of the fingerprint.
+
+        Returns:
+            The position. Eager collectives have none: they run in the order of their calls.
+
+        Raises:
+            PlanError: An eager collective is called outside of the main thread.
+            ExchangeError: XLA compiles the function.
+        """
+        if tf.executing_eagerly():
+            if threading.current_thread() is not threading.main_thread():
+                raise PlanError(
+                    "Eager collectives must be called from the main thread, where their order is "
+                    f"the same on every rank. Received: {call.label} on "
+                    f"{threading.current_thread().name}. Call it from the main thread or inside a "
+                    "tf.function."
+                )
+            return Position(EAGER, 0)
+        graph = tf.compat.v1.get_default_graph()
+        if control_flow_util.GraphOrParentsInXlaContext(graph):
+            raise ExchangeError(
+                "No collective can run inside a function that XLA compiles. Received: "
+                f"jit_compile=True for {call.label}. Compile with jit_compile=False, or let "
+                "tfscale.prepare(model) or any tfscale callback do it where it is 'auto'."
+            )
+        plan = self._plan_of(graph, call)
+        texts = [f"{kind} {call.label}".replace("\n", " "), _signature(call, kind, tensors)]
+        slot = self._library.call("plan_add_slot", plan, *(text.encode() for text in texts))
+        self._names[Position(plan, slot)] = call.label
+        return Position(plan, slot)
+
+    def name(self, plan: int, slot: int) -> str:
+        """Return the label of a slot, for timelines."""
+        return self._names.get(Position(plan, slot), "eager collective")
+
+    def graph_of(self, plan: int) -> tf.Graph | None:
+        """Return the function graph of a plan; None where it is no longer in use."""
+        for graph, plans in list(self._plans.items()):
+            if plan in plans.values():
+                return graph
+        return None
+
+    def _plan_of(self, graph: tf.Graph, call: Call) -> int:
+        plans = self._plans.setdefault(graph, {})
+        stream = call.stream or ("gradients" if call.after else "calls")
+        key = (call.group.id, stream)
+        if key not in plans:
+            # Graph names carry a number that counts functions of the process, which may differ.
+            name = getattr(graph, "name", "graph").rsplit("__", 1)[0]
+            name = COUNT.sub("", name).rstrip("_0123456789")
+            title = f"{name} ({stream})".encode()
+            plans[key] = self._library.call("plan_create", call.group.id, title)
+        return plans[key]
+
+
+def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
+    """Return what all ranks must have alike: with names of tensors, a line for each of them."""
+    inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
+    if call.names and tensors:
+        lines = [f"{n} {text}" for n, text in zip(call.names, inputs, strict=True)]
+        lines.append(kind)  # behind them: it may hold numbers that follow from their shapes
+    else:
+        lines = [" ".join([kind, call.label, *inputs])]
+    # Keras numbers layers by a count of the process, which may differ between ranks.
+    return "\n  ".join(COUNT.sub("", line).replace("\n", " ") for line in lines)
+
+
+def rows_of(tensor: tf.Tensor) -> str:
+    """Return what ranks must have alike of rows, whose number may differ."""
+    return f"rows of {tensor.dtype.name}{tensor.shape[1:]}"

@@ -1,0 +1,78 @@
+"""Questions of Horovod's API about what is built in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.horovod import is_installed, load_horovod
+from tfscale.comm.native import library_path
+from tfscale.config import ExchangeError
+
+_MPI_THREAD_MULTIPLE = 3  # MPICH and Open MPI agree on this number
+
+
+def _ask_horovod(question: str) -> Any:
+    """Return Horovod's own answer; False where it is not installed or does not load."""
+    if not is_installed():
+        return False
+    try:
+        return getattr(load_horovod(), question)()
+    except ExchangeError:
+        return False
+
+
+def _is_controlled_by(controller: str) -> bool:
+    if not runtime.is_initialized() or runtime.backend().name != "horovod":
+        return False
+    backend: Any = runtime.backend()
+    return backend.is_enabled(controller)
+
+
+def mpi_built() -> bool:
+    """Return whether the native library, which needs MPI, is built and fits."""
+    try:
+        library_path()
+    except ExchangeError:
+        return False
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return whether this job communicates over MPI."""
+    is_engine = runtime.is_initialized() and runtime.backend().name == "engine"
+    return is_engine or _is_controlled_by("mpi")
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether Python may call MPI (mpi4py) beside the communication thread.
+
+    Raises:
+        ExchangeError: tfscale is not initialised.
+    """
+    return getattr(runtime.backend(), "thread_level", 0) >= _MPI_THREAD_MULTIPLE
+
+
+def gloo_built() -> bool:
+    """Return whether there is a Horovod with Gloo."""
+    return bool(_ask_horovod("gloo_built"))
+
+
+def gloo_enabled() -> bool:
+    """Return whether this job's ranks find each other over Gloo, through Horovod."""
+    return _is_controlled_by("gloo")
+
+
+def nccl_built() -> int:
+    """Return the version of the NCCL that Horovod is built with; 0 without."""
+    return int(_ask_horovod("nccl_built"))
+
+
+def cuda_built() -> bool:
+    """Return whether there is a Horovod with CUDA. The engine stages GPU tensors on the host."""
+    return bool(_ask_horovod("cuda_built"))
+
+
+def rocm_built() -> bool:
+    """Return whether there is a Horovod with ROCm. The engine stages GPU tensors on the host."""
+    return bool(_ask_horovod("rocm_built"))

@@ -1,0 +1,226 @@
+"""The errors of backends, found in what TensorFlow makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.config import ExchangeError
+
+_ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
+
+
+def engine_text(message: str) -> str:
+    """Return what the engine said.
+
+    Args:
+        message: TensorFlow's: the engine's text within those of the ops around it.
+
+    Returns:
+        The engine's sentence; the whole message if there is none.
+    """
+    found = _ENGINE_TEXT.search(message)
+    # TensorFlow puts the node's name behind the text of an op, on the same line.
+    return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", found[2]) if found else message
+
+
+def has_stopped(message: str) -> bool:
+    """Return whether the collective was given up because another rank stopped."""
+    return "TFSCALE_STOPPED" in message
+
+
+def is_exchange_error(error: tf.errors.OpError) -> bool:
+    """Return whether an error comes from a collective: the engine's, or one of Horovod's.
+
+    Args:
+        error: As TensorFlow raises it. Horovod's texts have no mark of their own: they name
+            Horovod, or its op in the line that TensorFlow adds.
+    """
+    if isinstance(error, tf.errors.InternalError):
+        return True
+    message = error.message.lower()
+    return bool(re.search(r"tfscale_failed|horovod|tfscale\.g\d", message))
+
+
+JOIN = "join"
+
+_AFTER_JOIN = (
+    "After a rank has called join(), the others may call allreduce with Sum or Average only, equal "
+    "on all of them. Received: {call} while rank {rank} has joined. For training use "
+    "tfscale.data.GlobalBatches: it gives every rank as many batches."
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What must be equal on all ranks, and what a joined rank needs to take part with zeros.
+
+    Attributes:
+        kind: Name of the collective.
+        options: Reduction, root and the like.
+        dtypes: One per tensor.
+        shapes: One per tensor; without the first dimension where that may differ.
+        label: For messages only; may differ.
+    """
+
+    kind: str
+    options: list[Any]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    label: str = ""
+
+    def describe(self) -> str:
+        """Return what a message shows of it."""
+        tensors = ", ".join(f"{d}{s}" for d, s in zip(self.dtypes, self.shapes, strict=True))
+        return f"{self.kind}({tensors}) {self.options or ''}".strip()
+
+    def matches(self, other: Header) -> bool:
+        """Return whether two ranks call the same."""
+        return asdict(self) | {"label": ""} == asdict(other) | {"label": ""}
+
+
+def header_of(kind: str, options: list[Any], tensors: list[tf.Tensor], label: str) -> Header:
+    """Describe a call; the first dimension counts unless the collective allows it to differ."""
+    first = 1 if kind in ("allgather", "alltoall", "sparse allreduce") else 0
+    shapes = [list(t.shape)[first:] for t in tensors]
+    return Header(kind, options, [t.dtype.name for t in tensors], shapes, label)
+
+
+def exchange_headers(header: Header, group: Group) -> list[Header]:
+    """Return the headers of all members, in their order.
+
+    Raises:
+        ExchangeError: Communication failed.
+    """
+    data = np.frombuffer(json.dumps(asdict(header)).encode(), np.uint8)
+    gathered, rows = raise_own_errors(
+        lambda: runtime.backend().allgather(
+            tf.constant(data), Call(group, f"{header.kind} {header.label}".strip())
+        )
+    )
+    texts = np.split(gathered.numpy(), np.cumsum(rows.numpy())[:-1])
+    return [Header(**json.loads(text.tobytes())) for text in texts]
+
+
+def agree(header: Header, group: Group) -> None:
+    """Check that all members call the same collective; ranks that joined take any part.
+
+    Args:
+        header: What this rank calls.
+        group: Who takes part. One rank needs no agreement.
+
+    Raises:
+        ExchangeError: Some rank calls something else; on every rank, with the same text.
+    """
+    if group.size == 1:
+        return
+    headers = exchange_headers(header, group)
+    active = [(r, h) for r, h in zip(group.ranks, headers, strict=True) if h.kind != JOIN]
+    first_rank, first = active[0]
+    for rank, other in active[1:]:
+        if not other.matches(first):
+            raise ExchangeError(
+                "All ranks must call the same collectives in the same order, with equal types and "
+                f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
+                f"calls {other.describe()}."
+            )
+    if len(active) < len(headers):
+        _require_sum(first, headers, group)
+
+
+def _require_sum(first: Header, headers: list[Header], group: Group) -> None:
+    """A joined rank takes part with zeros, which is right in sums only."""
+    if first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name:
+        return
+    joined = [r for r, h in zip(group.ranks, headers, strict=True) if h.kind == JOIN]
+    raise ExchangeError(_AFTER_JOIN.format(call=first.describe(), rank=joined[0]))
+
+
+_has_exchanged_gradients = False
+_has_traced_gradients = False  # in a tf.function
+
+
+def note_gradients() -> None:
+    """Remember that training steps of this process exchange gradients."""
+    global _has_exchanged_gradients, _has_traced_gradients
+    _has_exchanged_gradients = True
+    _has_traced_gradients = _has_traced_gradients or not tf.executing_eagerly()
+
+
+def has_exchanged_gradients() -> bool:
+    """Return whether any training step of this process exchanged gradients."""
+    return _has_exchanged_gradients
+
+
+def join() -> int:
+    """Take part in the allreduces of the other ranks with zeros until all have called join.
+
+    Collective, eager only. For training use `tfscale.data.GlobalBatches`, which gives every rank
+    the same number of batches, so that no rank has to wait for the others here.
+
+    Returns:
+        The highest rank of those that joined last; the same on all ranks.
+
+    Raises:
+        ExchangeError: Another rank calls something else than a sum or average, this is called
+            inside a tf.function, or steps of a distributed optimizer or tape were traced here.
+    """
+    if not tf.executing_eagerly():
+        raise ExchangeError(
+            "join() must be called eagerly. Received: a call inside of a tf.function. For training "
+            "use tfscale.data.GlobalBatches: it gives every rank as many batches."
+        )
+    if _has_traced_gradients and not runtime.is_single():
+        raise ExchangeError(
+            "join() cannot take part in the traced steps of a distributed optimizer. Received: a "
+            "call after such a step. Give every rank as many batches instead: "
+            "tfscale.data.GlobalBatches does."
+        )
+    group = runtime.world()
+    n_rounds = 0
+    while group.size > 1:
+        headers = exchange_headers(Header(JOIN, [n_rounds], [], [], "join"), group)
+        active = [h for h in headers if h.kind != JOIN]
+        if not active:
+            return max(r for r, h in zip(group.ranks, headers, strict=True) if h.options == [0])
+        _take_part(active, headers, group)
+        n_rounds += 1
+    return 0
+
+
+def _take_part(active: list[Header], headers: list[Header], group: Group) -> None:
+    """Add zeros to what the ranks call that have not joined."""
+    first = active[0]
+    for other in active[1:]:
+        if not other.matches(first):
+            raise ExchangeError(_AFTER_JOIN.format(call=other.describe(), rank=group.rank))
+    _require_sum(first, headers, group)
+    tensors = [
+        tf.zeros(shape, dtype) for shape, dtype in zip(first.shapes, first.dtypes, strict=True)
+    ]
+    op, prescale, postscale = first.options
+    runtime.backend().allreduce(
+        tensors, Call(group, first.label), ReduceOp[op], Scaling(prescale, postscale)
+    )
+
+
+def raise_own_errors(body: Callable[[], Any]) -> Any:
+    """Run `body`; turn TensorFlow's errors of our ops into ours.
+
+    Raises:
+        ExchangeError: Communication failed; the text is the engine's.
+    """
+    try:
+        return body()
+    except tf.errors.OpError as error:
+        if not is_exchange_error(error) and not has_stopped(error.message):
+            raise
+        raise ExchangeError(engine_text(error.message)) from error

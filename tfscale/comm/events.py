@@ -1,0 +1,181 @@
+"""Events of the engine and the clocks they are stamped with."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import objects, runtime
+from tfscale.comm.backends.base import Call
+from tfscale.config import ExchangeError
+
+_lock = threading.Lock()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+class Listener:
+    """Receives what ends from its creation on, for as long as it is kept."""
+
+    def __init__(self) -> None:
+        """Begin to listen."""
+        self._parts: list[np.ndarray] = []
+        if not has_events():
+            raise ExchangeError(
+                "Collectives are timed by tfscale's engine. Received: the backend "
+                f"{runtime.backend().name!r}. Start with an MPI launcher, or backend='engine'."
+            )
+        self._none = drain()[:0]
+        with _lock:
+            _listeners.add(self)
+
+    def take(self) -> np.ndarray:
+        """Return the events since the last call: an array with the fields of the engine's Event."""
+        drain()
+        with _lock:
+            parts, self._parts = self._parts, []
+        return np.concatenate([self._none, *parts])
+
+    def close(self) -> None:
+        """Listen no longer."""
+        with _lock:
+            _listeners.discard(self)
+
+    def add(self, events: np.ndarray) -> None:
+        """Take note of events."""
+        self._parts.append(events)
+
+
+def has_events() -> bool:
+    """Return whether the backend records its collectives."""
+    return hasattr(runtime.backend(), "event_array")
+
+
+def drain() -> np.ndarray:
+    """Hand the engine's new events to the listeners, and return them. From any thread."""
+    engine: Any = runtime.backend()
+    with _lock:
+        events = engine.event_array()
+        for listener in _listeners:
+            if len(events):
+                listener.add(events)
+    return events
+
+
+N_ROUNDS = 24
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Gather = Callable[[Sequence[int]], np.ndarray]
+
+
+class Offset(NamedTuple):
+    """Rank 0's clock minus this rank's, when this rank's showed `at_ns`; in ns."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+class ClockMap:
+    """Turns times of this rank into times of rank 0.
+
+    Ranks whose kernel is the same share a clock. For others the offset is measured, and measured
+    again, as clocks drift apart by some microseconds per second; between two measurements it is
+    interpolated.
+    """
+
+    def __init__(self, is_shared: bool | None = None) -> None:
+        """Measure for the first time. Collective: all ranks must call this.
+
+        Args:
+            is_shared: Whether all ranks have one clock; None finds out.
+        """
+        if is_shared is None:
+            kernels = objects.allgather_object(_kernel(), name="clock")
+            is_shared = len(set(kernels)) == 1
+        self._is_shared = is_shared
+        self._samples: list[Offset] = []
+        self.measure()
+
+    def measure(self) -> None:
+        """Measure again. Collective: all ranks must call this."""
+        if self._is_shared:
+            self._samples = [Offset(clock_ns(), 0, 0)]
+        else:
+            self._samples.append(measure_offset(_gather, runtime.rank(), clock_ns))
+
+    def to_rank_zero(self, times_ns: Any) -> np.ndarray:
+        """Return times of this rank's clock as times of rank 0's.
+
+        Args:
+            times_ns: int or int64 array, in ns.
+
+        Returns:
+            int64 array of the same shape.
+        """
+        times_ns = np.asarray(times_ns, np.int64)
+        origin = self._samples[0].at_ns  # nanoseconds since a boot exceed a float's precision
+        at = [sample.at_ns - origin for sample in self._samples]
+        offsets = np.array([sample.offset_ns for sample in self._samples])
+        moved = np.interp(times_ns - origin, at, offsets - offsets[0])
+        return times_ns + offsets[0] + np.rint(moved).astype(np.int64)
+
+    @property
+    def error_ns(self) -> int:
+        """How far off the offset may be, for the worst measurement."""
+        return max(sample.error_ns for sample in self._samples)
+
+
+def measure_offset(
+    gather: Gather, rank: int, clock: Callable[[], int], n_rounds: int = N_ROUNDS
+) -> Offset:
+    """Measure the offset to rank 0's clock as NTP does: both ways, the fastest message counts.
+
+    A message never arrives before it is sent, so the fastest from rank 0 bounds the offset on one
+    side and the fastest to rank 0 on the other. The middle is taken; half of the distance, which is
+    half of the least round trip, bounds the error.
+
+    Args:
+        gather: Collective. Takes this rank's integers, returns [rank, integer].
+        rank: This rank.
+        clock: Returns ns.
+        n_rounds: How often everyone sends to everyone.
+    """
+    fastest: np.ndarray | None = None
+    for _ in range(n_rounds):
+        sent = gather([clock()])[:, 0]
+        took: np.ndarray = clock() - sent
+        fastest = took if fastest is None else np.minimum(fastest, took)
+    assert fastest is not None
+    matrix = gather([int(took) for took in fastest])  # [receiver, sender]
+    there, back = int(matrix[rank, 0]), int(matrix[0, rank])
+    if rank == 0:
+        return Offset(clock(), 0, 0)
+    return Offset(clock(), (back - there) // 2, (back + there + 1) // 2)
+
+
+def clock_ns() -> int:
+    """Return the time of the clock that collectives are measured with."""
+    read: Any = getattr(runtime.backend(), "clock_ns", None)
+    return int(read()) if read else time.monotonic_ns()
+
+
+def _gather(values: Sequence[int]) -> np.ndarray:
+    call = Call(runtime.world(), "clock")
+    row = tf.constant([list(values)], tf.int64)
+    return runtime.backend().allgather(row, call)[0].numpy()
+
+
+def _kernel() -> str:
+    """Return what is equal for processes that share a monotonic clock."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()

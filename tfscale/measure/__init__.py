@@ -1,0 +1,1 @@
+"""Measurements of links, layers and steps, and what is concluded from them."""

@@ -1,0 +1,554 @@
+"""Analyse recorded steps: computing, communication, waiting and their overlap."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.config import ConfigError
+from tfscale.plan.tables import grid
+
+EAGER = -1  # plan of a collective outside of any traced function: its caller waits for it
+
+
+class Key(NamedTuple):
+    """Which collective of a step: `repeat` counts executions of the slot within it.
+
+    Stamps have negative slots.
+    """
+
+    plan: int
+    slot: int
+    repeat: int = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One collective of one rank, times in ns of one clock."""
+
+    key: Key
+    posted: int
+    started: int
+    ended: int
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SlotTimes:
+    """What a slot cost its rank, in ns.
+
+    Attributes:
+        slot: The collective.
+        t_c: Time of communication that is charged to this slot.
+        t_b: The part of it in which the rank was blocked.
+        waiting: The part of t_b from this rank's start to that of the slowest rank.
+        behind: How much later than this rank the slowest one started it.
+    """
+
+    slot: Slot
+    t_c: int
+    t_b: int
+    waiting: int
+    behind: int
+
+
+class Intervals:
+    """A growing set of moments."""
+
+    def __init__(self, parts: Iterable[tuple[int, int]] = ()) -> None:
+        """Start with disjoint intervals, ascending."""
+        self.parts = list(parts)
+
+    def add(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Add [begin, end) and return the parts of it that are new, ascending."""
+        new = self.without(begin, end)
+        self.parts = merged([*self.parts, *new])
+        return new
+
+    def without(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of [begin, end) that are not in the set, ascending."""
+        new = []
+        for low, high in self.parts:
+            if high <= begin or low >= end:
+                continue
+            if low > begin:
+                new.append((begin, low))
+            begin = max(begin, high)
+        if begin < end:
+            new.append((begin, end))
+        return new
+
+
+def find_busy(
+    slots: Sequence[Slot], before: Mapping[Key, frozenset[Key]], step_begin: int
+) -> Intervals:
+    """Return when a rank computes, as far as the marks show.
+
+    Args:
+        slots: The collectives and stamps of one step.
+        before: For a mark (`repeat` 0), the slots it needs, directly or not.
+        step_begin: When the step was called.
+    """
+    ended = {slot.key: slot.ended for slot in slots}
+    eager = sorted(slot.ended for slot in slots if slot.key.plan == EAGER)
+    # The next execution of the same function needs what the one before has changed.
+    begins = {0: step_begin}
+    for key, end in ended.items():
+        if key.plan != EAGER:
+            begins[key.repeat + 1] = max(end, begins.get(key.repeat + 1, end))
+    spans = []
+    for mark in slots:
+        # Whoever calls an eager collective waits for it, and for the functions called before.
+        over = sorted(ended.values()) if mark.key.plan == EAGER else eager
+        n_over = bisect.bisect_right(over, mark.posted)
+        ends = over[max(n_over - 1, 0) : n_over]
+        if mark.key.plan != EAGER:
+            repeat = mark.key.repeat
+            ends.append(begins.get(repeat, step_begin))
+            needs = before.get(mark.key._replace(repeat=0), frozenset())
+            ends += [ended.get(key._replace(repeat=repeat), step_begin) for key in needs]
+        begin = max([step_begin, *ends])
+        if begin < mark.posted:
+            spans.append((begin, mark.posted))
+    return Intervals(merged(spans))
+
+
+def analyse(
+    slots: Sequence[Slot],
+    busy: Intervals,
+    slowest: Mapping[Key, int] | None = None,
+    step_end: float = float("inf"),
+) -> list[SlotTimes]:
+    """Charge each moment of communication of a step to one slot; see the module.
+
+    Args:
+        slots: The collectives and stamps of one step of one rank.
+        busy: See `find_busy`.
+        slowest: When the last rank started each slot, in this rank's clock.
+        step_end: When the step returned.
+
+    Returns:
+        One per collective, in the order in which they ended.
+    """
+    ordered = sorted((s for s in slots if s.key.slot >= 0), key=lambda s: s.ended)
+    not_blocked, blocked = Intervals(busy.parts), Intervals()
+    pieces = {}
+    for slot in ordered:
+        if slot.ended <= step_end:
+            pieces[slot.key] = not_blocked.add(slot.posted, slot.ended)
+            for begin, end in pieces[slot.key]:
+                blocked.add(begin, end)
+    charged = Intervals(blocked.parts)
+    results = []
+    for slot in ordered:
+        own = pieces.get(slot.key, [])
+        t_b = length(own)
+        hidden = length(charged.add(slot.started, slot.ended))
+        last = max((slowest or {}).get(slot.key, slot.started), slot.started)
+        waiting = length(
+            (max(b, slot.started), min(e, last)) for b, e in own if b < last and e > slot.started
+        )
+        results.append(SlotTimes(slot, t_b + hidden, t_b, waiting, behind=last - slot.started))
+    return results
+
+
+def merged(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of intervals as disjoint ones, ascending."""
+    union: list[tuple[int, int]] = []
+    for begin, end in sorted(parts):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def length(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the total length of disjoint intervals."""
+    return sum(end - begin for begin, end in parts)
+
+
+def overlap_percent(t_c: float, t_b: float) -> float | None:
+    """Return R = 100 * sum(T_c - T_b) / sum(T_c); None where nothing was sent.
+
+    Args:
+        t_c: Sum of T_c.
+        t_b: Sum of T_b, in the same unit.
+
+    Source: [T] eq. 3.8.
+    """
+    return 100.0 * (t_c - t_b) / t_c if t_c > 0 else None
+
+
+def has_slot(op: tf.Operation) -> bool:
+    """Return whether an op is a collective or a stamp; one that waits for parameters is not."""
+    return op.type.startswith("Tfscale") and op.type != "TfscaleAwait"
+
+
+def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
+    """Return for each collective of a graph those that must end before it can be posted.
+
+    Args:
+        graph: A function's graph. What runs inside of functions that it calls is not seen.
+
+    Returns:
+        Per slot the slots it needs, directly or through other ops, by data or by order.
+    """
+    keys: list[Key] = []
+    reached: dict[tf.Operation, int] = {}  # per op, a bit for each collective it needs
+    before: dict[Key, int] = {}
+    for op in graph.get_operations():  # in the order of creation: inputs come first
+        needed = 0
+        for tensor in op.inputs:
+            needed |= reached.get(_producer(tensor), 0)
+        for other in op.control_inputs:
+            needed |= reached.get(other, 0)
+        if has_slot(op):
+            key = Key(int(op.get_attr("plan")), int(op.get_attr("slot")))
+            before[key] = needed
+            needed |= 1 << len(keys)
+            keys.append(key)
+        if needed:
+            reached[op] = needed
+    return {
+        key: frozenset(other for bit, other in enumerate(keys) if bits >> bit & 1)
+        for key, bits in before.items()
+    }
+
+
+def _producer(tensor: tf.Tensor) -> tf.Operation:
+    """Return the op that computes a tensor.
+
+    Keras passes all gradients through one IdentityN, which TensorFlow removes before it runs the
+    function: an output of it needs one input only.
+    """
+    while tensor.op.type == "IdentityN":
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor.op
+
+
+# How all ranks know a collective of a step: label, slot, repeat. Each rank numbers its own plans.
+Shared = tuple[str, int, int]
+Starts = dict[int, dict[Shared, int]]  # by step
+_COLUMNS = ("plan", "slot", "posted_ns", "started_ns", "ended_ns", "bytes")
+
+
+class Window(NamedTuple):
+    """A call of the train function: steps `step` to `step + n_steps - 1` of an epoch; in ns."""
+
+    step: int
+    n_steps: int
+    begin: int
+    end: int
+
+
+@dataclass
+class RankRecord:
+    """What a rank recorded in an epoch, times in ns of rank 0's clock.
+
+    Attributes:
+        windows: The recorded steps, ascending.
+        events: Array with the fields of the engine's Event.
+        names: Label per slot.
+        before: Per slot, those it needs; see `tfscale.measure.analysis`.
+    """
+
+    windows: list[Window]
+    events: np.ndarray | None = None
+    names: dict[Key, str] = field(default_factory=dict)
+    before: dict[Key, frozenset[Key]] = field(default_factory=dict)
+
+
+def events_within(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
+    """Return the events that were posted within one of the windows."""
+    begins = np.array([w.begin for w in windows], np.int64)
+    ends = np.array([w.end for w in windows], np.int64)
+    if not len(windows):
+        return events[:0]
+    place = np.searchsorted(begins, events["posted_ns"], "right") - 1
+    return events[(place >= 0) & (events["posted_ns"] <= ends[np.maximum(place, 0)])]
+
+
+def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
+    """Return the collectives posted within each window, in the order of posting."""
+    found: dict[int, list[Slot]] = {window.step: [] for window in record.windows}
+    if record.events is None or not record.windows:
+        return found
+    events = np.sort(record.events, order=["posted_ns", "slot"])
+    begins = np.array([w.begin for w in record.windows], np.int64)
+    places = np.searchsorted(begins, events["posted_ns"], "right") - 1
+    columns = [events[name].tolist() for name in _COLUMNS]
+    repeats: dict[tuple[int, int, int], int] = defaultdict(int)
+    for place, plan, slot, *times in zip(places.tolist(), *columns, strict=True):
+        if place < 0 or times[0] > record.windows[place].end:
+            continue
+        repeat = repeats[place, plan, slot]
+        repeats[place, plan, slot] += 1
+        found[record.windows[place].step].append(Slot(Key(plan, slot, repeat), *times))
+    return found
+
+
+def shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
+    """Return what all ranks call a collective.
+
+    Keras numbers layers by a count of the process, which may differ between ranks.
+    """
+    label = names.get(key._replace(repeat=0), "eager")
+    return re.sub(r"_\d+(?=\W|$)", "", label), key.slot, key.repeat
+
+
+def starts_of(record: RankRecord) -> Starts:
+    """Return when a rank started each collective of each step."""
+    return {
+        step: {shared_key(s.key, record.names): s.started for s in own if s.key.slot >= 0}
+        for step, own in slots_by_step(record).items()
+    }
+
+
+def merge_starts(every: Sequence[Starts]) -> Starts:
+    """Return the latest start of each slot of each step.
+
+    Args:
+        every: Per rank, when it started them.
+    """
+    merged: Starts = {}
+    for starts in every:
+        for step, own in starts.items():
+            latest = merged.setdefault(step, {})
+            for key, started in own.items():
+                latest[key] = max(started, latest.get(key, started))
+    return merged
+
+
+def rows(
+    place: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
+) -> Iterator[dict[str, Any]]:
+    """Return the lines of an epoch and rank.
+
+    Args:
+        place: Number of the epoch and the rank.
+        record: What the rank recorded.
+        slowest: Per step and slot, when the last rank started it.
+        origin_ns: Which time of rank 0's clock is 0 in the lines.
+
+    Returns:
+        Per step a line of kind "step", followed by one of kind "slot" per collective; times in
+        seconds.
+    """
+    slots = slots_by_step(record)
+    for window in record.windows:
+        own = slots[window.step]
+        of_all = slowest.get(window.step, {})
+        shared = {slot.key: shared_key(slot.key, record.names) for slot in own}
+        latest = {key: of_all[name] for key, name in shared.items() if name in of_all}
+        busy = find_busy(own, record.before, window.begin)
+        times = analyse(own, busy, latest, window.end)
+        where = {**place, "step": window.step}
+        row = {"kind": "step", **where, **_step(window, record, times, origin_ns)}
+        if record.events is not None:
+            row["busy_s"] = [[_seconds(t - origin_ns) for t in part] for part in busy.parts]
+        yield row
+        for slot_times in times:
+            yield {"kind": "slot", **where, **_slot(slot_times, record.names, origin_ns)}
+
+
+def _step(
+    window: Window, record: RankRecord, times: Sequence[SlotTimes], origin_ns: int
+) -> dict[str, Any]:
+    duration = window.end - window.begin
+    row = {
+        "n_steps": window.n_steps,
+        "begin_s": _seconds(window.begin - origin_ns),
+        "step_s": _seconds(duration),
+    }
+    if record.events is None:
+        return row
+    t_c, t_b = sum(t.t_c for t in times), sum(t.t_b for t in times)
+    return {
+        **row,
+        "compute_s": _seconds(duration - t_b),
+        "exposed_s": _seconds(t_b),
+        "waiting_s": _seconds(sum(t.waiting for t in times)),
+        "t_c_s": _seconds(t_c),
+        "overlap_percent": overlap_percent(t_c, t_b),
+        "bytes": sum(t.slot.n_bytes for t in times),
+    }
+
+
+def _slot(times: SlotTimes, names: Mapping[Key, str], origin_ns: int) -> dict[str, Any]:
+    slot = times.slot
+    name = "eager" if slot.key.plan == EAGER else names.get(slot.key._replace(repeat=0), "")
+    return {
+        **slot.key._asdict(),
+        "name": name,
+        "bytes": slot.n_bytes,
+        "posted_s": _seconds(slot.posted - origin_ns),
+        "started_s": _seconds(slot.started - origin_ns),
+        "ended_s": _seconds(slot.ended - origin_ns),
+        "t_c_s": _seconds(times.t_c),
+        "t_b_s": _seconds(times.t_b),
+        "waiting_s": _seconds(times.waiting),
+        "behind_s": _seconds(times.behind),
+    }
+
+
+def _seconds(time_ns: int) -> float:
+    return round(time_ns / 1e9, 9)
+
+
+FILE_NAME = "communication.jsonl"
+N_SLOTS = 20  # shown, those that block longest
+Row = dict[str, Any]
+
+
+def read_rows(directory: str | Path) -> list[Row]:
+    """Return the lines of a run.
+
+    Args:
+        directory: What was given to `CommunicationReport`.
+
+    Raises:
+        ConfigError: There is no run with a recorded step, or the file holds something else.
+    """
+    path = Path(directory) / FILE_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"A folder with {FILE_NAME} is needed. Received: {directory}. Train with "
+            "tfscale.callbacks.CommunicationReport(directory) first."
+        ) from error
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or "kind" not in row:
+                raise ValueError("not a line of ours")
+            rows.append(row)
+        except ValueError as error:
+            if number == len(lines):
+                break  # a run that was killed has cut it
+            raise ConfigError(
+                f"{FILE_NAME} must hold a JSON object per line. Received: {line[:40]!r} in line "
+                f"{number} of {path}. Train again with CommunicationReport(directory)."
+            ) from error
+    if not any(row["kind"] == "step" for row in rows):
+        raise ConfigError(
+            f"A run must have recorded a step. Received: none in {path}. Choose a smaller "
+            "every_n_steps; the first step of a fit is never recorded."
+        )
+    return rows
+
+
+def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+    """Return the lines of one kind: "run", "step", "slot" or "memory"."""
+    return [row for row in rows if row["kind"] == kind]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a page of Markdown.
+
+    Args:
+        rows: Lines of a run; see `tfscale.measure.analysis.rows`.
+    """
+    run, steps = of_kind(rows, "run")[0], of_kind(rows, "step")
+    n_recorded = len({(s["epoch"], s["step"]) for s in steps})
+    lines = [
+        "# Communication",
+        "",
+        f"{run['size']} ranks, backend {run['backend']}, {n_recorded} recorded steps. "
+        "Times in ms per step: medians over the recorded steps.",
+        "",
+    ]
+    if "exposed_s" not in steps[0]:
+        lines += [
+            "This backend records no collectives, so only step times are known.",
+            "",
+            *grid(["rank", "step"], [[r, _ms(_median(own, "step_s"))] for r, own in _ranks(steps)]),
+        ]
+        return "\n".join([*lines, "", *_memory_lines(rows)])
+    lines += _ranks_grid(steps)
+    lines += [
+        "",
+        "step = compute + exposed; waiting is the part of exposed before the slowest rank began.",
+        "R = 100 * sum(T_c - T_b) / sum(T_c): the share of communication that is hidden.",
+        "",
+        f"## Collectives of rank 0, the {N_SLOTS} that block longest",
+        "",
+        *_slots_grid([slot for slot in of_kind(rows, "slot") if slot["rank"] == 0]),
+        "",
+        f"Clocks of the ranks agree to {1e6 * max(run['clock_error_s']):.0f} microseconds.",
+        "",
+        *_memory_lines(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(rows: Iterable[Row]) -> list[str]:
+    lines = []
+    for row in of_kind(rows, "memory"):
+        shares = ", ".join(f"{n_bytes / 1e6:.2f}" for n_bytes in row["state"])
+        complete = row["complete_state"] / 1e6
+        lines += [f"Optimizer state per rank: {shares} MB; in one process {complete:.2f} MB.", ""]
+    return lines
+
+
+def _ranks_grid(steps: Sequence[Row]) -> list[str]:
+    head = ["rank", "step", "compute", "exposed", "waiting", "communication", "R %", "MB"]
+    body = []
+    for rank, own in [*_ranks(steps), ("all", list(steps))]:
+        exposed, total = (_sum(own, key) for key in ("exposed_s", "t_c_s"))
+        share = overlap_percent(total, exposed)
+        names = ("step_s", "compute_s", "exposed_s", "waiting_s", "t_c_s")
+        times = [_ms(_median(own, name)) for name in names]
+        n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in own)
+        shown = "-" if share is None else f"{share:.1f}"
+        body.append([rank, *times, shown, f"{n_bytes / 1e6:.2f}"])
+    return grid(head, body)
+
+
+def _slots_grid(slots: Sequence[Row]) -> list[str]:
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for slot in slots:
+        groups[slot["plan"], slot["slot"], slot["name"]].append(slot)
+
+    def blocks(own: list[Row]) -> float:
+        return statistics.median(s["t_b_s"] for s in own)
+
+    chosen = sorted(groups.items(), key=lambda item: -blocks(item[1]))[:N_SLOTS]
+    head = ["slot", "name", "KB", "took", "T_c", "T_b", "waiting", "behind"]
+    body = []
+    for (plan, slot, name), own in chosen:
+        took = statistics.median(s["ended_s"] - s["started_s"] for s in own)
+        names = ("t_c_s", "t_b_s", "waiting_s", "behind_s")
+        times = [_ms(took), *(_ms(statistics.median(s[key] for s in own)) for key in names)]
+        n_bytes = statistics.median(s["bytes"] for s in own)
+        body.append([f"{plan}.{slot}", name, f"{n_bytes / 1e3:.1f}", *times])
+    return grid(head, body)
+
+
+def _ranks(steps: Sequence[Row]) -> list[tuple[Any, list[Row]]]:
+    ranks = sorted({step["rank"] for step in steps})
+    return [(rank, [s for s in steps if s["rank"] == rank]) for rank in ranks]
+
+
+def _sum(steps: Sequence[Row], name: str) -> float:
+    return sum(step[name] for step in steps)
+
+
+def _median(steps: Sequence[Row], name: str) -> float:
+    return statistics.median(step[name] / step["n_steps"] for step in steps)
+
+
+def _ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.2f}"

@@ -1,0 +1,479 @@
+"""Choose the exchange of `"auto"` and of `Chunked("auto")` from measured steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import keras
+
+from tfscale.comm import objects, runtime
+from tfscale.comm.events import has_events
+from tfscale.config import PlanError
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.exchange import dense
+from tfscale.exchange.auto import Auto
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.chunked import Chunked
+from tfscale.exchange.plans import Outcome, Planned, PlannedShards, per_layer, strategy_of
+from tfscale.measure.layers import (
+    UNMEASURED_STEPS,
+    LayerMeasurement,
+    LayerProbe,
+    StepProbe,
+    calibrated,
+    measure_gradients,
+    measure_memory,
+    measured_machine,
+    separate,
+)
+from tfscale.measure.model_layers import read_layers
+from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.choose import Choice, best_first_chunk, choose
+from tfscale.plan.costs import Scenario
+from tfscale.plan.explain import explain
+from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import Machine
+from tfscale.plan.parts import Kind
+from tfscale.update.loss_scale import update_rule
+from tfscale.update.rules import LAYERWISE
+
+logger = logging.getLogger("tfscale")
+
+
+class FirstChunkWatch:
+    """Watches steps that exchange each layer alone, then chooses where the first chunk ends."""
+
+    may_cut = False
+
+    def __init__(self, strategy: Chunked, layers: Sequence[str]) -> None:
+        """Begin to watch.
+
+        Args:
+            strategy: One that must probe.
+            layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        """
+        self._strategy = strategy
+        self._n_layers = len(layers)
+        self._probe = LayerProbe(layers) if has_events() else None
+        self._has_chosen = False
+
+    def step(self) -> Chunked | None:
+        """Count a step; after the last one, choose. Collective, on the main thread.
+
+        Returns:
+            The strategy, equal on all ranks; None before the last step and behind it. Half of the
+            layers where the backend measures nothing, 1 where there is nothing to choose.
+        """
+        if self._has_chosen:
+            return None
+        first = max(1, self._n_layers // 2)
+        if self._probe is not None:
+            found = self._probe.step()
+            if not self._probe.is_over:
+                return None
+            first = self._choose(found) if found is not None else 1
+        self._has_chosen = True
+        return dataclasses.replace(self._strategy, first_chunk_layers=first)
+
+    def _choose(self, found: LayerMeasurement) -> int:
+        layers = [
+            Layer(path, ((f"{path}/gradients", n_bytes // BYTES_PER_VALUE),))
+            for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+        ]
+        table, size = LayerTable("measured", tuple(layers)), runtime.size()
+        machine = measured_machine(table, found, size, 1, None)
+        chunks = self._strategy.chunks if isinstance(self._strategy.chunks, int) else 2
+        first = best_first_chunk(Scenario(table, machine, size, size), chunks)
+        logger.info(
+            "The first chunk takes %d of %d layers (%.0f MB/s, %.0f us per message).",
+            first,
+            len(layers),
+            machine.bytes_per_s / 1e6,
+            machine.latency_s * 1e6,
+        )
+        return first
+
+
+Course = Generator[Exchange | None, None, Any]
+
+
+def why_not(model: keras.Model | None) -> str:
+    """Return why steps cannot be planned, or an empty string."""
+    if model is None:
+        return "the model is not known"
+    if model.steps_per_execution > 1:
+        return "several steps run at a time"
+    if getattr(model.optimizer, "_self_accumulator", None) is not None:
+        return "gradients are added up over several steps before they travel"
+    return ""
+
+
+def table_of(model: keras.Model) -> LayerTable:
+    """Return the model; only its variables' sizes where it cannot be read."""
+    owners = {layer.path: layer for layer in model._flatten_layers()}
+    try:
+        table = read_layers(model)
+    except Exception as error:  # whatever a model of the user's does with inputs made up
+        logger.info("Dense layers send weight gradients: %s", error)
+        table = LayerTable(model.name, tuple(_bare(model)))
+    # What cannot gather activations and errors is no dense layer to the planner.
+    shared = dense.shared_weights(model)
+
+    def is_dense(layer: Layer) -> bool:
+        own: Any = owners[layer.name]
+        has_rows = layer.dense is not None and layer.dense[0] >= runtime.size()
+        return has_rows and own.kernel.constraint is None and not dense.why_not(own, shared)
+
+    layers = [
+        dataclasses.replace(x, dense=None) if x.dense and not is_dense(x) else x
+        for x in table.layers
+    ]
+    return LayerTable(table.name, tuple(layers))
+
+
+def _bare(model: keras.Model) -> list[Layer]:
+    owners: dict[str, list[tuple[str, int]]] = {}
+    for variable in model.trainable_variables:
+        owner = variable.path.rpartition("/")[0] or variable.path
+        owners.setdefault(owner, []).append((variable.path, math.prod(variable.shape)))
+    return [Layer(owner, tuple(weights)) for owner, weights in owners.items()]
+
+
+def _n_slots(model: keras.Model) -> int:
+    """Return how many values of optimizer state there are per parameter."""
+    state = model.optimizer.memory_report()["complete_state"]
+    own = sum(math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables)
+    return round(state / max(own, 1))
+
+
+def measure(
+    auto: Auto, layers: Sequence[str], model: keras.Model, batch: int | None
+) -> Generator[Exchange | None, None, Scenario | None]:
+    """Exchange each layer alone for some steps, with and without overlap, unless all is known.
+
+    Args:
+        auto: What the user chose.
+        layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        model: That is trained.
+        batch: Samples of all ranks together, where they are known.
+
+    Returns:
+        What is to be planned; None where it cannot be measured.
+    """
+    table, size = table_of(model), runtime.size()
+    samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
+    if known is not None and _has_times(known, table):
+        return Scenario(table, known, size, samples, n_slots)
+    parts = yield from _measure_layers(layers, table)
+    if parts is None:
+        logger.info("Nothing is planned: there are no two layers to exchange.")
+        return None
+    together, found, compute_share, message_share = parts
+    # Updates are measured by themselves; what is left of the step is calibrated below.
+    found = dataclasses.replace(found, after_s=0.0)
+    local = max(1, samples // size)
+    machine = measured_machine(table, found, size, local, known)
+    if known is None:
+        machine = dataclasses.replace(
+            machine,
+            memory_bytes_per_s=measure_memory(),
+            compute_share=compute_share,
+            message_share=message_share,
+        )
+    times = machine.layer_times[table.name]
+    gradients = measure_gradients(table, size, batch) if batch else {}
+    times = dataclasses.replace(times, gradient_s=gradients)
+    machine = dataclasses.replace(machine, layer_times={table.name: times})
+    logger.info(
+        "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
+        "are under way, messages at %.0f %% while something is computed.",
+        machine.bytes_per_s / 1e6,
+        machine.latency_s * 1e6,
+        100 * machine.compute_share,
+        100 * machine.message_share,
+    )
+    scenario = Scenario(table, machine, size, samples, n_slots)
+    # Without a record of collectives, what is not explained was laid to computing already.
+    return calibrated(scenario, together) if has_events() else scenario
+
+
+def _has_times(machine: Machine, table: LayerTable) -> bool:
+    """Return whether all layers were measured; Keras renumbers those of a model made again."""
+    times = machine.layer_times.get(table.name)
+    if times is None or times.n_values not in (0, table.n_values):
+        return False
+    return all(layer.name in times.forward_s for layer in table.layers)
+
+
+def _measure_layers(
+    layers: Sequence[str], table: LayerTable
+) -> Generator[
+    Exchange | None, None, tuple[LayerMeasurement, LayerMeasurement, float, float] | None
+]:
+    """Return a measurement as made, the same taken apart, and the shares of `separate`."""
+    if not has_events():
+        found = yield from _probe(StepProbe(layers, table), table, overlap=False)
+        return None if found is None else (found, found, 1.0, 1.0)
+    alone = yield from _probe(LayerProbe(layers), table, overlap=False)
+    together = yield from _probe(LayerProbe(layers), table, overlap=True)
+    if alone is None or together is None or alone.layers != together.layers:
+        return None
+    return (together, *separate(alone, together))
+
+
+def _probe(
+    probe: LayerProbe | StepProbe, table: LayerTable, overlap: bool
+) -> Generator[Exchange | None, None, LayerMeasurement | None]:
+    yield per_layer(table, overlap)
+    while True:
+        found = probe.step()
+        if probe.is_over:
+            return found
+        yield None
+
+
+_TIMED_STEPS = 10
+_SLOWER = 1.02  # a plan that takes so many times plain allreduce's time is given up
+_OTHER_BATCH = 2.0  # a batch that grew or shrank so many times asks for another plan
+_PROMISING = 1.25  # plans are tried that are predicted to take so many times the best one's time
+# The best plan of each of these is tried, if it is promising: predictions err.
+_FAMILIES: tuple[tuple[Kind, ...], ...] = (
+    ("allreduce", "sharded", "partial", "replicated"),
+    ("allreduce", "replicated"),
+    ("sharded", "partial"),
+)
+
+Trial = tuple[Choice, float]  # and the seconds that its steps took
+
+
+class AutoWatch:
+    """Tries exchanges one after another; each decision is made from what all ranks measured."""
+
+    may_cut = True
+
+    def __init__(
+        self,
+        strategy: Auto,
+        layers: Sequence[str],
+        model: keras.Model | None,
+        why_uncut: Callable[[keras.Model], str],
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            strategy: What the user chose.
+            layers: Paths of the layers that own the exchanged variables, in the order of the model.
+            model: That is trained.
+            why_uncut: Returns why its parameters cannot be sharded, or an empty string.
+        """
+        self._auto = strategy
+        self._layers = list(layers)
+        self._model = model
+        self._why_uncut = why_uncut
+        self._course = self._run()
+        self._times: list[float] = []
+
+    def step(self) -> Exchange | None:
+        """Count a step. Collective, on the main thread.
+
+        Returns:
+            The strategy of the next step if it changes, equal on all ranks.
+        """
+        self._times.append(time.perf_counter())
+        return next(self._course)
+
+    def _run(self) -> Course:
+        model, reason = self._model, why_not(self._model)
+        while True:
+            batch = self._global_batch()
+            if reason or model is None:
+                logger.info("Nothing is planned: %s.", reason)
+            else:
+                scenario = yield from measure(self._auto, self._layers, model, batch)
+                if scenario is None:
+                    yield self._auto  # allreduce in buckets, as before there was anything to know
+                else:
+                    yield from self._try(scenario, self._allowed(model, batch))
+            while not self._is_other(batch):
+                self._times.clear()
+                yield None
+            logger.info("The batch size has changed: the exchange is planned again.")
+
+    def _allowed(self, model: keras.Model, batch: int | None) -> tuple[Kind, ...]:
+        """Return what the model's parameters may do, equal on all ranks. Collective."""
+        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks_of_fit())
+        own = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
+        reasons = [r for r in objects.allgather_object(own, name="why parameters stay whole") if r]
+        kinds: list[Kind] = ["allreduce"]
+        if reasons:
+            logger.info("Parameters are not sharded: %s.", reasons[0])
+        else:
+            needs_whole = type(update_rule(model.optimizer.__wrapped__)) in LAYERWISE
+            kinds += ["sharded", "partial"] if batch and not needs_whole else ["sharded"]
+        return (*kinds, "replicated") if batch else tuple(kinds)
+
+    def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course:
+        """Time plain allreduce and what is promising; end with the fastest."""
+        choices = candidates(scenario, allowed)
+        _require_equal(choices)
+        best, plain_plan = choices[0], choices[0].plain
+        plain = strategy_of(scenario.table, plain_plan, "plain allreduce")
+        plain_s = yield from self._time(plain)
+        if best.is_plain:
+            words = f"{best.reason}; {_compare(best, plain_s, [])}"
+            logger.info("Plain allreduce is kept: %s.", words)
+            yield _done(plain, scenario, (best, plain_s), plain_s, f"Plain allreduce: {words}.")
+            return
+        trials: list[Trial] = []
+        for choice in reversed(choices):
+            logger.info("A plan is tried: %s, %s.", choice.name, choice.reason)
+            seconds = yield from self._time(strategy_of(scenario.table, choice.plan, choice.name))
+            trials.append((choice, seconds))
+        yield self._decide(scenario, plain_s, trials)
+
+    def _decide(self, scenario: Scenario, plain_s: float, trials: list[Trial]) -> Exchange:
+        """Return the fastest of what was tried."""
+        choice, plan_s = min(trials, key=lambda trial: trial[1])
+        words = _compare(choice, plain_s, trials)
+        chosen = strategy_of(scenario.table, choice.plan, choice.name)
+        if plan_s <= _SLOWER * plain_s:
+            logger.info("The plan is kept: %s: %s.", choice.name, words)
+            text = f"The plan is kept: {words}."
+        elif not self._auto.replan:
+            logger.warning("The plan is slower than allreduce, and kept: %s.", words)
+            text = f"Slower, and kept as replan=False: {words}."
+        else:
+            logger.warning("The plan is slower than allreduce, which is used: %s.", words)
+            chosen = strategy_of(scenario.table, choice.plain, "plain allreduce")
+            text = f"Slower than planned, plain allreduce: {words}."
+        return _done(chosen, scenario, (choice, plan_s), plain_s, text)
+
+    def _time(self, strategy: Exchange) -> Generator[Exchange | None, None, float]:
+        """Use a strategy for some steps; return seconds per step, equal on all ranks."""
+        yield strategy
+        self._times.clear()
+        for _ in range(UNMEASURED_STEPS + _TIMED_STEPS - 1):
+            yield None
+        times = self._times[-_TIMED_STEPS - 1 :]
+        steps = [after - before for before, after in pairwise(times)]
+        own_s = statistics.median(steps)
+        return max(objects.allgather_object(own_s, name="times of steps"))
+
+    def _global_batch(self) -> int | None:
+        if self._auto.global_batch is not None:
+            return self._auto.global_batch
+        data = data_of_fit()
+        return data.batch_size if isinstance(data, GlobalBatches) else None
+
+    def _is_other(self, batch: int | None) -> bool:
+        now = self._global_batch()
+        if batch is None or now is None:
+            return False
+        return max(now / batch, batch / now) >= _OTHER_BATCH
+
+
+def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
+    """Return what is worth a trial, the best prediction first: plain allreduce alone, or plans.
+
+    Args:
+        scenario: Model, machine, ranks, batch.
+        allowed: Kinds that may be used.
+    """
+    families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
+    found: dict[object, Choice] = {}
+    for family in dict.fromkeys(families):
+        if "allreduce" in family or "sharded" in family:
+            choice = choose(scenario, family)
+            found.setdefault(choice.plan, choice)
+    ordered = sorted(found.values(), key=lambda choice: choice.predicted.step_s)
+    limit = _PROMISING * ordered[0].predicted.step_s
+    better = [c for c in ordered if not c.is_plain and c.predicted.step_s <= limit]
+    return better or ordered[:1]
+
+
+def _require_equal(choices: Sequence[Choice]) -> None:
+    """Require the same plans on all ranks. Collective.
+
+    Raises:
+        PlanError: Machines or batch sizes differ; on every rank.
+    """
+    own = [choice.fingerprint() for choice in choices]
+    prints = objects.allgather_object(own, name="plan")
+    if any(other != prints[0] for other in prints):
+        raise PlanError(
+            f"All ranks must plan alike. Received: plans {prints}, in rank order. Give every rank "
+            "the same machine and global batch."
+        )
+
+
+def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
+    """Return predicted against measured steps in words."""
+    words = [
+        f"allreduce takes {1e3 * plain_s:.2f} ms per step, "
+        f"predicted {1e3 * choice.plain_predicted.step_s:.2f}"
+    ]
+    words += [
+        f"{tried.name} {1e3 * plan_s:.2f} ms, predicted {1e3 * tried.predicted.step_s:.2f}"
+        for tried, plan_s in trials
+    ]
+    return ", ".join(words)
+
+
+def _done(
+    strategy: Planned | PlannedShards, scenario: Scenario, trial: Trial, plain_s: float, text: str
+) -> Exchange:
+    """Return a strategy that knows its outcome."""
+    choice, plan_s = trial
+    is_plain = strategy.name == "plain allreduce"
+    outcome = Outcome(
+        strategy.name,
+        (choice.plain_predicted if is_plain else choice.predicted).step_s,
+        plain_s if is_plain else plan_s,
+        choice.plain_predicted.step_s,
+        plain_s,
+        f"{explain(scenario, choice)}\n{text}\n",
+    )
+    return dataclasses.replace(strategy, outcome=outcome)
+
+
+WhyUncut = Callable[[keras.Model], str]
+
+
+class Watch(Protocol):
+    """Sees the steps of one `fit` after another.
+
+    Attributes:
+        may_cut: Whether it may return a strategy that shards parameters.
+    """
+
+    may_cut: bool
+
+    def step(self) -> Exchange | None:
+        """Count a step; return the strategy for the next one if it changes. Collective."""
+        ...
+
+
+def watch(
+    strategy: Exchange, layers: Sequence[str], model: keras.Model | None, why_uncut: WhyUncut
+) -> Watch | None:
+    """Return who looks at steps for a strategy; None for most strategies.
+
+    Args:
+        strategy: What the user chose.
+        layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        model: That is trained, where it is known.
+        why_uncut: Returns why its parameters cannot be sharded, or an empty string.
+    """
+    if isinstance(strategy, Auto):
+        return AutoWatch(strategy, layers, model, why_uncut)
+    if isinstance(strategy, Chunked) and strategy.must_probe:
+        return FirstChunkWatch(strategy, layers)
+    return None

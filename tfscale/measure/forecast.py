@@ -1,0 +1,202 @@
+"""The command `tfscale plan`: predict step times on machines that one does not have yet."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfscale.config import ConfigError
+from tfscale.plan.choose import choose
+from tfscale.plan.costs import Scenario
+from tfscale.plan.curves import AUTO, LOCAL_SGD, Point, check_groups, forecast, report
+from tfscale.plan.explain import explain
+from tfscale.plan.layers import LayerTable
+from tfscale.plan.machines import PRESETS, find_machine
+from tfscale.plan.published import PUBLISHED, published
+
+_MARKS = "osv^D*Px"
+
+
+def draw(points: Sequence[Point], title: str, path: str | Path) -> None:
+    """Write a PNG.
+
+    Args:
+        points: Of one model and machine.
+        title: Above it.
+        path: The file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6))
+    for mark, (name, own) in zip(_MARKS, _by_exchange(points).items(), strict=False):
+        ranks = [point.n_ranks for point in own]
+        style = {
+            "marker": mark,
+            "label": name,
+            "markersize": 5,
+            "linewidth": 2.4 if name == AUTO else 1.2,
+            "zorder": 3 if name == AUTO else 2,
+        }
+        left.plot(ranks, [point.speedup for point in own], **style)
+        right.plot(ranks, [1e3 * point.predicted.exposed_s for point in own], **style)
+    ranks = sorted({point.n_ranks for point in points})
+    left.plot(ranks, ranks, color="0.7", linestyle="--", label="ideal", zorder=1)
+    left.set(ylabel="speedup over one rank", yscale="log")
+    right.set(ylabel="exposed communication, ms per step")
+    right.set_yscale("symlog", linthresh=_least_exposed(points))
+    for axes in (left, right):
+        _finish(axes, ranks)
+    left.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _by_exchange(points: Sequence[Point]) -> dict[str, list[Point]]:
+    curves: dict[str, list[Point]] = {}
+    for point in points:
+        curves.setdefault(point.exchange, []).append(point)
+    return curves
+
+
+def _least_exposed(points: Sequence[Point]) -> float:
+    """Return where the scale turns linear: a thousandth of the longest exposed time, in ms."""
+    return max(1e3 * max(p.predicted.exposed_s for p in points) / 1e3, 1e-3)
+
+
+def _finish(axes: Any, ranks: Sequence[int]) -> None:
+    axes.set(xlabel="ranks", xscale="log")
+    axes.set_xticks(ranks, [str(n) for n in ranks], fontsize=8)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    """Add the parser of `tfscale plan`."""
+    plan = commands.add_parser("plan", help="predict step times and choose exchanges")
+    which = plan.add_mutually_exclusive_group(required=True)
+    names = ", ".join(PUBLISHED)
+    which.add_argument(
+        "--model", metavar="NAME", help=f"{names}, or module:function that returns a Keras model"
+    )
+    which.add_argument("--model-file", metavar="FILE", help="a saved Keras model")
+    plan.add_argument(
+        "--input-shape",
+        metavar="R,C,...",
+        help="of one sample, where the model leaves dimensions open",
+    )
+    plan.add_argument("--ranks", default="1,2,4,8,16,32,64,128,256", metavar="N,...")
+    plan.add_argument("--global-batch", type=int, default=256, help="samples of all ranks per step")
+    plan.add_argument(
+        "--machine",
+        default="ethernet-1g",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or a file of tfscale tune links",
+    )
+    plan.add_argument("--slots", type=int, default=1, help="optimizer state per parameter: Adam 2")
+    plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
+    plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")
+    plan.add_argument("--explain", type=int, metavar="N", help="show the plan for N ranks only")
+    plan.add_argument("--output", metavar="DIR", help="folder for plan.md and plan.png")
+    plan.set_defaults(handler=_plan)
+
+
+def read_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Return numbers of 1 or more that are written with commas between them.
+
+    Args:
+        text: Such as "1,2,4".
+        name: Of the option, for the error.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"{name} must be numbers of 1 or more with commas between them. "
+            f"Received: {name} {text}. Example: {name} 1,2,4"
+        )
+    return numbers
+
+
+def find_table(options: argparse.Namespace) -> LayerTable:
+    """Return the model that `--model`, `--model-file` and `--input-shape` name.
+
+    Args:
+        options: Of the command line.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    if options.model and ":" not in options.model:
+        if options.input_shape:
+            raise ConfigError(
+                "--input-shape is for models of your own. Received: --model "
+                f"{options.model}, whose pictures have a size. Leave --input-shape out."
+            )
+        return published(options.model)
+    # Imported here: TensorFlow takes seconds.
+    from tfscale.measure.model_layers import find_model, read_layers
+
+    shape = read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
+    return read_layers(find_model(options.model, options.model_file), shape)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.explain is not None and (options.explain < 1 or options.output):
+        raise ConfigError(
+            "--explain takes 1 rank or more, and prints only. Received: "
+            f"--explain {options.explain}{' and --output' if options.output else ''}."
+        )
+    check_groups(options.groups, options.interval)
+    try:
+        scenario = Scenario(
+            find_table(options),
+            find_machine(options.machine),
+            options.explain or 1,
+            options.global_batch,
+            options.slots,
+        )
+        if options.explain:
+            sys.stdout.write(explain(scenario, choose(scenario)))
+            return 0
+        ranks = read_numbers(options.ranks, "--ranks")
+        points = forecast(scenario, ranks, options.groups, options.interval)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a PlanError: the command line's own kind
+        raise ConfigError(str(error)) from error
+    text = report(scenario, points)
+    sys.stdout.write(text)
+    if options.groups and all(point.exchange != LOCAL_SGD for point in points):
+        sys.stderr.write(
+            f"tfscale: no local SGD: its {options.groups} groups must divide the number of ranks "
+            f"and of samples. Received: --ranks {options.ranks} --global-batch "
+            f"{options.global_batch}.\n"
+        )
+    if options.output:
+        _write(Path(options.output), text, scenario, points)
+    return 0
+
+
+def _write(folder: Path, text: str, scenario: Scenario, points: Sequence[Point]) -> None:
+    from tfscale.measure.pictures import has_matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.md").write_text(text, "utf-8")
+    title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
+    if has_matplotlib():
+        draw(points, f"{title} per step: predicted", folder / "plan.png")
+    else:
+        sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")

@@ -1,0 +1,480 @@
+"""Measure what layers, messages and steps cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import collectives, objects, runtime
+from tfscale.comm.events import Listener, has_events
+from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.chunks import owner_of
+from tfscale.plan.costs import Scenario, share
+from tfscale.plan.layers import Layer, LayerTable
+from tfscale.plan.machines import LayerTimes, Machine
+from tfscale.plan.parts import bucketed
+from tfscale.plan.simulate import simulate
+
+_REPEATS = 5
+_LARGE = 2**22  # values that are read and written
+_MOST_LAYERS = 8  # largest dense layers that are measured; the planner tries no others one by one
+_MOST_VALUES = 1 << 24  # of activations and errors; what more would take is extrapolated
+_LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they travel
+
+
+def middle_s(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
+    """Return the median duration of some calls: where ranks share cores, that is what they get."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def memory_run() -> tuple[Callable[[], Any], int]:
+    """Return what reads and writes memory as updates do, and the bytes that it moves."""
+    large = tf.Variable(tf.ones([_LARGE]))
+    return tf.function(lambda: large.assign(large * 0.5 + 1.0)), 4 * _LARGE * BYTES_PER_VALUE
+
+
+def measure_memory() -> float:
+    """Return bytes per second of updates, of the slowest rank. Collective."""
+    run, n_bytes = memory_run()
+    run()
+    objects.allgather_object(None, name="all ranks begin")
+    return n_bytes / max(objects.allgather_object(middle_s(run), name="speed of memory"))
+
+
+def measure_gradients(
+    table: LayerTable, n_ranks: int, global_batch: int
+) -> dict[str, tuple[float, ...]]:
+    """Return how long weight gradients of dense layers take. Collective.
+
+    Args:
+        table: The model.
+        n_ranks: That take part.
+        global_batch: Samples of all ranks together.
+
+    Returns:
+        By name of the layer: rows of the whole batch, and seconds of the gradient from this rank's
+        rows, from all rows, and of 1 / n_ranks of it from all rows; the slowest rank's.
+    """
+    layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
+    layers = sorted(layers, key=lambda layer: -layer.n_values)[:_MOST_LAYERS]
+    found = {}
+    for layer in layers:
+        rows = global_batch * layer.rows
+        timed = min(rows, max(n_ranks, _MOST_VALUES // sum(layer.dense or (1, 0))))
+        objects.allgather_object(None, name="all ranks begin")
+        own = _gradient_times(layer, timed, n_ranks)
+        every = objects.allgather_object(own, name="times of gradients")
+        slowest = np.max(every, axis=0) * rows / timed
+        found[layer.name] = (float(rows), *map(float, slowest))
+    return found
+
+
+def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
+    n_in, n_out = layer.dense or (0, 0)
+    ways = [(-(-rows // n_ranks), n_in), (rows, n_in), (rows, -(-n_in // n_ranks))]
+    times = []
+    for n_rows, width in ways:
+        inputs, errors = tf.ones([n_rows, width]), tf.ones([n_rows, n_out])
+        run = partial(tf.matmul, inputs, errors, transpose_a=True)
+        run()
+        times.append(middle_s(run, 3))
+    return times
+
+
+_SHORT, _LONG = 2**10, 2**20  # values
+_MOST_OVERLAP = 10.0  # messages that are under way at once, as far as can be told
+
+
+def measure_messages() -> tuple[float, float]:
+    """Return seconds of a short allreduce, and seconds per byte of a longer one. Collective.
+
+    One message at a time, on the main thread; of the rank that waited least.
+    """
+    short_s, long_s = (_duration_s(n_values) for n_values in (_SHORT, _LONG))
+    per_byte = (long_s - short_s) / ((_LONG - _SHORT) * BYTES_PER_VALUE)
+    return short_s, max(per_byte, long_s / (_LONG * BYTES_PER_VALUE) / _MOST_OVERLAP)
+
+
+def _duration_s(n_values: int) -> float:
+    values, name = tf.ones([n_values]), f"speed of messages of {n_values} values"
+    # Traced: an eager call would first compare what the ranks are about to do.
+    run = tf.function(lambda: collectives.allreduce(values, name=name), autograph=False)
+    run()
+    own = _recorded(run) if has_events() else _clocked(run)
+    every = objects.allgather_object(own, name="times of messages")
+    return statistics.median(map(min, zip(*every, strict=True)))
+
+
+def _recorded(run: Callable[[], Any]) -> list[float]:
+    listener = Listener()
+    for _ in range(_REPEATS):
+        run()
+    events = listener.take()
+    listener.close()
+    return [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
+
+
+def _clocked(run: Callable[[], Any]) -> list[float]:
+    times = [time.perf_counter()]
+    for _ in range(_REPEATS):
+        run()
+        times.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(times)]
+
+
+def fitted(
+    messages: tuple[float, float], n_messages: int, n_bytes: float, wire_s: float
+) -> tuple[float, float]:
+    """Return what messages and bytes cost where many messages follow each other.
+
+    Args:
+        messages: Of `measure_messages`.
+        n_messages: One behind the other.
+        n_bytes: Of all of them.
+        wire_s: How long they took together.
+
+    Returns:
+        Seconds per message and per byte that add up to `wire_s`: several messages are under way
+        at once, so a message may cost less than one that travels alone; what is left is the bytes'.
+    """
+    short_s, per_byte = messages
+    each_s = (wire_s - n_bytes * per_byte) / n_messages
+    each_s = min(short_s, max(each_s, short_s / _MOST_OVERLAP), wire_s / (2 * n_messages))
+    return each_s, (wire_s - n_messages * each_s) / n_bytes
+
+
+UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
+MEASURED_STEPS = 7
+_FREE = 1e15  # a rate that costs nothing
+
+
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """What ranks measured: medians over steps, then of the rank that matters; equal on all ranks.
+
+    Attributes:
+        layers: Paths of the layers that were exchanged, in the order of the model.
+        n_bytes: Of each layer's gradients.
+        ready_s: When they existed, from the first one's; of the slowest rank.
+        message_s: What each message kept the wire busy for, however short.
+        byte_s: What each byte of gradients added to it; of the rank that waited least.
+        before_s: From the begin of a step to the first gradient.
+        after_s: From the end of the last exchange to the end of the step.
+        step_s: Whole steps.
+    """
+
+    layers: tuple[str, ...]
+    n_bytes: tuple[int, ...]
+    ready_s: tuple[float, ...]
+    message_s: float
+    byte_s: float
+    before_s: float
+    after_s: float
+    step_s: float
+
+    @property
+    def wire_s(self) -> float:
+        """How long the wire was busy in a step."""
+        return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
+
+
+class LayerProbe:
+    """Watches steps in which each layer's gradients travel alone."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        """Begin to watch.
+
+        Args:
+            layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        """
+        self._places = {path: i for i, path in enumerate(layers)}
+        self._ends: list[int] = []
+        self._engine: Any = runtime.backend()
+        self._listener = Listener()
+
+    def step(self) -> LayerMeasurement | None:
+        """Count a step; after the last one, measure. Collective, on the main thread.
+
+        Returns:
+            None before the last step, and where less than two layers were exchanged.
+        """
+        self._ends.append(self._engine.clock_ns())
+        if not self.is_over:
+            return None
+        events = self._listener.take()
+        self._listener.close()
+        rows = [
+            row
+            for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])
+            if (row := self._row(events, begin, end))
+        ]
+        seen = sorted(rows[0]["n_bytes"]) if rows else []
+        whole = [row for row in rows if sorted(row["n_bytes"]) == seen]
+        ready = [np.median([row["ready"][place] for row in whole]) for place in seen]
+        times = [float(np.median([row[name] for row in whole])) for name in _WHOLE] if whole else []
+        n_bytes = [whole[0]["n_bytes"][place] for place in seen]
+        every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
+        return self._agree(every, measure_messages())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was counted."""
+        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
+
+    def _row(self, events: np.ndarray, begin: int, end: int) -> dict[str, Any]:
+        """Return one step's times in seconds; nothing where it exchanged nothing."""
+        ready: dict[int, int] = {}
+        service = 0.0  # of several messages that are under way at once, only the sum is known
+        n_bytes: dict[int, int] = {}
+        busy_until = 0
+        posted = events["posted_ns"]
+        inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
+        for event in np.sort(inside, order="ended_ns"):
+            name = self._engine.slot_name(int(event["plan"]), int(event["slot"]))
+            place = self._places.get(owner_of(name.split(" .. ")[0]))
+            if place is None:
+                continue
+            began = max(int(event["started_ns"]), busy_until)
+            busy_until = int(event["ended_ns"])
+            ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
+            service += (busy_until - began) / 1e9
+            n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
+        if not ready:
+            return {}
+        first = min(ready.values())
+        return {
+            "ready": {place: (time - first) / 1e9 for place, time in ready.items()},
+            "n_bytes": n_bytes,
+            "before": (first - begin) / 1e9,
+            "after": (end - busy_until) / 1e9,
+            "step": (end - begin) / 1e9,
+            "service": service,
+        }
+
+    def _agree(
+        self, every: Sequence[Any], messages: tuple[float, float]
+    ) -> LayerMeasurement | None:
+        seen, *_, n_bytes = every[0]
+        if len(seen) < 2 or any(rank[0] != seen for rank in every):
+            return None
+        paths = list(self._places)
+        before, after, step = np.max([rank[2][:3] for rank in every], axis=0)
+        wire_s = min(rank[2][3] for rank in every)
+        message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
+        return LayerMeasurement(
+            layers=tuple(paths[place] for place in seen),
+            n_bytes=tuple(n_bytes),
+            ready_s=tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+            message_s=message_s,
+            byte_s=byte_s,
+            before_s=float(before),
+            after_s=float(after),
+            step_s=float(step),
+        )
+
+
+_WHOLE = ("before", "after", "step", "service")
+
+
+def measured_machine(
+    table: LayerTable, found: LayerMeasurement, n_ranks: int, batch: int, known: Machine | None
+) -> Machine:
+    """Return the machine on which a model's steps take what they took.
+
+    Args:
+        table: The model; layers without measured parameters take no time but the forward pass.
+        found: From a probe.
+        n_ranks: That took part.
+        batch: Samples per rank; 1 where it is not known.
+        known: Where links are known better.
+
+    Returns:
+        One whose allreduces and layers take as long as measured. The forward pass is cut by the
+        operations of its layers. What back-propagation computes before the first gradient is there
+        counts as forward pass.
+    """
+    layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
+    byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
+    machine = known or Machine(
+        name="measured",
+        latency_s=found.message_s / (2 * (n_ranks - 1)),
+        bytes_per_s=2 * share(n_ranks) / byte_s,
+        reduce_bytes_per_s=_FREE,
+        flops_per_s=_FREE,
+        memory_bytes_per_s=_FREE,
+        note=f"from the first steps of {n_ranks} ranks",
+    )
+    ready = {
+        layer_of[path].name: time_s
+        for path, time_s in zip(found.layers, found.ready_s, strict=True)
+        if path in layer_of
+    }
+    work = np.array([layer.flops + layer.values + layer.n_values for layer in table.layers])
+    forward = found.before_s * work / work.sum()
+    backward, latest = {}, 0.0
+    for layer in reversed(table.layers):
+        time_s = max(ready.get(layer.name, latest), latest)
+        backward[layer.name] = time_s - latest
+        latest = time_s
+    names = [layer.name for layer in table.layers]
+    update_bytes = 5 * BYTES_PER_VALUE * table.n_values
+    rate = update_bytes / max(found.after_s, 1e-9)
+    rest_s = 0.0
+    if known is not None:
+        # A machine that is known has its own speed; what an update takes longer is a constant.
+        rate = known.memory_bytes_per_s
+        rest_s = max(0.0, found.after_s - update_bytes / rate)
+    forward_s = dict(zip(names, map(float, forward), strict=True))
+    times = LayerTimes(batch, forward_s, backward, rest_s, n_values=table.n_values)
+    layer_times = {**machine.layer_times, table.name: times}
+    return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)
+
+
+def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
+    """Return what travels per byte that the plan counts, as dtype and compression make it.
+
+    Of an embedding only the rows of a batch travel, which says nothing of the others: layers that
+    multiply send all they have. One ratio holds for them, hence the median.
+    """
+    ratios = [
+        (layer.flops > 0, n_bytes / (BYTES_PER_VALUE * layer.n_values))
+        for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+        if (layer := layer_of.get(path)) and layer.n_values
+    ]
+    whole = [ratio for is_product, ratio in ratios if is_product]
+    return float(np.median(whole or [ratio for _, ratio in ratios] or [1.0]))
+
+
+def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
+    """Return a scenario whose steps by layer take as long as they were measured to.
+
+    What the simulation lacks (data input, ranks that wait for each other, cores that are shared)
+    becomes a part of every step.
+
+    Args:
+        scenario: On a measured machine.
+        found: The same measurement.
+    """
+    expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
+    more_s = max(0.0, found.step_s - expected_s)
+    machine, name = scenario.machine, scenario.table.name
+    times = machine.layer_times[name]
+    times = dataclasses.replace(times, rest_s=times.rest_s + more_s)
+    machine = dataclasses.replace(machine, layer_times={**machine.layer_times, name: times})
+    return dataclasses.replace(scenario, machine=machine)
+
+
+_LEAST_SHARE = 0.1
+_LEAST_MESSAGES = 0.2
+
+
+def separate(
+    alone: LayerMeasurement, together: LayerMeasurement
+) -> tuple[LayerMeasurement, float, float]:
+    """Take steps apart whose exchanges ran during back-propagation.
+
+    Args:
+        alone: Of steps that sent nothing before all gradients existed: nothing disturbs what is
+            computed, nor the messages.
+        together: Of steps that sent each layer's gradients as soon as they existed.
+
+    Returns:
+        The second measurement with the durations that computing and messages have alone, and the
+        shares (`Machine.compute_share`, `Machine.message_share`) that make them what they were.
+    """
+    computed = max(together.ready_s)
+    wire, wire_alone = together.wire_s, alone.wire_s
+    if computed <= 0 or wire <= 0:
+        return together, 1.0, 1.0
+    before_s = min(together.before_s, alone.before_s)
+    undisturbed = min(1.0, max((alone.before_s - before_s) / computed, 1e-3))
+    is_busy = min(1.0, wire / computed)  # part of back-propagation with messages under way
+    compute_share = max(_LEAST_SHARE, 1 - (1 - undisturbed) / is_busy)
+    # Computing kept them waiting during this part of their time only.
+    is_shared = min(1.0, computed / wire)
+    message_share = 1 - (1 - wire_alone / wire) / is_shared
+    message_share = min(1.0, max(_LEAST_MESSAGES, message_share))
+    # Where the share had to be cut off, computing was as slow as it seems for other reasons.
+    undisturbed = 1 - (1 - compute_share) * is_busy
+    found = dataclasses.replace(
+        together,
+        before_s=before_s,
+        ready_s=tuple(undisturbed * ready for ready in together.ready_s),
+        message_s=alone.message_s,
+        byte_s=alone.byte_s,
+    )
+    return found, compute_share, message_share
+
+
+_FORWARD = 1 / 3  # of what is computed: back-propagation makes two products of each one
+_LEAST_COMPUTED = 0.25  # of a step, however long messages take that travel alone
+
+
+class StepProbe:
+    """Watches steps whose exchanges begin when all gradients exist."""
+
+    def __init__(self, layers: Sequence[str], table: LayerTable) -> None:
+        """Begin to watch.
+
+        Args:
+            layers: Paths of the layers that own the exchanged variables, in the order of the model.
+            table: The model.
+        """
+        owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
+        self._layers: list[tuple[str, Layer]] = [(p, owned[p]) for p in layers if p in owned]
+        self._ends: list[float] = []
+
+    def step(self) -> LayerMeasurement | None:
+        """Count a step; after the last one, measure. Collective, on the main thread.
+
+        Returns:
+            None before the last step, and where less than two layers were exchanged.
+        """
+        self._ends.append(time.perf_counter())
+        if not self.is_over or len(self._layers) < 2:
+            return None
+        steps = [end - begin for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])]
+        step_s = max(objects.allgather_object(statistics.median(steps), name="times of steps"))
+        return self._cut(step_s, measure_messages())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was counted."""
+        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
+
+    def _cut(self, step_s: float, messages: tuple[float, float]) -> LayerMeasurement:
+        """Lay to computing what messages do not explain, and to each layer its share of work."""
+        n_bytes = tuple(sum(4 * n for _, n in layer.weights) for _, layer in self._layers)
+        # Horovod fuses what is ready at once: the layers travel as one message.
+        wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
+        message_s, byte_s = fitted(messages, len(self._layers), sum(n_bytes), wire_s)
+        computed_s = step_s - wire_s
+        work = [layer.flops + layer.values + layer.n_values for _, layer in self._layers]
+        # The last layer's gradient is there first, each other one behind those that follow it.
+        behind = list(accumulate(reversed(work)))[::-1]
+        backward_s = (1 - _FORWARD) * computed_s
+        ready_s = tuple(backward_s * (w - behind[-1]) / sum(work) for w in behind)
+        return LayerMeasurement(
+            layers=tuple(path for path, _ in self._layers),
+            n_bytes=n_bytes,
+            ready_s=ready_s,
+            message_s=message_s,
+            byte_s=byte_s,
+            before_s=computed_s - ready_s[0],
+            after_s=0.0,
+            step_s=step_s,
+        )

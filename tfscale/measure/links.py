@@ -1,0 +1,204 @@
+"""Measures this machine: messages and sums through the engine, and what computing costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tfscale.comm import objects, runtime
+from tfscale.comm.events import Listener
+from tfscale.comm.runtime import ProcessSet
+from tfscale.measure.layers import memory_run, middle_s
+from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.costs import share
+from tfscale.plan.machines import Machine
+
+_SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
+_REPEATS = 5
+_ROUNDS = 7
+_FREE_S = 1e-13  # per byte: sums that are hidden behind the messages they wait for
+_WIDTH = 2048  # of the matrix that stands for a layer
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+Round = dict[str, float]
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Return half of the middle half's width over the median."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle if middle else 0.0
+
+
+def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], Any]]:
+    """Return an allgather that yields `n_bytes`, and an allreduce of as many."""
+    n_values, size = n_bytes // BYTES_PER_VALUE, members.size()
+    own, whole = tf.ones([n_values // size]), tf.ones([n_values])
+
+    def named(call: Callable[[], Any]) -> Callable[[], Any]:
+        return tf.function(call, autograph=False)
+
+    return {
+        "allgather": named(lambda: tfscale.allgather(own, process_set=members)),
+        "allreduce": named(lambda: tfscale.allreduce(whole, process_set=members)),
+    }
+
+
+def measure_links(members: ProcessSet) -> list[Round]:
+    """Return latency, bandwidth and speed of sums between some ranks, once per round.
+
+    Collective: all members must call this. Durations are those of the rank that waited least.
+
+    Args:
+        members: Two ranks or more.
+    """
+    size, listener = members.size(), Listener()
+    runs = {n: _collectives(n, members) for n in _SIZES}
+    rounds = []
+    for number in range(-1, _ROUNDS):  # the first one warms up
+        found: dict[str, list[float]] = {"allgather": [], "allreduce": []}
+        for own in runs.values():
+            for name, run in own.items():
+                found[name].append(_median_s(run, listener, members))
+        if number >= 0:
+            rounds.append(_link_of(size, found["allgather"], found["allreduce"]))
+    listener.close()
+    return rounds
+
+
+def measure_inside() -> list[Round]:
+    """Return `measure_links` among the ranks of this rank's host, the first host's on all ranks.
+
+    Collective: all ranks must call this; hosts have equally many ranks, neighbours by number.
+    """
+    local = runtime.local_size()
+    own: list[Round] = []
+    for first in range(0, runtime.size(), local):
+        members = tfscale.add_process_set(list(range(first, first + local)))
+        if first <= runtime.rank() < first + local:
+            own = measure_links(members)
+        tfscale.barrier()
+    return objects.allgather_object(own)[0]
+
+
+def _median_s(run: Callable[[], Any], listener: Listener, members: ProcessSet) -> float:
+    listener.take()
+    for _ in range(_REPEATS):
+        run()
+    events = listener.take()
+    durations = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
+    every = objects.allgather_object(durations, process_set=members)
+    return statistics.median(map(min, zip(*every, strict=True)))
+
+
+def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:
+    """Solve [T] table 4.1 for alpha and beta, and the rest of an allreduce for the sums."""
+    base_s, slope = fit_line(_SIZES, gathers, is_relative=True)
+    rest = [
+        (total - 2 * gather) / n
+        for n, gather, total in zip(_SIZES[-3:], gathers[-3:], sums[-3:], strict=True)
+    ]
+    return {
+        "latency_s": base_s / (size - 1),
+        "bytes_per_s": share(size) / slope,
+        "reduce_bytes_per_s": 1 / max(statistics.median(rest), _FREE_S),
+        "allreduce_s": sums[-1],
+    }
+
+
+def fit_line(
+    n_bytes: Sequence[float], seconds: Sequence[float], is_relative: bool = False
+) -> tuple[float, float]:
+    """Return (seconds of nothing, seconds per byte) of durations, by least squares.
+
+    Args:
+        n_bytes: Two sizes or more.
+        seconds: Their durations, above 0.
+        is_relative: Short durations count as much as long ones.
+
+    Returns:
+        The first 0 or more, the second above 0: where a line would fall, the fastest counts.
+    """
+    sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
+    if len(set(sizes)) > 1:
+        weights = 1 / durations if is_relative else None
+        slope, base = np.polyfit(sizes, durations, 1, w=weights)
+        if slope > 0:
+            return max(float(base), 0.0), float(slope)
+    fastest = float(np.max(sizes / np.maximum(durations, 1e-9)))
+    return 0.0, 1.0 / max(fastest, 1.0)
+
+
+def measure_compute() -> list[Round]:
+    """Return the speed of matrix products and of memory, all ranks working, once per round.
+
+    Collective: all ranks must call this. Times are those of the slowest rank.
+    """
+    matrix = tf.random.stateless_normal([_WIDTH, _WIDTH], seed=(1, 2))
+    batches = [tf.ones([batch, _WIDTH]) for batch in _BATCHES]
+    product = tf.function(lambda x: tf.matmul(x, matrix))
+    update, n_bytes = memory_run()
+    rounds = []
+    for number in range(-1, _ROUNDS):
+        times = [middle_s(partial(product, x)) for x in batches]
+        memory_s = middle_s(update)
+        every = np.max(objects.allgather_object([*times, memory_s]), axis=0)
+        base_s, slope = fit_line(_BATCHES, every[:-1])
+        if number >= 0:
+            rounds.append(
+                {
+                    "flops_per_s": 2.0 * _WIDTH**2 / slope,
+                    "half_batch": base_s / slope,
+                    "memory_bytes_per_s": n_bytes / every[-1],
+                }
+            )
+    return rounds
+
+
+def machine_from(
+    links: Sequence[Round], inside: Sequence[Round], compute: Sequence[Round]
+) -> Machine:
+    """Return a machine of medians, with the spread over the rounds.
+
+    Args:
+        links: Between all ranks.
+        inside: Between the ranks of one host; none where these are all ranks, or one.
+        compute: Of every rank.
+    """
+    middle: dict[str, Any] = {
+        name: statistics.median(own[name] for own in rounds)
+        for rounds in (links, compute)
+        for name in rounds[0]
+    }
+    spread = {
+        name: spread_of([own[name] for own in rounds])
+        for rounds in (links, compute)
+        for name in rounds[0]
+    }
+    # The sums are a difference of two times: what they are worth is how steady an allreduce is.
+    spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
+    del middle["allreduce_s"], spread["half_batch"]
+    local = runtime.local_size()
+    is_one_host = local == runtime.size()
+    machine = Machine(
+        name="measured",
+        **middle,
+        ranks_per_host=local,
+        spread=spread,
+        note=f"tfscale tune links with {runtime.size()} ranks, {local} of them on a host",
+    )
+    own = links if is_one_host else inside
+    if own:
+        machine = replace(
+            machine,
+            host_latency_s=statistics.median(r["latency_s"] for r in own),
+            host_bytes_per_s=statistics.median(r["bytes_per_s"] for r in own),
+        )
+    # The bandwidth between hosts is shared by a host's ranks, which all have sent at once.
+    return replace(machine, bytes_per_s=machine.bytes_per_s * local)

@@ -1,0 +1,205 @@
+"""A Keras model as a layer table: what it computes is seen while it is traced."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.config import ConfigError
+from tfscale.plan.layers import Layer, LayerTable, merge_small
+
+_CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D")
+_TRANSPOSED = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+
+
+def find_model(name: str | None, file: str | None) -> keras.Model:
+    """Return a model that a command line names.
+
+    Args:
+        name: "module:function"; the function takes nothing and returns a model.
+        file: Of a saved model, instead.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        if file:
+            return keras.models.load_model(file, compile=False)
+        module, _, function = str(name).partition(":")
+        if os.getcwd() not in sys.path:  # a console script's own folder stands there instead
+            sys.path.insert(0, os.getcwd())
+        model = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"A model must be a saved file or module:function. Received: {file or name} ({error})."
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"{name} must return a Keras model. Received: {type(model).__name__}.")
+    return model
+
+
+def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) -> LayerTable:
+    """Return what a model computes per sample.
+
+    Args:
+        model: Built, or able to say the shape of its inputs.
+        input_shape: Of one sample, for a model of one input that leaves dimensions open.
+
+    Returns:
+        Its layers in the order of their calls, each trainable variable in one of them; layers
+        without variables are part of the one before. Operations are those of convolutions and of
+        matrix products with weights; other layers, and what attention does without weights, count
+        as memory traffic.
+
+    Raises:
+        ConfigError: A dimension of the inputs is not known.
+        PlanError: There is nothing to train.
+    """
+    inputs = inputs_of(model, input_shape)
+    with _record(model) as calls:
+        tf.function(lambda x: model(x, training=True)).get_concrete_function(inputs)
+    layers: dict[int, Layer] = {}
+    owned = {id(v) for layer, _, _ in calls for v in layer.trainable_variables}
+    for layer, before, after in calls:
+        known = layers.get(id(layer))
+        made = _layer(layer, before, after)
+        if known is None:
+            layers[id(layer)] = made
+            continue
+        flops, values = known.flops + made.flops, known.values + made.values
+        layers[id(layer)] = Layer(made.name, made.weights, flops, values, None)  # shared
+    loose = [v for v in model.trainable_variables if id(v) not in owned]
+    extra = Layer(model.name, tuple((v.path, math.prod(v.shape)) for v in loose))
+    own = [extra] if loose else []
+    return LayerTable(model.name, merge_small((*own, *layers.values())))
+
+
+def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
+    """Return shapes and dtypes of one sample's inputs, in the structure that the model takes.
+
+    Args:
+        model: Built, or able to say the shape of its inputs.
+        input_shape: Of one sample, for a model of one input that leaves dimensions open.
+
+    Raises:
+        ConfigError: A dimension is not known.
+    """
+    inputs = getattr(model, "inputs", None)
+    if inputs:
+        # A Sequential that was never called on symbols has inputs, and no input.
+        structure = inputs[0] if isinstance(model, keras.Sequential) else model.input
+    elif model.built and getattr(model, "_build_shapes_dict", None):
+        shape = next(iter(model._build_shapes_dict.values()))
+        structure = keras.KerasTensor(shape, model.compute_dtype)
+    elif input_shape is not None:
+        structure = keras.KerasTensor((None, *input_shape), model.compute_dtype)
+    else:
+        structure = None
+
+    def fix(tensor: Any) -> Any:
+        own = tuple(tensor.shape)[1:]
+        own = tuple(input_shape) if input_shape is not None and None in own else own
+        if None in own:
+            raise ConfigError(
+                f"The shape of a sample must be known. Received: {tensor.shape} as input of "
+                f"{model.name}. Pass --input-shape, for example --input-shape 48,48,3."
+            )
+        return tf.TensorSpec((1, *own), tensor.dtype)
+
+    if structure is None:
+        raise ConfigError(
+            f"{model.name} must be built. Received: a model that does not know its inputs. "
+            "Pass --input-shape, or call the model on a batch first."
+        )
+    return keras.tree.map_structure(fix, structure)
+
+
+@contextmanager
+def _record(model: keras.Model) -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Note (layer, inputs, outputs) of each call of a layer that has no layers of its own.
+
+    A recurrent layer counts as one: how often its cell is called while its loop is traced says
+    nothing of how many steps the loop makes.
+    """
+    calls: list[tuple[Any, Any, Any]] = []
+    every = list(model._flatten_layers(include_self=False))
+    loops = [x for x in every if isinstance(x, keras.layers.RNN)]
+    cells = {id(cell) for loop in loops for cell in _inner(loop)}
+    leaves = [x for x in every if id(x) not in cells and (x in loops or not list(_inner(x)))]
+    before = {id(layer): vars(layer).get("call") for layer in leaves}
+
+    def watch(layer: Any, call: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            calls.append((layer, args[0] if args else next(iter(kwargs.values()), None), outputs))
+            return outputs
+
+        return watched
+
+    for layer in leaves:
+        layer.call = watch(layer, layer.call)
+    try:
+        yield calls
+    finally:
+        for layer in leaves:
+            if before[id(layer)] is None:
+                del layer.call
+            else:
+                layer.call = before[id(layer)]
+
+
+def _inner(layer: Any) -> Iterator[Any]:
+    """Yield the layers a layer is made of, except random seeds and the like."""
+    return (x for x in layer._flatten_layers(include_self=False) if isinstance(x, keras.Layer))
+
+
+def _layer(layer: Any, before: Any, after: Any) -> Layer:
+    outputs, inputs = _shapes(after), _shapes(before)
+    values = sum(math.prod(shape) for shape in outputs)
+    if isinstance(layer, keras.layers.RNN) and not layer.return_sequences:
+        values *= inputs[0][0]  # each step writes as much, whoever reads it
+    weights = tuple((v.path, math.prod(v.shape)) for v in layer.trainable_variables)
+    is_dense = type(layer) is keras.layers.Dense and layer.kernel in layer.trainable_variables
+    dense = tuple(int(n) for n in layer.kernel.shape) if is_dense else None
+    rows = math.prod(outputs[0][:-1]) if is_dense and outputs else 1
+    flops = _flops(layer, inputs[0] if inputs else (), outputs[0] if outputs else ())
+    return Layer(layer.path or layer.name, weights, flops, values, dense, rows)  # type: ignore[arg-type]
+
+
+def _shapes(tensors: Any) -> list[tuple[int, ...]]:
+    """Return shapes of a sample; dimensions that tracing does not tell count as 1."""
+    found = [t.shape for t in keras.tree.flatten(tensors) if hasattr(t, "shape")]
+    return [tuple(1 if n is None else n for n in tuple(shape)[1:]) for shape in found]
+
+
+def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> float:
+    """Return operations per sample: each matrix is applied at each position, also in time."""
+    name = type(layer).__name__
+    # The states that a recurrent layer may keep are matrices and no weights; its cell has none.
+    cell = getattr(layer, "cell", None)
+    owner = cell if isinstance(cell, keras.Layer) else layer
+    n_weights = sum(math.prod(v.shape) for v in owner.weights if len(v.shape) > 1)
+    if isinstance(layer, keras.layers.Embedding):
+        return 0.0
+    if isinstance(layer, keras.layers.EinsumDense):
+        return 2.0 * math.prod(layer.kernel.shape) * _positions(layer, inputs)
+    is_first = getattr(layer, "data_format", None) == "channels_first"
+    if name in _CONVOLUTIONS or name in _TRANSPOSED:
+        shape = outputs if name in _CONVOLUTIONS else inputs
+        return 2.0 * n_weights * math.prod(shape[1:] if is_first else shape[:-1])
+    return 2.0 * n_weights * math.prod(inputs[:-1])
+
+
+def _positions(layer: keras.layers.EinsumDense, inputs: tuple[int, ...]) -> int:
+    """Return how often its kernel is applied: the inputs' dimensions that are not the kernel's."""
+    ours, _, its = layer.equation.partition("->")[0].partition(",")
+    sizes = dict(zip(its, layer.kernel.shape, strict=True))
+    return math.prod(inputs) // math.prod(n for letter, n in sizes.items() if letter in ours)

@@ -1,1 +1,0 @@
-"""When each collective was posted, started and ended."""

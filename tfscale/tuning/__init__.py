@@ -1,1 +1,0 @@
-"""Choices from measurements made in the running job."""
