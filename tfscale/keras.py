@@ -22,15 +22,14 @@ from tfscale.comm.runtime import (
     cross_rank,
     cross_size,
     global_process_set,
-    init,
     is_initialized,
     local_rank,
     local_size,
     rank,
     remove_process_set,
-    shutdown,
     size,
 )
+from tfscale.comm.start import init, shutdown
 from tfscale.comm.timeline import start_timeline, stop_timeline
 from tfscale.optimizer import DistributedOptimizer
 from tfscale.partial import PartialDistributedOptimizer

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tfscale.comm import collectives, objects, runtime
+from tfscale.comm import collectives, objects, runtime, start
 from tfscale.comm.runtime import global_process_set
 
 TIMEOUT_S = 60.0
@@ -20,9 +20,9 @@ TIMEOUT_S = 60.0
 @pytest.fixture(autouse=True)
 def single_job() -> Iterator[None]:
     """Be a job of one process during each test of a module that imports this."""
-    runtime.init()
+    start.init()
     yield
-    runtime.shutdown()
+    start.shutdown()
 
 
 class FakeRanks:

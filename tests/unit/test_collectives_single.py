@@ -10,7 +10,7 @@ import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.launching import launch_script
 from tfscale import Average, Compression, Max, Min, Product, Sum
-from tfscale.comm import runtime
+from tfscale.comm import runtime, start
 from tfscale.config import ConfigError, ExchangeError
 
 MODES = pytest.mark.parametrize("run", [lambda f: f, tf.function], ids=["eager", "traced"])
@@ -153,7 +153,7 @@ def test_process_set_of_the_only_rank():
 
 
 def test_nothing_works_before_init():
-    runtime.shutdown()
+    start.shutdown()
     assert not tfscale.is_initialized()
     for call in (tfscale.rank, tfscale.size, tfscale.local_rank, tfscale.cross_size):
         with pytest.raises(ExchangeError) as error:
@@ -174,11 +174,11 @@ def test_init_of_one_process():
     )
     assert (tfscale.cross_rank(), tfscale.cross_size()) == (0, 1)
     assert runtime.is_single() and runtime.backend().name == "single"
-    runtime.shutdown()
-    runtime.shutdown()
+    start.shutdown()
+    start.shutdown()
     process_set = tfscale.ProcessSet([0])
     tfscale.init(process_sets=[process_set, [0]])
     assert process_set.included()
-    runtime.shutdown()
+    start.shutdown()
     with pytest.raises(ConfigError, match="backend must be one of"):
         tfscale.init(backend="mpi")

@@ -20,8 +20,8 @@ class State:
 
     Attributes:
         layout: Its names and addresses.
-        jobs: Marks of the jobs (see `tfscale.launcher.mpi_command`) that were started in it and have not
-            been seen to end, with the id of each one's mpiexec.
+        jobs: Marks of the jobs (see `tfscale.launcher.mpi_command`) started in it that have not
+            been seen to end, with the id of each mpiexec.
     """
 
     layout: Layout

@@ -1,10 +1,8 @@
-"""The job: rank, size, process sets, and joining and leaving."""
+"""The job of this process: its backend, rank, size and process sets."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,19 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm import process
 from tfscale.comm.backends.base import Backend, Group, MarkKind, ReduceOp, Scaling
-from tfscale.comm.backends.single import SingleBackend
 from tfscale.comm.process import (
-    Machine,
-    choose_backend,
     deadline_of_start,
-    discover,
-    do_not_watch,
-    end_job_on_error,
-    require_size,
 )
-from tfscale.comm.start import look_around, start
 from tfscale.config import ConfigError, ExchangeError
 
 Average = "Average"
@@ -221,122 +210,24 @@ class _State:
 _state: _State | None = None
 
 
-def init(
-    comm: Any = None, process_sets: Sequence[Any] | str | None = None, backend: str = "auto"
-) -> None:
-    """Join the job. Collective: all ranks must call this, before any other call.
-
-    A process that no launcher started is a job of its own: no MPI, no thread. Calling init
-    again does nothing.
+def enter(backend: Backend) -> None:
+    """Make a started backend that of this process's job.
 
     Args:
-        comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
-            world's ranks (only these may call; the others start MPI too, as by importing
-            mpi4py's MPI, since it starts on all processes together).
-        process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
-            later, too: Horovod's "dynamic" is accepted.
-        backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
-            TFSCALE_BACKEND, then chooses: see `tfscale.comm.process.choose_backend`.
-
-    Raises:
-        ConfigError: An argument or environment variable does not fit.
-        ExchangeError: MPI or the native library cannot be used.
+        backend: As `tfscale.comm.start.init` has started it.
     """
     global _state
-    if _state is not None:
-        return
-    settings, process_sets = config.settings(), _check_process_sets(process_sets)
-    name = settings.backend if backend == "auto" else backend
-    launch = discover(config.environment())
-    if name not in config.BACKENDS:
-        raise ConfigError(
-            f"backend must be one of {', '.join(config.BACKENDS)}. Received: {backend!r}."
-        )
-    is_parallel = comm is not None or (launch is not None and launch.size > 1)
-    machine = look_around() if name == "auto" and is_parallel else Machine()
-    chosen = choose_backend(name, launch, is_parallel, machine)
-    if chosen == "single":
-        _state = _State(SingleBackend())
-        do_not_watch()
-    else:
-        _state = _State(start(chosen, settings, comm))
-        end_job_on_error(_abort)
-        if comm is None:
-            require_size(launch, size())
-    if chosen == "horovod":  # the engine has compared them
-        from tfscale.comm.versions import compare
-
-        compare()
-    is_alone = chosen == "single" and launch is not None and launch.size > 1
-    process.write_state(process.ALONE if is_alone else process.JOINED)
-    atexit.register(_leave_at_exit)
-    if settings.timeline and not is_single():
-        from tfscale.comm import timeline
-
-        timeline.start_automatic(settings.timeline)
-    _add_process_sets(process_sets)
+    _state = _State(backend)
+    global_process_set.ranks, global_process_set.process_set_id = list(range(backend.size)), 0
 
 
-def _abort(code: int) -> None:
-    if _state is not None:
-        _state.backend.abort(code)
-
-
-def _add_process_sets(process_sets: Sequence[Any] | None) -> None:
-
-    global_process_set.ranks, global_process_set.process_set_id = list(range(size())), 0
-    for process_set in process_sets or ():
-        add_process_set(process_set)
-
-
-def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
-    """Return the sets to add; Horovod's "dynamic", which says that sets come later, is none."""
-    if not isinstance(process_sets, str):
-        return process_sets
-    if process_sets.lower() == "dynamic":
-        return None
-    raise ConfigError(
-        "process_sets must be a list of ProcessSet objects or of lists of ranks, or 'dynamic' for "
-        f"sets that come later. Received: {process_sets!r}."
-    )
-
-
-def _leave_at_exit() -> None:
-    """Leave the job when the program ends; where others never come, it ends as by an error."""
+def leave() -> None:
+    """Forget the job and its process sets; its backend is closed by the caller."""
     global _state
-    state = _state
-    try:
-        shutdown()
-    except ExchangeError as error:
-        _state = state  # The hook ends the job through it.
-        sys.excepthook(type(error), error, error.__traceback__)
-
-
-def shutdown() -> None:
-    """Leave the job; waits until all ranks do (engine). A second call does nothing.
-
-    Horovod does not wait: what other ranks exchange afterwards fails there.
-
-    Raises:
-        ExchangeError: A rank does not come, and gives no sign of life for the time of
-            TFSCALE_STALL_SHUTDOWN_S.
-    """
-    global _state
-    if _state is None or _state.process_id != os.getpid():
-        return  # A forked child is no rank, and has no communication thread.
-    from tfscale.comm import timeline
-
-    folder = timeline.write_part()
-    state, _state = _state, None
+    state, _state = _current(), None
     for process_set in state.process_sets:
         process_set.process_set_id = None
     global_process_set.ranks = global_process_set.process_set_id = None
-    if state.backend.close():
-        error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
-        is_raising = error is not None and not isinstance(error, SystemExit)
-        process.write_state(process.RAISED if is_raising else process.FINISHED)
-    if folder is not None and state.backend.rank == 0:
-        timeline.merge_at_end(folder, state.backend.size)  # Closing waited for all ranks.
 
 
 def known_process_sets() -> list[Any]:
@@ -394,6 +285,11 @@ def start_incarnation() -> None:
 def is_initialized() -> bool:
     """Return whether this process has joined a job."""
     return _state is not None
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked by a rank: it is no rank and has no engine."""
+    return _state is not None and _state.process_id != os.getpid()
 
 
 def rank() -> int:

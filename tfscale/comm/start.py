@@ -1,20 +1,136 @@
-"""Starting a backend, and sharing the cores and GPUs of a host among its ranks."""
+"""Joining and leaving the job: start a backend, share a host's cores and GPUs among its ranks."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfscale import config
+from tfscale.comm import objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend
-from tfscale.comm.process import Machine, deadline_of_start, discover, own_gpu
+from tfscale.comm.backends.single import SingleBackend
+from tfscale.comm.process import (
+    Machine,
+    choose_backend,
+    deadline_of_start,
+    discover,
+    do_not_watch,
+    end_job_on_error,
+    own_gpu,
+    require_size,
+)
+from tfscale.comm.versions import require_equal, versions
 from tfscale.config import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")
+
+
+def init(
+    comm: Any = None, process_sets: Sequence[Any] | str | None = None, backend: str = "auto"
+) -> None:
+    """Join the job. Collective: all ranks must call this, before any other call.
+
+    A process that no launcher started is a job of its own: no MPI, no thread. Calling init
+    again does nothing.
+
+    Args:
+        comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
+            world's ranks (only these may call; the others start MPI too, as by importing
+            mpi4py's MPI, since it starts on all processes together).
+        process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
+            later, too: Horovod's "dynamic" is accepted.
+        backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
+            TFSCALE_BACKEND, then chooses: see `tfscale.comm.process.choose_backend`.
+
+    Raises:
+        ConfigError: An argument or environment variable does not fit.
+        ExchangeError: MPI or the native library cannot be used.
+    """
+    if runtime.is_initialized():
+        return
+    settings, added = config.settings(), _check_process_sets(process_sets)
+    name = settings.backend if backend == "auto" else backend
+    launch = discover(config.environment())
+    if name not in config.BACKENDS:
+        raise ConfigError(
+            f"backend must be one of {', '.join(config.BACKENDS)}. Received: {backend!r}."
+        )
+    is_parallel = comm is not None or (launch is not None and launch.size > 1)
+    machine = look_around() if name == "auto" and is_parallel else Machine()
+    chosen = choose_backend(name, launch, is_parallel, machine)
+    if chosen == "single":
+        runtime.enter(SingleBackend())
+        do_not_watch()
+    else:
+        runtime.enter(start(chosen, settings, comm))
+        end_job_on_error(_abort)
+        if comm is None:
+            require_size(launch, runtime.size())
+    if chosen == "horovod":  # the engine has compared them
+        require_equal(objects.allgather_object(versions(), name="versions"))
+    is_alone = chosen == "single" and launch is not None and launch.size > 1
+    process.write_state(process.ALONE if is_alone else process.JOINED)
+    atexit.register(_leave_at_exit)
+    if settings.timeline and not runtime.is_single():
+        timeline.start_automatic(settings.timeline)
+    for process_set in added or ():
+        runtime.add_process_set(process_set)
+
+
+def _abort(code: int) -> None:
+    if runtime.is_initialized():
+        runtime.backend().abort(code)
+
+
+def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
+    """Return the sets to add; Horovod's "dynamic", which says that sets come later, is none."""
+    if not isinstance(process_sets, str):
+        return process_sets
+    if process_sets.lower() == "dynamic":
+        return None
+    raise ConfigError(
+        "process_sets must be a list of ProcessSet objects or of lists of ranks, or 'dynamic' for "
+        f"sets that come later. Received: {process_sets!r}."
+    )
+
+
+def _leave_at_exit() -> None:
+    """Leave the job when the program ends; where others never come, it ends as by an error."""
+    backend = runtime.backend() if runtime.is_initialized() else None
+    try:
+        shutdown()
+    except ExchangeError as error:
+        if backend is not None:
+            runtime.enter(backend)  # the hook ends the job through it
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def shutdown() -> None:
+    """Leave the job; waits until all ranks do (engine). A second call does nothing.
+
+    Horovod does not wait: what other ranks exchange afterwards fails there.
+
+    Raises:
+        ExchangeError: A rank does not come, and gives no sign of life for the time of
+            TFSCALE_STALL_SHUTDOWN_S.
+    """
+    if not runtime.is_initialized() or runtime.is_forked():
+        return
+    folder = timeline.write_part()
+    backend = runtime.backend()
+    runtime.leave()
+    if backend.close():
+        error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
+        is_raising = error is not None and not isinstance(error, SystemExit)
+        process.write_state(process.RAISED if is_raising else process.FINISHED)
+    if folder is not None and backend.rank == 0:
+        timeline.merge_at_end(folder, backend.size)  # Closing waited for all ranks.
 
 
 def look_around() -> Machine:

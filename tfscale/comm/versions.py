@@ -31,14 +31,3 @@ def require_equal(every: Sequence[str]) -> None:
             "All ranks must run the same software. Received: "
             f"{every[0]} on rank 0 and {every[other]} on rank {other}. Install the same versions."
         )
-
-
-def compare() -> None:
-    """Refuse ranks that run different software. Collective.
-
-    Raises:
-        ExchangeError: They do; on all ranks.
-    """
-    from tfscale.comm.objects import allgather_object
-
-    require_equal(allgather_object(versions(), name="versions"))

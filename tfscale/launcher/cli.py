@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfscale.comm import native as native_build
+from tfscale.comm import native
 from tfscale.config import ConfigError, environment
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.mpi_command import (
@@ -184,7 +184,7 @@ def _add_build(commands: argparse._SubParsersAction) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    return native_build.main(["--mpicxx", options.mpicxx] if options.mpicxx else [])
+    return native.main(["--mpicxx", options.mpicxx] if options.mpicxx else [])
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -239,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
     )
+    parser.set_defaults(run_command=main)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

@@ -148,8 +148,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _start(options: argparse.Namespace) -> int:
     """Start the ranks."""
-    from tfscale.launcher.cli import main as run_cli  # the command line imports this module
-
     if options.size < 2:
         raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
     _check(options)
@@ -161,7 +159,7 @@ def _start(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value not in (None, ""):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return run_cli(words)
+    return int(options.run_command(words))
 
 
 def _check(options: argparse.Namespace) -> None:
