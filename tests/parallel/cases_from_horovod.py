@@ -10,7 +10,7 @@ import tfscale.keras as hvd
 from tests.helpers.ranks import require_error
 from tests.helpers.spawn import sizes
 from tfscale.comm import runtime, start
-from tfscale.comm.versions import require_equal, versions
+from tfscale.comm.software import require_equal, versions
 
 
 @sizes(2, 3)

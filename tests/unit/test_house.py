@@ -36,7 +36,6 @@ MIN_LINES = 100  # of a module that only one other imports
 # Not yet where they belong: path -> room.
 ELSEWHERE: dict[str, str] = {
     "cluster": "launcher",
-    "elastic": "keras",
     "gradients": "optimizer",
     "model_optimizers": "optimizer",
     "optimizer_sharing": "optimizer",
@@ -44,7 +43,6 @@ ELSEWHERE: dict[str, str] = {
     "optimizers": "optimizer",
     "parameters": "optimizer",
     "partial": "optimizer",
-    "preemption": "checkpoints",
     "proxy": "optimizer",
     "saving": "optimizer",
     "scalable_schedule": "optimizer",
