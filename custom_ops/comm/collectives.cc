@@ -46,6 +46,7 @@ void Submit(OperationHandle operation, Call call) {
   Task task;
   task.operation.reset(operation.release());
   task.operation->KeepAlive(std::move(call.memory));
+  if (!call.shapes.empty()) task.operation->CompareFirst(call.name, call.shapes);
   task.name = std::move(call.name);
   task.group = call.group;
   task.plan = call.plan;

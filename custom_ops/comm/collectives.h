@@ -53,6 +53,7 @@ struct Call {
   int group = 0;
   int plan = -1;  // -1: called outside of any traced function
   int slot = 0;
+  std::string shapes;            // compared over the ranks first, unless it is empty
   std::shared_ptr<void> memory;  // kept until the operation is destroyed
   // Set before GiveUpWaiting, which may come before the call does.
   std::shared_ptr<std::atomic<bool>> is_cancelled;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/buffer_pool.h"
@@ -36,16 +38,31 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
+  // Before Start: all ranks' texts are compared before anything else is sent, and
+  // Step throws on every rank, naming `name`, unless they are equal. All ranks must
+  // call this or none.
+  void CompareFirst(const std::string& name, const std::string& text);
+
   // Posts the first transfers.
   void Start(const Channel& channel) {
     channel_ = channel;
     transfers_.emplace(*channel.comm, channel.max_message_bytes);
-    Begin();
+    if (is_comparing()) {
+      BeginComparison();
+    } else {
+      Begin();
+    }
   }
 
   // Does what can be done now; true if anything happened.
   bool Step() {
     const bool has_moved = transfers_->Poll();
+    if (is_comparing()) {
+      if (!transfers_->is_empty()) return has_moved;
+      FinishComparison();
+      Begin();
+      return true;
+    }
     Advance(transfers_->TakeCompleted());
     if (transfers_->is_empty() && !is_done_) Finish();
     return has_moved || is_done_;
@@ -86,6 +103,18 @@ class Operation {
   std::optional<Transfers> transfers_;
 
  private:
+  // Of a fixed size, so that one message suffices.
+  struct Compared {
+    size_t hash;  // of all of the text, which may be longer
+    char text[1016];
+  };
+
+  bool is_comparing() const { return !compared_.empty(); }
+  void BeginComparison();
+  void FinishComparison();
+
+  std::vector<Compared> compared_;  // this rank's; then of all ranks
+  std::string compared_name_;
   bool is_done_ = false;
   std::shared_ptr<void> memory_;
 };

@@ -54,12 +54,14 @@ CollectiveKernel::CollectiveKernel(OpKernelConstruction* context) : AsyncOpKerne
   OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
   OP_REQUIRES_OK(context, context->GetAttr("group_size", &group_size_));
   OP_REQUIRES_OK(context, context->GetAttr("label", &label_));
+  OP_REQUIRES_OK(context, context->GetAttr("compares", &compares_));
 }
 
 void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
                               OperationHandle operation, std::shared_ptr<TensorList> tensors) {
   Call call = MakeCall();
   call.memory = std::move(tensors);
+  call.shapes = ShapesOf(context);
   // TensorFlow returns from a step whose op has failed once all others have
   // ended: those that wait for an earlier slot must not do so for ever.
   CancellationManager* manager = plan_ < 0 ? nullptr : context->cancellation_manager();
@@ -88,6 +90,19 @@ Call CollectiveKernel::MakeCall() const {
   call.plan = plan_;
   call.slot = slot_;
   return call;
+}
+
+std::string CollectiveKernel::ShapesOf(OpKernelContext* context) const {
+  std::string text;
+  if (compares_ == "nothing") return text;
+  const bool is_rows = compares_ == "rows";  // of the first input; others say who receives them
+  for (int i = 0; i < (is_rows ? 1 : context->num_inputs()); ++i) {
+    if (context->input_dtype(i) == tensorflow::DT_RESOURCE) continue;
+    TensorShape shape = context->input(i).shape();
+    if (is_rows) shape.RemoveDim(0);
+    text += (is_rows ? "rows of " : i > 0 ? " " : "") + shape.DebugString();
+  }
+  return text;
 }
 
 TensorShape WithRows(const TensorShape& like, int64_t rows) {

@@ -23,7 +23,9 @@ using TensorList = std::vector<tensorflow::Tensor>;
 
 // The attributes every collective has: where it stands in the order of its plan.
 //   plan: id, or -1 for a collective called eagerly;  slot: number in the plan;
-//   group: process set;  label: what logs and errors call it.
+//   group: process set;  label: what logs and errors call it;
+//   compares: "nothing" where all shapes were compared with the plans; else, at run
+//   time, "shapes", or "rows" where the first dimension may differ.
 class CollectiveKernel : public tensorflow::AsyncOpKernel {
  public:
   explicit CollectiveKernel(tensorflow::OpKernelConstruction* context);
@@ -39,11 +41,15 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   int group_size() const { return group_size_; }
 
  private:
+  // What is compared over ranks at run time; "" is nothing.
+  std::string ShapesOf(tensorflow::OpKernelContext* context) const;
+
   int plan_;
   int slot_;
   int group_;
   int group_size_;
   std::string label_;
+  std::string compares_;
 };
 
 // A dimension-0 length for a gather; `rows` of shape like[1:].
@@ -58,15 +64,16 @@ int64_t RowBytes(const tensorflow::Tensor& tensor);
 // whose gradients the op exchanges: TensorFlow then orders the op against other
 // users of these variables only, and it starts as soon as its inputs exist.
 // Without handles collectives run in the order in which they were traced.
-#define TFSCALE_COLLECTIVE_ATTRS     \
-  Input("after: n_after * resource") \
-      .Attr("n_after: int >= 0")     \
-      .Attr("plan: int")             \
-      .Attr("slot: int")             \
-      .Attr("group: int")            \
-      .Attr("group_size: int")       \
-      .Attr("label: string")         \
-      .SetIsStateful()               \
+#define TFSCALE_COLLECTIVE_ATTRS                                   \
+  Input("after: n_after * resource")                               \
+      .Attr("n_after: int >= 0")                                   \
+      .Attr("plan: int")                                           \
+      .Attr("slot: int")                                           \
+      .Attr("group: int")                                          \
+      .Attr("group_size: int")                                     \
+      .Attr("label: string")                                       \
+      .Attr("compares: {'nothing', 'shapes', 'rows'} = 'nothing'") \
+      .SetIsStateful()                                             \
       .SetIsDistributedCommunication()
 
 // Tensors on a GPU are staged through host memory by TensorFlow itself: `host`

@@ -212,6 +212,37 @@ def case_what_cannot_be_reduced():
     )
 
 
+def case_shapes_known_at_run_time():
+    """They are compared first; collectives of many lengths, nothing included."""
+    rank, size = tfscale.rank(), tfscale.size()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.float64)])
+    def all_kinds(x):
+        total = tfscale.allreduce(x, op=Sum)
+        pair = tfscale.grouped_allreduce([x, tf.ones([2], tf.float64)], op=Sum)
+        root = tfscale.broadcast(x, root_rank=size - 1)
+        part = tfscale.reducescatter(x, op=Sum)
+        rows = tfscale.allgather(x[: rank + 1])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfscale.allgather(x) ** 2
+        return total, *pair, root, part, rows, tape.gradient(y, x)
+
+    for n_rows, width in ((4, 3), (0, 3), (4, 0), (7, 4000), (4, 3)):
+        x = tf.cast(tf.reshape(ramp(n_rows * width), [n_rows, width]), tf.float64)
+        own = x + rank
+        total, first, second, root, part, rows, gradient = (v.numpy() for v in all_kinds(own))
+        expected = size * x.numpy() + rank_sum(size)
+        np.testing.assert_array_equal(total, expected)
+        np.testing.assert_array_equal(first, expected)
+        np.testing.assert_array_equal(second, [size, size])
+        np.testing.assert_array_equal(root, x + size - 1)
+        np.testing.assert_array_equal(part, np.array_split(expected, size)[rank])
+        parts = [x[: r + 1].numpy() + r for r in range(size)]
+        np.testing.assert_array_equal(rows, np.concatenate(parts))
+        np.testing.assert_array_equal(gradient, 2 * size * own)
+
+
 def case_two_functions_alternate():
     rank, size = tfscale.rank(), tfscale.size()
 

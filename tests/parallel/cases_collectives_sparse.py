@@ -79,6 +79,38 @@ def case_sparse_has_no_minimum():
 
 
 @sizes(2, 3, 4)
+def case_sparse_with_other_factors_or_another_dense_shape_is_refused():
+    own, is_last = slices_of_rank(), tfscale.rank() == tfscale.size() - 1
+    require_error(
+        lambda: tfscale.allreduce(own, op=Sum, prescale_factor=3.0 if is_last else 1.0),
+        "factors 1.0 and 1.0",
+        "factors 3.0 and 1.0",
+    )
+    wide = tf.constant([tfscale.size() + 7, 2])
+    other = tf.IndexedSlices(own.values, own.indices, wide if is_last else own.dense_shape)
+    require_error(
+        lambda: tfscale.allreduce(other), f"dense shape [{tfscale.size() + 7}, 2]", "ExchangeError"
+    )
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(tfscale.allreduce(own, op=Sum)), sum_of_slices(tfscale.size())
+    )
+
+
+def case_sparse_with_a_dense_shape_known_at_run_time():
+    own, size = slices_of_rank(), tfscale.size()
+
+    @tf.function
+    def reduced(dense_shape):
+        slices = tf.IndexedSlices(own.values, own.indices, dense_shape)
+        return tf.convert_to_tensor(tfscale.allreduce(slices, op=Sum))
+
+    for dtype in (tf.int32, tf.int64):
+        for _ in range(2):
+            result = reduced(tf.cast(own.dense_shape, dtype)).numpy()
+            np.testing.assert_array_equal(result, sum_of_slices(size))
+
+
+@sizes(2, 3, 4)
 def case_sparse_on_one_rank_only_is_refused():
     own = slices_of_rank()
     if tfscale.rank() == 1:

@@ -55,6 +55,23 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     assert (tmp_path / f"damaged-{newest.path.name}").exists()
 
 
+def test_an_archive_behind_a_link_stays(tmp_path):
+    """A checkpoint that was moved and linked back is read, but neither deleted nor counted."""
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    whole, _ = fit(None, epochs=2)
+    fit(Checkpoint(folder, 4), epochs=1)
+    (link,) = folder.glob("step-*")
+    link.rename(archive)
+    link.symlink_to(archive, target_is_directory=True)
+    before = {path.name: path.read_bytes() for path in archive.iterdir()}
+    model, batches = fit(Checkpoint(folder, 1, keep=2), epochs=2)
+    assert len(batches) == 4
+    require_equal(model, whole)
+    assert link.is_symlink()
+    assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
+    assert len(list(folder.glob("step-*"))) == 1 + 2
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
     """Nor is an error of input or output, which a network file system reports in passing."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.comm.backends.base import Call, Group, ReduceOp
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.comm.backends.horovod import (
     NamedOps,
     from_wire,
@@ -72,6 +72,20 @@ def test_names_are_unique_within_and_between_functions():
     assert names_of(tf.function(body), tf.ones([2])) == expected
     again = names_of(tf.function(body), tf.ones([2]))
     assert again == [name.replace(".p0.", ".p1.") for name in expected]
+
+
+def test_names_tell_other_factors_apart():
+    """Ranks whose calls differ in them find no counterpart, instead of a wrong sum."""
+    named = NamedOps()
+
+    def body(x):
+        own = named.run(Call(PAIR, "bias"), [x], start, Scaling(1.0, 0.5).terms("SUM"))[0]
+        return own + named.run(Call(PAIR, "rows", terms="dense shape [5]"), [x], start)[0]
+
+    assert names_of(tf.function(body), tf.ones([2])) == [
+        "tfscale.g0.p0.s0.bias.SUM..factors.1.0.and.0.5.",
+        "tfscale.g0.p0.s1.rows.dense.shape..5.",
+    ]
 
 
 def test_an_op_whose_result_nobody_uses_is_kept():

@@ -118,15 +118,18 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
 def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest finished checkpoints, and what is unfinished and older.
 
-    What the system does not let be read or deleted stays until the next time.
+    What the system does not let be read or deleted stays until the next time. Links are left
+    alone, and not counted: their targets are not the run's.
 
     Args:
         directory: Where they are.
         keep: How many stay.
     """
     n_finished = 0
-    with contextlib.suppress(UnreadableError):  # there will be a next time
+    with contextlib.suppress(UnreadableError, OSError):  # there will be a next time
         for found in list_checkpoints(directory):
+            if found.path.is_symlink():
+                continue
             is_old = n_finished >= keep or (n_finished and not found.is_finished)
             if is_old and not found.unreadable:  # which may be sound
                 _delete(found.path)

@@ -87,7 +87,7 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
     """Return what `write_part` wrote beside the arrays.
 
     Raises:
-        DamagedError: It is missing, cut or changed, or of another format.
+        DamagedError: It is missing, cut or changed, of another format, or another rank's.
         UnreadableError: The system does not let it be read.
     """
     path = folder / f"rank-{rank:05d}{MANIFEST}"
@@ -99,6 +99,8 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(text)
     if manifest["format"] != FORMAT:
         raise DamagedError(f"{path.name} has format {manifest['format']}, not {FORMAT}")
+    if (manifest["rank"], manifest["file"]) != (rank, path.with_suffix(".npz").name):
+        raise DamagedError(f"{path.name} is the manifest of {manifest['file']}")
     return manifest
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Scaling
 from tfscale.comm.backends.horovod import scale
 from tfscale.comm.eager import agree, header_of
-from tfscale.comm.runtime import Average, Sum, scaling_of
+from tfscale.comm.runtime import Average, Sum, engine_op, scaling_of
 from tfscale.config import ConfigError
 
 
@@ -54,18 +55,32 @@ def allreduce_sparse(
     own = deduplicate(slices)
     scaling = scaling_of(op, factors, call.group.size, [own.values])
     backend = runtime.backend()
+    terms = scaling.terms(f"sparse {engine_op(op).name}") + _dense_shape_terms(own)
     if tf.executing_eagerly():
-        agree(header_of("sparse allreduce", [op], [own.values], call.label), call.group)
-    values, _ = backend.allgather(own.values, Call(call.group, f"{call.label} rows", call.after))
-    indices, _ = backend.allgather(
-        own.indices, Call(call.group, f"{call.label} indices", call.after)
-    )
+        agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
+
+    def gather(what: str, rows: tf.Tensor) -> tf.Tensor:
+        named = Call(call.group, f"{call.label} {what}", call.after, terms=terms)
+        return backend.allgather(rows, named)[0]
+
+    if own.dense_shape is not None and tf.get_static_value(own.dense_shape) is None:
+        # Nothing is sent, but dimensions that are not known yet are compared.
+        shape = tf.pad(own.dense_shape, [[1, 0]])
+        gather("dense shape", tf.zeros(shape, tf.uint8))
+    values, indices = gather("rows", own.values), gather("indices", own.indices)
     factor = scaling.prescale * scaling.postscale
     if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
         rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
         return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
     # Keras's nonlinear rules (Adam squares each row) need each index once.
     return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
+
+
+def _dense_shape_terms(slices: tf.IndexedSlices) -> str:
+    if slices.dense_shape is None:
+        return ", no dense shape"
+    known = tf.get_static_value(slices.dense_shape)
+    return "" if known is None else f", dense shape {np.asarray(known).tolist()}"
 
 
 def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:

@@ -64,6 +64,7 @@ class Call:
         stream: Collectives of one function and stream start in the order of tracing; those of
             different streams do not wait for each other. "" separates gradients from calls.
         names: Of the tensors, where each has one: an error says which differs between ranks.
+        terms: What else must be equal on all ranks.
     """
 
     group: Group
@@ -71,6 +72,7 @@ class Call:
     after: tuple[Any, ...] = field(default=(), compare=False)
     stream: str = ""
     names: tuple[str, ...] = ()
+    terms: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class Scaling:
 
     prescale: float = 1.0
     postscale: float = 1.0
+
+    def terms(self, reduction: str) -> str:
+        """Return what must be equal on all ranks that take part in a reduction."""
+        return f"{reduction} (factors {float(self.prescale)} and {float(self.postscale)})"
 
 
 class Backend(Protocol):

@@ -88,9 +88,17 @@ class EngineBackend:
         self.rank: int = self._library.call("rank")
         self.size: int = self._library.call("size")
 
-    def _attributes(self, call: Call, kind: str, tensors: list[tf.Tensor]) -> dict[str, Any]:
-        position = self._slots.place(call, kind, tensors)
+    def _attributes(
+        self, call: Call, kind: str, tensors: list[tf.Tensor], rows: tf.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Place a collective; see custom_ops/tf/glue.h for the attributes of all ops."""
+        position = self._slots.place(
+            call, kind if rows is None else f"{kind} {rows_of(rows)}", tensors
+        )
+        shapes = [t.shape for t in tensors] if rows is None else [rows.shape[1:]]
+        is_known = all(shape.is_fully_defined() for shape in shapes)
         return {
+            "compares": "nothing" if is_known else "shapes" if rows is None else "rows",
             "after": list(call.after),
             "plan": position.plan,
             "slot": position.slot,
@@ -109,12 +117,12 @@ class EngineBackend:
             reduce_op=int(op),
             prescale=repr(float(scaling.prescale)),
             postscale=repr(float(scaling.postscale)),
-            **self._attributes(call, f"allreduce {op.name}", inputs),
+            **self._attributes(call, scaling.terms(f"allreduce {op.name}"), inputs),
         )
 
     def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
         """Put the members' tensors one after another; also return rows per member (int64)."""
-        attributes = self._attributes(call, f"allgather {rows_of(tensor)}", [])
+        attributes = self._attributes(call, "allgather", [], tensor)
         gathered, rows = self._library.ops.tfscale_allgather(tensor=tensor, **attributes)
         return gathered, rows
 
@@ -122,7 +130,7 @@ class EngineBackend:
         self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Send splits[r] rows to member r; also return rows received per member (int64)."""
-        attributes = self._attributes(call, f"alltoall {rows_of(tensor)}", [])
+        attributes = self._attributes(call, "alltoall", [], tensor)
         received, rows = self._library.ops.tfscale_alltoall(
             tensor=tensor, splits=splits, **attributes
         )
@@ -143,7 +151,7 @@ class EngineBackend:
             prescale=repr(float(scaling.prescale)),
             postscale=repr(float(scaling.postscale)),
             group_rank=call.group.rank,
-            **self._attributes(call, f"reducescatter {op.name}", [tensor]),
+            **self._attributes(call, scaling.terms(f"reducescatter {op.name}"), [tensor]),
         )
 
     def scatter_reduce(
@@ -163,7 +171,9 @@ class EngineBackend:
             prescale=repr(float(scaling.prescale)),
             postscale=repr(float(scaling.postscale)),
             group_rank=call.group.rank,
-            **self._attributes(call, f"scatter_reduce {op.name} {list(counts)}", inputs),
+            **self._attributes(
+                call, scaling.terms(f"scatter_reduce {op.name} {list(counts)}"), inputs
+            ),
         )
 
     def post_gather(

@@ -124,13 +124,17 @@ class NamedOps:
         self._numbers = _PlanNumbers()
         self._slots = Slots(self._numbers)  # type: ignore[arg-type]
 
-    def run(self, call: Call, inputs: Sequence[tf.Tensor], start: Start) -> list[tf.Tensor]:
+    def run(
+        self, call: Call, inputs: Sequence[tf.Tensor], start: Start, terms: str = ""
+    ) -> list[tf.Tensor]:
         """Run an op, or place it in the function that is being traced.
 
         Args:
             call: Group and label. Without `after` it waits for the calls traced before it.
             inputs: Tensors; integers that only say how much is sent (splits) included.
             start: Makes the op.
+            terms: What else must be equal on all ranks, as `call.terms`. It becomes part of the
+                name: Horovod names the ranks that miss an op of this name, and gives up in time.
 
         Returns:
             The op's outputs.
@@ -143,7 +147,8 @@ class NamedOps:
         if position.plan == EAGER:
             return list(start(list(inputs), None))
         label = COUNT.sub("", call.label)
-        words = (self._numbers.titles[position.plan], f"s{position.slot}", label)
+        place = (self._numbers.titles[position.plan], f"s{position.slot}", label)
+        words = (*place, *filter(None, (terms, call.terms)))
         name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
         with tf.control_dependencies([] if call.after else [_marker()]):
             outputs = list(start([_unknown_until_run(t) for t in inputs], name))
@@ -286,7 +291,7 @@ class HorovodBackend(WaitingBackend):
                 return [self._ops.horovod_allreduce(tensor=inputs[0], name=name, **options)]
             return self._ops.horovod_grouped_allreduce(tensors=inputs, name=name, **options)
 
-        reduced = self._named.run(call, wide, start)
+        reduced = self._named.run(call, wide, start, scaling.terms(op.name))
         if len(wide) > len(tensors):
             values, flags = reduced[: len(tensors)], reduced[len(tensors) :]
             reduced = [restore_nan(v, f) for v, f in zip(values, flags, strict=True)]
@@ -347,7 +352,8 @@ class HorovodBackend(WaitingBackend):
         def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
             return [self._ops.horovod_reducescatter(tensor=inputs[0], name=name, **options)]
 
-        own_rows = self._named.run(call, [scale(widen(tensor), scaling.prescale)], start)[0]
+        scaled = scale(widen(tensor), scaling.prescale)
+        own_rows = self._named.run(call, [scaled], start, scaling.terms(op.name))[0]
         return tf.cast(scale(own_rows, scaling.postscale), tensor.dtype)
 
     def add_group(self, ranks: Sequence[int]) -> int:

@@ -103,6 +103,7 @@ class Slots:
 
 def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
     """Return what all ranks must have alike: with names of tensors, a line for each of them."""
+    kind = f"{kind} {call.terms}" if call.terms else kind
     inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
     if call.names and tensors:
         lines = [f"{n} {text}" for n, text in zip(call.names, inputs, strict=True)]
