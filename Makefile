@@ -121,7 +121,7 @@ endif
 # Random kills and pauses for half an hour, on an emulated cluster where that is possible; the result
 # must be that of an undisturbed run. Shorter: ARGS_SOAK="--minutes 3 --every 8 20"
 soak: build
-	@$(BIN)/python tools/soak.py $(ARGS_SOAK)
+	@$(BIN)/python -m tools.soak $(ARGS_SOAK)
 
 # Each kind of failure under each exchange; CI does twelve of them. REPEAT=3 does all thrice.
 faults: build

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.cells import EXCHANGES, FULL, MODELS, QUICK, SUITES, TABLE, Choice, cells_of
 from benchmarks.harness import measure
 from benchmarks.provenance import ROOT
-from tfscale.cluster.running import leave_on_sigterm
+from tools.cluster.running import leave_on_sigterm
 
 
 def tell(line: str) -> None:

@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tfscale.cluster import control, running
-from tfscale.cluster.commands import Shape
-from tfscale.cluster.layout import parse_rate
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     build_command,
@@ -20,6 +17,9 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
+from tools.cluster import control, running
+from tools.cluster.commands import Shape
+from tools.cluster.layout import parse_rate
 
 MEMORY = "memory"
 _CLUSTER = f"bench{os.getpid()}"

@@ -14,7 +14,7 @@ from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
 from benchmarks.step_tables import group_table, overhead_table, summary
 from benchmarks.text import milliseconds, ratio_text, table, three_digits
-from tfscale.cluster.layout import parse_rate
+from tools.cluster.layout import parse_rate
 
 _HEADINGS = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
 _MARK = "<!-- Below: made by `python -m benchmarks.report`. -->\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.numbers import physical_limit, spread
-from tfscale.cluster.layout import parse_rate
+from tools.cluster.layout import parse_rate
 
 MEMORY = "memory"
 # Suites whose workers measure two systems in turn: the one that is added to, and what is added.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import thesis_scaling as study
+from benchmarks.thesis_strategies import STRATEGIES
 from tfscale.plan.choose import choose
-from tfscale.plan.thesis import STRATEGIES
 
 _TITLES = {
     "vgg-a": "VGG-A, [T] figure 3.5",

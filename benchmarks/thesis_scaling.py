@@ -13,14 +13,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.thesis_strategies import (
+    MACHINES,
+    STRATEGIES,
+    chunked_2017,
+    pcnn,
+    per_layer_allreduce,
+)
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
-from tfscale.plan.machines import PRESETS, Machine
+from tfscale.plan.machines import Machine
 from tfscale.plan.parts import ExchangePlan
 from tfscale.plan.published import published
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 from tfscale.plan.tables import grid
-from tfscale.plan.thesis import STRATEGIES, chunked_2017, pcnn, per_layer_allreduce
 
 CORES = 32  # of a host of [T]
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -37,8 +43,8 @@ Build = Callable[[Scenario], ExchangePlan]
 
 
 def scenario_of(model: str, machine: str, n_ranks: int, batch: int = 256) -> Scenario:
-    """Return a published model on one of Cori's presets."""
-    return Scenario(published(model), PRESETS[machine], n_ranks, batch)
+    """Return a published model on one of Cori's machines."""
+    return Scenario(published(model), MACHINES[machine], n_ranks, batch)
 
 
 def speedup(scenario: Scenario, build: Build) -> tuple[float, Prediction]:
@@ -183,7 +189,7 @@ def constants_rows(machines: Sequence[Machine]) -> list[list[str]]:
 
 def page() -> str:
     """Return the study as Markdown."""
-    machines = [PRESETS[name] for name in ("cori-haswell-2017", "cori-haswell", "cori-knl")]
+    machines = [MACHINES[name] for name in ("cori-haswell-2017", "cori-haswell", "cori-knl")]
     text = Path(__file__).with_name("thesis_scaling.md").read_text("utf-8")
     cells = {
         "constants": grid(["name", *(m.name for m in machines)], constants_rows(machines)),

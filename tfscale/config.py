@@ -48,12 +48,10 @@ class Settings:
         stall_warning_s: TFSCALE_STALL_WARNING_S. Seconds after which a waiting collective is
             reported with its name and the missing ranks.
         stall_shutdown_s: TFSCALE_STALL_SHUTDOWN_S. Seconds after which it fails.
-        max_message_bytes: TFSCALE_MAX_MESSAGE_BYTES. Longest MPI message, in [1, 2**31 - 1].
         chunk_bytes: TFSCALE_CHUNK_BYTES. Piece in which long vectors travel and are summed.
         window_bytes: TFSCALE_WINDOW_BYTES. Bytes of one plan under way at a time.
         reduce_threads: TFSCALE_REDUCE_THREADS. Threads of a local sum; 0 takes the cores of the
             host divided by its ranks, 4 at most.
-        spin: TFSCALE_SPIN. True: the communication thread never sleeps while it waits.
         pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
         set_threads: TFSCALE_SET_THREADS. False leaves TensorFlow's thread numbers alone even
             where several ranks share a host.
@@ -65,11 +63,9 @@ class Settings:
     backend: str = "auto"
     stall_warning_s: float = 60.0
     stall_shutdown_s: float = 600.0
-    max_message_bytes: int = 1 << 30
     chunk_bytes: int = 1 << 20
     window_bytes: int = 32 << 20
     reduce_threads: int = 0
-    spin: bool = False
     pin_core: int = -1
     set_threads: bool = True
     save_timeout_s: float = 10.0
@@ -90,7 +86,6 @@ class Settings:
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
             ("save_timeout_s", 0.01, float("inf")),
-            ("max_message_bytes", 1, 2**31 - 1),
             ("chunk_bytes", 64, 2**40),
             ("window_bytes", 1, 2**50),
             ("reduce_threads", 0, 1024),
@@ -156,11 +151,6 @@ def sets_threads(environ: Mapping[str, str]) -> bool:
 def settings() -> Settings:
     """Return the settings of this process, read from its environment at the first call."""
     return parse_settings(os.environ)
-
-
-def reset_settings() -> None:
-    """Forget what was read, so that the next call reads the environment again."""
-    settings.cache_clear()
 
 
 def environment() -> Mapping[str, str]:

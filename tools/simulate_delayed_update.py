@@ -1,6 +1,6 @@
 """What delaying the update of replicated dense layers to the next forward pass would gain.
 
-    python tools/simulate_delayed_update.py
+    python -m tools.simulate_delayed_update
 
 Simulates VGG networks with `Chunked(first_chunk_layers=k, replicated_dense=f)` on the machines of
 the planner, as it is and with the delayed update of [T] algorithm 2, and compares step times.
@@ -12,6 +12,7 @@ import itertools
 import statistics
 from dataclasses import replace
 
+from benchmarks.thesis_strategies import MACHINES
 from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import PRESETS
 from tfscale.plan.parts import chunked
@@ -43,7 +44,7 @@ def describe(pairs: list[tuple[float, float]]) -> str:
 def main() -> None:
     """Print the comparison over all cases, and over the best k and f of each."""
     every, best = [], []
-    for model, machine in itertools.product(MODELS, PRESETS.values()):
+    for model, machine in itertools.product(MODELS, {**PRESETS, **MACHINES}.values()):
         for n_ranks, batch in itertools.product(RANKS, BATCHES):
             if batch < n_ranks:
                 continue

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfscale.cluster import commands, control
-from tfscale.cluster.state import script_path
+from tools.cluster import commands, control
+from tools.cluster.state import script_path
 
 _CLUSTER = "soak"
 _TRAINING = Path(__file__).with_name("soak_training.py")

@@ -51,14 +51,6 @@ extern "C" {
 
 const char* tfscale_last_error() { return last_error.c_str(); }
 
-const char* tfscale_mpi_version() {
-  static std::string version;
-  return Guarded("", [] {
-    version = tfscale::MpiEnv::LibraryVersion();
-    return version.c_str();
-  });
-}
-
 int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
   return Guarded(-1, [&] {
     if (Engine::Get()) throw CommError("tfscale is already initialised.");
@@ -127,13 +119,6 @@ int tfscale_start_incarnation(int incarnation) {
 
 int64_t tfscale_num_given_up() {
   return Guarded(int64_t{-1}, [] { return Running()->NumGivenUp(); });
-}
-
-int tfscale_fail(const char* why) {
-  return Guarded(-1, [&] {
-    Running()->Fail(why);
-    return 0;
-  });
 }
 
 int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }

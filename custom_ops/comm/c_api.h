@@ -14,9 +14,6 @@ extern "C" {
 // Text of the last error on the calling thread; "" if there was none.
 const char* tfscale_last_error();
 
-// Version of the MPI library, first line. Valid until the next call.
-const char* tfscale_mpi_version();
-
 // Starts the engine on a communicator given as a Fortran handle, or on all
 // processes for -1. Collective; blocking. Returns 0 or -1.
 int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options);
@@ -45,7 +42,6 @@ int tfscale_plan_add_slot(int plan, const char* name, const char* signature);
 int tfscale_mark(int kind);
 int tfscale_start_incarnation(int incarnation);
 int64_t tfscale_num_given_up();
-int tfscale_fail(const char* why);
 
 // Variables whose gather is under way; also without an engine.
 int64_t tfscale_num_pending();

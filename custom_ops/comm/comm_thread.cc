@@ -62,13 +62,12 @@ microseconds CommThread::NextWait(bool has_moved) {
   const Clock::time_point now = Clock::now();
   if (has_moved) last_moved_ = now;
   if (!scheduler_.is_busy()) return kIdle;
-  const bool is_urgent = scheduler_.is_urgent();
-  if ((options_.spin && is_urgent) || now - last_moved_ < kHot) {
+  if (now - last_moved_ < kHot) {
     sleep_ = kShortSleep;
     std::this_thread::yield();
     return microseconds(0);
   }
-  const microseconds longest = is_urgent ? kLongSleep : kIdle;
+  const microseconds longest = scheduler_.is_urgent() ? kLongSleep : kIdle;
   const microseconds wait = std::min(sleep_, longest);
   sleep_ = std::min(2 * wait, longest);
   return wait;

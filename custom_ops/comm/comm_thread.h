@@ -14,8 +14,7 @@ namespace tfscale {
 
 // Runs the scheduler. While transfers move it polls without pause; once nothing
 // has moved for a while it sleeps between polls (50 to 500 us), so that waiting
-// for a slower rank costs the computation next to it no core. With
-// `options.spin` it never sleeps while something is under way.
+// for a slower rank costs the computation next to it no core.
 class CommThread {
  public:
   // Both references must outlive the thread.

@@ -55,12 +55,4 @@ MpiEnv::~MpiEnv() {
   if (owns_ && MPI_Finalized(&is_finalized) == MPI_SUCCESS && !is_finalized) MPI_Finalize();
 }
 
-std::string MpiEnv::LibraryVersion() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING];
-  int length = 0;
-  Check(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
-  const std::string version(text, static_cast<size_t>(length));
-  return version.substr(0, version.find('\n'));
-}
-
 }  // namespace tfscale

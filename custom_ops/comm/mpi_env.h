@@ -2,8 +2,6 @@
 #ifndef TFSCALE_COMM_MPI_ENV_H_
 #define TFSCALE_COMM_MPI_ENV_H_
 
-#include <string>
-
 namespace tfscale {
 
 // Throws CommError "<function>: <MPI's own text>" when `rc` is not success.
@@ -23,9 +21,6 @@ class MpiEnv {
   int thread_level() const { return thread_level_; }
   // After a failure ending MPI could block on what will never complete.
   void LeaveUnfinalized() { owns_ = false; }
-
-  // First line of MPI_Get_library_version; needs no initialisation.
-  static std::string LibraryVersion();
 
  private:
   bool owns_ = false;

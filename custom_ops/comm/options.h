@@ -1,4 +1,4 @@
-// What can be set when the engine starts. Mirrors tfscale.config.Settings.
+// Options of the engine, set when it starts; see tfscale.config.Settings.
 #ifndef TFSCALE_COMM_OPTIONS_H_
 #define TFSCALE_COMM_OPTIONS_H_
 
@@ -14,7 +14,6 @@ struct EngineOptions {
   int64_t chunk_bytes;        // piece in which long vectors travel and are summed
   int64_t window_bytes;       // payload of one plan that is under way at a time
   int32_t reduce_threads;     // 1: the communication thread alone
-  int32_t spin;               // 1: never sleep while something is under way
   int32_t pin_core;           // core of the communication thread; -1: any
   // Raised on a rank that keeps others waiting: its handler writes where the
   // program is. 0: none.

@@ -29,7 +29,6 @@ inline EngineOptions SmallOptions() {
   options.chunk_bytes = 640;
   options.window_bytes = 4000;
   options.reduce_threads = 2;
-  options.spin = 0;
   options.pin_core = -1;
   return options;
 }

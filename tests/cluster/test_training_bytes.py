@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.training_bytes import BATCH, WIDTHS
 from tests.helpers.emulated import require_cluster
 from tests.helpers.environment import QUIET
-from tfscale.cluster import control, running
-from tfscale.cluster.commands import Shape
+from tools.cluster import control, running
+from tools.cluster.commands import Shape
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
 NAME, SIZE = f"bytes{os.getpid()}", 4

@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.emulated import require_cluster
 from tests.helpers.mortal_job import START_S, Job
-from tfscale.cluster import commands, control
-from tfscale.cluster.state import script_path
+from tools.cluster import commands, control
+from tools.cluster.state import script_path
 
 NAME = f"lost{os.getpid()}"
 LIMIT_S = 30

@@ -1,17 +1,15 @@
 """A short soak: what `make soak` does for half an hour."""
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[2] / "tools" / "soak.py"
+from tools import soak
 
 
 @pytest.mark.timeout(600)
@@ -19,7 +17,7 @@ def test_a_disturbed_training_ends_as_an_undisturbed_one():
     """Sharded, so that a checkpoint has parts that only one rank knows."""
     options = ["--minutes", "1.2", "--every", "5", "15", "--seed", "3", "--exchange", "sharded"]
     process = subprocess.Popen(
-        [sys.executable, str(SOAK), *options],
+        [sys.executable, "-m", "tools.soak", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -37,20 +35,10 @@ def test_a_disturbed_training_ends_as_an_undisturbed_one():
     assert summary["kills"] + summary["pauses"] > 0
 
 
-@pytest.fixture
-def soak():
-    spec = importlib.util.spec_from_file_location("soak", SOAK)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["soak"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"), [(600, "did not end"), (0, "failed with exit code 3")]
 )
-def test_an_undisturbed_training_that_fails_or_hangs(soak, tmp_path, monkeypatch, seconds, text):
+def test_an_undisturbed_training_that_fails_or_hangs(tmp_path, monkeypatch, seconds, text):
     """An error says so, and nothing of it is left."""
     started = []
 
@@ -66,7 +54,7 @@ def test_an_undisturbed_training_that_fails_or_hangs(soak, tmp_path, monkeypatch
     assert started[0].poll() is not None
 
 
-def test_a_seed_is_chosen_and_told(soak, tmp_path, monkeypatch, capsys):
+def test_a_seed_is_chosen_and_told(tmp_path, monkeypatch, capsys):
     """With it the run can be repeated."""
     seen = []
 

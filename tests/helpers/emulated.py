@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfscale.cluster import control
 from tfscale.launcher.mpi_command import find_mpi
+from tools.cluster import control
 
 
 def require_cluster() -> None:

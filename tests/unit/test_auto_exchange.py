@@ -36,7 +36,7 @@ def test_bad_options(options, text):
 def test_names_and_machines():
     assert resolve("auto") == Auto()
     assert Auto(machine="ethernet-1g").read_machine() is PRESETS["ethernet-1g"]
-    assert Auto(machine=PRESETS["cori-knl"]).read_machine() is PRESETS["cori-knl"]
+    assert Auto(machine=PRESETS["cori-haswell"]).read_machine() is PRESETS["cori-haswell"]
     assert "Nothing is planned yet" in Auto().explain()
 
 

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from tfscale.cluster import commands, control, running
-from tfscale.cluster.layout import NETWORK, expected_bytes, make_layout, parse_rate
-from tfscale.cluster.state import State, delete_state, read_state, state_path, write_state
 from tfscale.config import ConfigError, ExchangeError
+from tools.cluster import commands, control, running
+from tools.cluster.layout import NETWORK, make_layout, parse_rate
+from tools.cluster.state import State, delete_state, read_state, state_path, write_state
 
 LAYOUT = make_layout("main", 3)
 
@@ -122,8 +122,6 @@ def test_the_launcher_refuses_other_hosts(tmp_path, host):
     assert done.returncode == 1
     assert done.stdout == ""
     assert f"{host} is no node of the emulated cluster main" in done.stderr
-    with pytest.raises(ConfigError, match="must be one of its own nodes"):
-        LAYOUT.node_at(host)
 
 
 def test_tcp_is_forced_and_cores_are_given_away_when_scarce():
@@ -182,9 +180,3 @@ def test_without_root_it_says_so(monkeypatch):
     ):
         with pytest.raises(ConfigError, match="needs root.*Received: user id 1000"):
             call()
-
-
-def test_expected_bytes():
-    assert expected_bytes(1, 100) == 0
-    assert expected_bytes(2, 100) == 100
-    assert expected_bytes(4, 100) == 150

@@ -14,11 +14,9 @@ DEFAULTS = {
     "TFSCALE_BACKEND": "auto",
     "TFSCALE_STALL_WARNING_S": 60.0,
     "TFSCALE_STALL_SHUTDOWN_S": 600.0,
-    "TFSCALE_MAX_MESSAGE_BYTES": 1 << 30,
     "TFSCALE_CHUNK_BYTES": 1 << 20,
     "TFSCALE_WINDOW_BYTES": 32 << 20,
     "TFSCALE_REDUCE_THREADS": 0,
-    "TFSCALE_SPIN": False,
     "TFSCALE_PIN_CORE": -1,
     "TFSCALE_SET_THREADS": True,
     "TFSCALE_SAVE_TIMEOUT_S": 10.0,
@@ -38,16 +36,14 @@ def test_every_variable_is_read():
         "TFSCALE_BACKEND": "engine",
         "TFSCALE_STALL_WARNING_S": "1.5",
         "TFSCALE_STALL_SHUTDOWN_S": "3",
-        "TFSCALE_MAX_MESSAGE_BYTES": "1000",
         "TFSCALE_CHUNK_BYTES": "128",
         "TFSCALE_WINDOW_BYTES": "4096",
         "TFSCALE_REDUCE_THREADS": "2",
-        "TFSCALE_SPIN": "1",
         "TFSCALE_PIN_CORE": "3",
         "TFSCALE_SET_THREADS": "off",
         "OTHER": "ignored",
     }
-    expected = Settings("engine", 1.5, 3.0, 1000, 128, 4096, 2, True, 3, False)
+    expected = Settings("engine", 1.5, 3.0, 128, 4096, 2, 3, False)
     assert parse_settings(environ) == expected
 
 
@@ -55,18 +51,18 @@ def test_every_variable_is_read():
     ("text", "value"), [("true", True), ("YES", True), ("0", False), ("No", False)]
 )
 def test_words_for_yes_and_no(text, value):
-    assert parse_settings({"TFSCALE_SPIN": text}).spin is value
+    assert parse_settings({"TFSCALE_SET_THREADS": text}).set_threads is value
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("TFSCALE_BACKEND", "mpi", "TFSCALE_BACKEND must be one of auto, engine, horovod, single."),
-        ("TFSCALE_SPIN", "maybe", "TFSCALE_SPIN must be 1 or 0. Received: 'maybe'."),
+        ("TFSCALE_SET_THREADS", "maybe", "TFSCALE_SET_THREADS must be 1 or 0. Received: 'maybe'."),
         ("TFSCALE_PIN_CORE", "a", "TFSCALE_PIN_CORE must be a int. Received: 'a'."),
         ("TFSCALE_CHUNK_BYTES", "1e6", "TFSCALE_CHUNK_BYTES must be a int. Received: '1e6'."),
         ("TFSCALE_CHUNK_BYTES", "1", "TFSCALE_CHUNK_BYTES must lie in [64, "),
-        ("TFSCALE_MAX_MESSAGE_BYTES", str(2**31), "Received: 2147483648. The default is"),
+        ("TFSCALE_PIN_CORE", "4096", "Received: 4096. The default is -1."),
         ("TFSCALE_STALL_WARNING_S", "0", "TFSCALE_STALL_WARNING_S must lie in [0.01, inf]."),
         ("TFSCALE_STALL_SHUTDOWN_S", "nan", "TFSCALE_STALL_SHUTDOWN_S must lie in"),
         ("TFSCALE_WINDOW_BYTES", "0", "TFSCALE_WINDOW_BYTES must lie in [1, "),
@@ -81,15 +77,15 @@ def test_errors_name_the_variable(name, text, message):
 
 
 def test_the_environment_is_read_once(monkeypatch):
-    config.reset_settings()
+    config.settings.cache_clear()
     monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "640")
     assert config.settings().chunk_bytes == 640
     monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "1280")
     assert config.settings().chunk_bytes == 640
-    config.reset_settings()
+    config.settings.cache_clear()
     assert config.settings().chunk_bytes == 1280
     monkeypatch.undo()
-    config.reset_settings()
+    config.settings.cache_clear()
 
 
 def test_the_environment_is_a_copy(monkeypatch):

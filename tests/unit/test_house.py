@@ -35,7 +35,6 @@ MIN_LINES = 100  # of a module that only one other imports
 
 # Not yet where they belong: path -> room.
 ELSEWHERE: dict[str, str] = {
-    "cluster": "launcher",
     "gradients": "optimizer",
     "model_optimizers": "optimizer",
     "optimizer_sharing": "optimizer",
@@ -80,9 +79,9 @@ SATELLITES: set[str] = {
     "tfscale.fit.guarded_step",
     "tfscale.fit.lockstep",
     "tfscale.fit.lookahead",
+    "tfscale.measure.memory",
     "tfscale.measure.stamps",
     "tfscale.parameters.waits",
-    "tfscale.plan.thesis",
     "tfscale.proxy",
 }
 CIRCLES: list[set[str]] = [

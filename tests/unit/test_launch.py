@@ -8,10 +8,10 @@ from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     build_command,
-    parse_hosts,
     parse_places,
     parse_version,
     require_hosts,
+    spread,
 )
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
@@ -136,17 +136,17 @@ def test_impossible_launches_are_refused():
         line(MPICH, hosts=(("a", 4),), hostfile="f")
 
 
-def test_parse_hosts():
-    assert parse_hosts("a:2,b:2", 4) == (("a", 2), ("b", 2))
-    assert parse_hosts("a:2,b:2", 3) == (("a", 2), ("b", 1))
-    assert parse_hosts("a:2,b:2", 2) == (("a", 2),)
-    assert parse_hosts("a,b", 2) == (("a", 1), ("b", 1))
+def test_hosts_are_read_and_filled():
+    assert spread(parse_places("a:2,b:2"), 4) == (("a", 2), ("b", 2))
+    assert spread(parse_places("a:2,b:2"), 3) == (("a", 2), ("b", 1))
+    assert spread(parse_places("a:2,b:2"), 2) == (("a", 2),)
+    assert spread(parse_places("a,b"), 2) == (("a", 1), ("b", 1))
     with pytest.raises(ConfigError, match="1 too few"):
-        parse_hosts("a:2,b", 4)
+        spread(parse_places("a:2,b"), 4)
     with pytest.raises(ConfigError, match="Received: a:x"):
-        parse_hosts("a:x", 1)
+        spread(parse_places("a:x"), 1)
     with pytest.raises(ConfigError, match="Received: a:0"):
-        parse_hosts("a:0", 1)
+        spread(parse_places("a:0"), 1)
 
 
 def test_host_files():
@@ -166,7 +166,7 @@ def test_a_host_that_is_named_again_has_more_places():
     pbs = "a\na\nb\n"
     assert parse_places(pbs) == (("a", 2), ("b", 1))
     assert parse_places("a:2,b,a slots=3,b") == (("a", 5), ("b", 2))
-    assert parse_hosts("a,a,b,b", 3) == (("a", 2), ("b", 1))
+    assert spread(parse_places("a,a,b,b"), 3) == (("a", 2), ("b", 1))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tfscale.data import phantom
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from datasets import phantom
 
 
 def _pixel_by_pixel(ellipses, size):

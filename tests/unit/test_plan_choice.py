@@ -140,14 +140,3 @@ def test_the_explanation_names_every_parameter_and_alternative():
     # A convolution has no activations to send: two alternatives are dashes.
     assert rows["conv1_1/kernel"].count(" - ") == 2
     assert "no plan is faster than" in text
-
-
-def test_auto_beats_the_strategies_of_the_thesis_in_the_simulation():
-    """The acceptance figure: 1.2 times the best single one at 256 nodes."""
-    from tfscale.plan.thesis import STRATEGIES
-
-    for name in ("vgg16", "resnet50"):
-        scenario = Scenario(published(name), PRESETS["cori-haswell"], 256, 256)
-        names = ("allreduce", "allreduce without overlap", "pcnn", "pcnn without overlap")
-        singles = [simulate(scenario, STRATEGIES[s](scenario)).step_s for s in names]
-        assert min(singles) / choose(scenario).predicted.step_s >= 1.2

@@ -14,7 +14,6 @@ from datasets import mnist, phantom
 from datasets.idx import read_idx
 
 from tests.helpers.picture_files import idx, write_idx_set
-from tfscale.data.phantom import phantoms
 
 LOADERS = {"mnist": mnist.load_mnist, "fashion-mnist": mnist.load_fashion_mnist}
 PLACES = [
@@ -124,7 +123,7 @@ def test_patches_reach_every_edge():
 
 
 def test_noise_is_white_gaussian_of_the_stated_level_and_not_clipped():
-    corrupted, truth = phantom.corrupt(phantoms(4, seed=0), seed=3)
+    corrupted, truth = phantom.corrupt(phantom.phantoms(4, seed=0), seed=3)
     assert corrupted.dtype == truth.dtype == np.float32
     assert corrupted.shape == truth.shape == (4, 256, 256, 1)
     noise = (corrupted - truth).astype(np.float64)
@@ -144,5 +143,5 @@ def test_pairs_depend_on_the_seed_only_and_validation_is_not_training(tmp_path):
         np.testing.assert_array_equal(one, other)
     other_seed, _ = phantom.load(3, 2, 2, seed=2, cache_dir=str(tmp_path / "a"))
     assert (other_seed.corrupted != train.corrupted).any()
-    training_pictures = phantoms(3, seed=1) / np.float32(255)
+    training_pictures = phantom.phantoms(3, seed=1) / np.float32(255)
     assert not any((valid.truth[0, ..., 0] == picture).all() for picture in training_pictures)

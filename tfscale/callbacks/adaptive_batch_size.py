@@ -201,8 +201,13 @@ class AdaptiveBatchSize(EpochCallback):
         """Remember the loss of the first batch."""
         super().on_train_batch_end(batch, logs)
         if not self.is_void:
-            steps = (self.params or {}).get("steps") or 0
-            self._measures.end_batch(logs, is_last=steps_until(self.model, batch) >= steps)
+            self._measures.end_batch(logs)
+            if steps_until(self.model, batch) >= ((self.params or {}).get("steps") or 0):
+                self._measures.end_steps(self._batch())
+
+    def _batch(self) -> EpochBatch:
+        control = self._control
+        return EpochBatch.of(control.batch_size, control.next_size, self._has_surplus)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide what holds from the next epoch on. Collective."""
@@ -211,7 +216,7 @@ class AdaptiveBatchSize(EpochCallback):
             return
         self._n_warmup_left = max(0, self._n_warmup_left - 1)
         control = self._control
-        batch = EpochBatch.of(control.batch_size, control.next_size, self._has_surplus)
+        batch = self._batch()
         rate = self._rate.value()
         measures = self._measures.end_epoch(self.model, logs, batch)
         decision = control.end_epoch(epoch, measures)

@@ -88,12 +88,14 @@ class EpochMeasures:
         if self._origin is None:
             self._origin = [np.array(v.numpy()) for v in _variables(model)]
 
-    def end_batch(self, logs: dict[str, Any] | None, is_last: bool) -> None:
-        """Remember the loss of the run's first batch, and the memory of an epoch's steps."""
+    def end_batch(self, logs: dict[str, Any] | None) -> None:
+        """Remember the loss of the run's first batch."""
         if not self._is_common and math.isnan(self._first_cost):
             self._first_cost = _loss(logs)
-        if is_last:
-            self._guard.end_epoch()
+
+    def end_steps(self, batch: EpochBatch) -> None:
+        """Remember the memory of an epoch's steps, before validation takes more."""
+        self._guard.end_epoch(batch.local)
 
     def end_epoch(
         self, model: keras.Model, logs: dict[str, Any] | None, batch: EpochBatch

@@ -118,11 +118,6 @@ class Shards:
             value = tf.cast(value, self.pieces[index].dtype)
             self.pieces[index].assign(self._part(index, value))
 
-    def refresh_all(self) -> None:
-        """Follow assignments that went past Keras, such as those of tf.train.Checkpoint."""
-        for variable in self.variables:
-            self.refresh(variable, tf.convert_to_tensor(variable.value))
-
     def exchange(
         self,
         gradients: Sequence[Any],

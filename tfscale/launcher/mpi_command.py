@@ -98,11 +98,6 @@ def spread(places: Places, size: int) -> Places:
     return tuple(hosts)
 
 
-def parse_hosts(text: str, size: int) -> Places:
-    """Read "host1:2,host2:2" and spread `size` ranks over it; see `parse_places`, `spread`."""
-    return spread(parse_places(text), size)
-
-
 KINDS = ("mpich", "openmpi", "intel")
 
 

@@ -150,28 +150,6 @@ def average_s(
     return allreduce_s(n_bytes, n_groups, machine, algorithm, link)
 
 
-def interval_s(
-    n_bytes: float, group_size: int, n_groups: int, interval: int, machine: Machine
-) -> tuple[float, float]:
-    """Return communication per step of local SGD with whole and with sharded averaging.
-
-    Args:
-        n_bytes: Bytes of the parameters.
-        group_size: Ranks of a group.
-        n_groups: Groups.
-        interval: Steps from one averaging to the next.
-        machine: Where.
-
-    Returns:
-        [L] eq. 5 and the sum of eqs. 6 to 8, both per step instead of per epoch.
-    """
-    inside = allreduce_s(n_bytes, group_size, machine, "recursive")
-    whole = average_s(n_bytes, group_size, n_groups, machine) / interval
-    each = transfer_s(n_bytes, group_size, machine.link(group_size))
-    part = average_s(n_bytes / group_size, group_size, n_groups, machine) / interval
-    return inside + whole, 2 * each + part
-
-
 # Each value a layer writes is written and read once in the forward pass; back-propagation reads it
 # again and writes and reads its error.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3

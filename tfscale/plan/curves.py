@@ -11,8 +11,8 @@ from tfscale.plan.choose import best_first_chunk, choose, plain_plan, recommend
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     ExchangePlan,
-    Kind,
     bucketed,
+    cheap_partial_layers,
     chunked,
     dense_layers,
     lower_bound_s,
@@ -21,7 +21,6 @@ from tfscale.plan.parts import (
 )
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 from tfscale.plan.tables import grid
-from tfscale.plan.thesis import pcnn
 
 AUTO, LOCAL_SGD = "auto", "local SGD"
 
@@ -65,13 +64,8 @@ def _sharded(scenario: Scenario) -> ExchangePlan:
 
 def _sharded_with_dense(scenario: Scenario) -> ExchangePlan:
     """Return buckets of shards, and eq. 4.8's choice for dense layers."""
-    special: dict[int, Kind] = {
-        scenario.table.parameters[part.parameters[0]].layer: part.kind
-        for part in pcnn(scenario).parts
-        if part.kind == "partial"
-    }
     n_bytes = auto_bucket_bytes(specs_of(scenario.table))
-    return bucketed(scenario.table, n_bytes, "sharded", special)
+    return bucketed(scenario.table, n_bytes, "sharded", cheap_partial_layers(scenario))
 
 
 # The exchanges that a user can ask for by name, with their own parameters at their best.

@@ -151,8 +151,8 @@ class Machine:
 
 _MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_latency_s")
 
-# Cori's numbers are fitted to the published speedups, see docs/thesis-scaling.md; the others are
-# round numbers of such hardware: measure your own.
+# Cori's numbers are fitted to published speedups, see docs/thesis-scaling.md; the others are round
+# numbers of such hardware: measure your own.
 PRESETS: dict[str, Machine] = {
     "cori-haswell": Machine(
         name="cori-haswell",
@@ -196,23 +196,6 @@ PRESETS: dict[str, Machine] = {
         note="200 Gbit/s between hosts of 64 cores",
     ),
 }
-PRESETS["cori-haswell-2017"] = dataclasses.replace(
-    PRESETS["cori-haswell"],
-    name="cori-haswell-2017",
-    flops_per_s=0.275e12,
-    half_batch=0.6,
-    note="[T] chapter 3: the same hosts, earlier and slower kernels",
-)
-PRESETS["cori-knl"] = dataclasses.replace(
-    PRESETS["cori-haswell"],
-    name="cori-knl",
-    latency_s=3e-6,
-    bytes_per_s=1e9,
-    reduce_bytes_per_s=10e9,
-    flops_per_s=2e12,
-    memory_bytes_per_s=80e9,
-    note="[L] IV: one rank per host of 68 slow cores; not fitted, the paper prints no times",
-)
 
 
 def find_machine(name: str) -> Machine:

@@ -184,6 +184,18 @@ def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
     return part * (activation_bytes(n_in, rows / scenario.n_ranks) + errors + weights)
 
 
+def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
+    """Return the dense layers that send fewer bytes as "partial" than as "sharded", by position.
+
+    Source: [T] eq. 4.8.
+    """
+    return {
+        place: "partial"
+        for place in dense_layers(scenario.table)
+        if sent_bytes(scenario, place, "partial") < sent_bytes(scenario, place, "sharded")
+    }
+
+
 def kinds_for(layer: Layer) -> tuple[Kind, ...]:
     """Return how a layer's parameters may travel."""
     if layer.dense is None:

@@ -76,10 +76,6 @@ class SegmentedBucket:
                 found.append(Piece(index, start, stop, offset + start))
         return tuple(found)
 
-    def counts(self) -> tuple[int, ...]:
-        """Return the number of elements that each rank owns, padding left out."""
-        return tuple(sum(p.count for p in self.pieces(r)) for r in range(len(self.cuts) - 1))
-
 
 def row_cuts(n_rows: int, size: int) -> list[int]:
     """Return where each rank's rows of a matrix begin, and the number of rows.

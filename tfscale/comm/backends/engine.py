@@ -43,6 +43,7 @@ def show_on_signal() -> int:
 
 
 _WORLD = -1  # instead of the Fortran handle of a communicator
+_MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
 _EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
 
 
@@ -70,15 +71,14 @@ class EngineBackend:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
         self.n_cores: int = place.cores
-        lengths = f"chunks of {settings.chunk_bytes}, messages of {settings.max_message_bytes}"
+        lengths = f"chunks of {settings.chunk_bytes}"
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
-            max_message_bytes=settings.max_message_bytes,
+            max_message_bytes=_MAX_MESSAGE_BYTES,
             chunk_bytes=settings.chunk_bytes,
             window_bytes=settings.window_bytes,
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
-            spin=settings.spin,
             pin_core=settings.pin_core,
             stack_signal=show_on_signal(),
             identity=f"{versions()}, {lengths}".encode(),

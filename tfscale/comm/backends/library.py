@@ -22,7 +22,6 @@ class EngineOptions(ctypes.Structure):
         ("chunk_bytes", ctypes.c_int64),
         ("window_bytes", ctypes.c_int64),
         ("reduce_threads", ctypes.c_int32),
-        ("spin", ctypes.c_int32),
         ("pin_core", ctypes.c_int32),
         ("stack_signal", ctypes.c_int32),
         ("identity", ctypes.c_char_p),
@@ -60,7 +59,6 @@ _INT, _TEXT = ctypes.c_int, ctypes.c_char_p
 _INT_P = ctypes.POINTER(ctypes.c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "last_error": (_TEXT, ()),
-    "mpi_version": (_TEXT, ()),
     "start": (_INT, (_INT, ctypes.POINTER(EngineOptions))),
     "stop": (_INT, ()),
     "abort": (None, (_INT,)),
@@ -77,7 +75,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "num_pending": (ctypes.c_int64, ()),
     "num_failed": (ctypes.c_int64, ()),
     "drain": (None, ()),
-    "fail": (_INT, (_TEXT,)),
     "take_events": (ctypes.c_int64, (ctypes.POINTER(Event), ctypes.c_int64)),
     "clock_ns": (ctypes.c_int64, ()),
 }

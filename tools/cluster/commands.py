@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tfscale.cluster.layout import BRIDGE, BRIDGE_ADDRESS, LINK, NETWORK, Layout
 from tfscale.config import ConfigError
+from tools.cluster.layout import BRIDGE, BRIDGE_ADDRESS, LINK, NETWORK, Layout
 
 # A packet of 64 KB, as the kernel hands them down, must fit into the bucket with room to spare:
 # with a smaller bucket it is cut up or dropped, and the retransmissions spoil every measurement.

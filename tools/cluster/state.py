@@ -1,4 +1,4 @@
-"""What remembers an emulated cluster between commands, and after a crash."""
+"""The state file of an emulated cluster, which outlives commands and crashes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.cluster.layout import Layout, make_layout
 from tfscale.config import ConfigError
+from tools.cluster.layout import Layout, make_layout
 
 # Emptied when the machine starts, as namespaces are.
 FOLDER = Path("/run/tfscale-cluster")

@@ -54,20 +54,6 @@ class Layout:
         """All network namespaces, the bridge's first."""
         return (self.bridge_namespace, *(node.namespace for node in self.nodes))
 
-    def node_at(self, address: str) -> Node:
-        """Return the node with an address.
-
-        Raises:
-            ConfigError: It is not a node of this cluster.
-        """
-        for node in self.nodes:
-            if node.address == address:
-                return node
-        raise ConfigError(
-            f"A host of an emulated cluster must be one of its own nodes. Received: {address!r}, "
-            f"cluster {self.name!r} has {[node.address for node in self.nodes]}."
-        )
-
 
 def make_layout(name: str, n_nodes: int) -> Layout:
     """Return the layout of a cluster.
@@ -116,11 +102,3 @@ def parse_rate(text: str) -> float:
             f"Received: {text!r}. Example: --rate 1gbit"
         )
     return rate
-
-
-def expected_bytes(n_ranks: int, payload_bytes: int) -> float:
-    """Return what each rank must at least send in an allreduce: 2 (n - 1) / n of the vector.
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
-    """
-    return 2 * (n_ranks - 1) / n_ranks * payload_bytes

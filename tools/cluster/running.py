@@ -9,10 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfscale.cluster import commands
-from tfscale.cluster.control import existing, read_bytes
-from tfscale.cluster.layout import Layout
-from tfscale.cluster.state import State, read_state, script_path, write_state
 from tfscale.config import ConfigError, ExchangeError, environment
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -23,6 +19,10 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
+from tools.cluster import commands
+from tools.cluster.control import existing, read_bytes
+from tools.cluster.layout import Layout
+from tools.cluster.state import State, read_state, script_path, write_state
 
 # What mpiexec and its helpers themselves say to each other stays below this, per node.
 _LEAST_PAYLOAD_BYTES = 16 * 1024

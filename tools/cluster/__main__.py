@@ -1,8 +1,8 @@
 """An emulated cluster on this machine: a network namespace per node, links with a rate.
 
-    sudo .venv/bin/python tools/cluster.py up -n 4
-    sudo .venv/bin/python tools/cluster.py run -np 4 --rate 1gbit -- .venv/bin/python train.py
-    sudo .venv/bin/python tools/cluster.py down
+    sudo .venv/bin/python -m tools.cluster up -n 4
+    sudo .venv/bin/python -m tools.cluster run -np 4 --rate 1gbit -- .venv/bin/python train.py
+    sudo .venv/bin/python -m tools.cluster down
 
 `run` makes a cluster for itself where none is up, and removes it afterwards. The bytes that each
 node sent and received are printed as JSON. See docs/cluster.md.
@@ -18,17 +18,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.cluster import control, running
-from tfscale.cluster.commands import Shape
-from tfscale.cluster.layout import parse_rate
-from tfscale.cluster.state import read_state
 from tfscale.config import ConfigError, ExchangeError
+from tools.cluster import control, running
+from tools.cluster.commands import Shape
+from tools.cluster.layout import parse_rate
+from tools.cluster.state import read_state
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--name", default="main", help="of the cluster; default: main")
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -107,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             control.down(options.name)
     except (ConfigError, ExchangeError) as error:
-        print(f"cluster.py: {error}", file=sys.stderr)
+        print(f"cluster: {error}", file=sys.stderr)
         return 2
     except subprocess.TimeoutExpired:
-        print(f"cluster.py: ended after --timeout {options.timeout:g} s.", file=sys.stderr)
+        print(f"cluster: ended after --timeout {options.timeout:g} s.", file=sys.stderr)
         return 124
     return 0
 

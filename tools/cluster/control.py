@@ -8,17 +8,17 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.cluster import commands
-from tfscale.cluster.layout import Layout, make_layout
-from tfscale.cluster.state import (
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.launcher.mpi_command import end_processes
+from tools.cluster import commands
+from tools.cluster.layout import Layout, make_layout
+from tools.cluster.state import (
     State,
     delete_state,
     read_state,
     script_path,
     write_state,
 )
-from tfscale.config import ConfigError, ExchangeError
-from tfscale.launcher.mpi_command import end_processes
 
 _NAMESPACES = Path("/run/netns")
 
@@ -75,7 +75,7 @@ def existing(name: str) -> State:
     if state is None:
         raise ConfigError(
             f"The cluster must be up. Received: name={name!r}, which is not. "
-            "Run: python tools/cluster.py up"
+            "Run: python -m tools.cluster up"
         )
     return state
 

@@ -1,4 +1,4 @@
-"""The strategies that the papers measured, as plans.
+"""The strategies and machines of the papers, as plans and constants of the simulator.
 
 They differ from tfscale's own in what their software did: blocking MPI calls in one thread,
 MPI's own allreduce, one exchange per layer, and updates where the next forward pass needs them.
@@ -10,7 +10,31 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tfscale.plan.costs import Scenario
-from tfscale.plan.parts import ExchangePlan, Kind, bucketed, chunked, dense_layers, sent_bytes
+from tfscale.plan.machines import PRESETS, Machine
+from tfscale.plan.parts import ExchangePlan, bucketed, cheap_partial_layers, chunked
+
+# Cori's numbers are fitted to the published speedups, see docs/thesis-scaling.md.
+_HASWELL = PRESETS["cori-haswell"]
+MACHINES: dict[str, Machine] = {
+    "cori-haswell": _HASWELL,
+    "cori-haswell-2017": replace(
+        _HASWELL,
+        name="cori-haswell-2017",
+        flops_per_s=0.275e12,
+        half_batch=0.6,
+        note="[T] chapter 3: the same hosts, earlier and slower kernels",
+    ),
+    "cori-knl": replace(
+        _HASWELL,
+        name="cori-knl",
+        latency_s=3e-6,
+        bytes_per_s=1e9,
+        reduce_bytes_per_s=10e9,
+        flops_per_s=2e12,
+        memory_bytes_per_s=80e9,
+        note="[L] IV: one rank per host of 68 slow cores; not fitted, the paper prints no times",
+    ),
+}
 
 # [T] counts pooling layers in k. So many layers of VGG-A and its variants are behind each of them.
 _BEHIND_POOLINGS = (3, 6, 9, 12, 14)
@@ -53,11 +77,7 @@ def pcnn(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
         scenario: Model, machine, ranks, batch.
         overlap: False: "pcnn_no_overlap".
     """
-    special: dict[int, Kind] = {}
-    for place in dense_layers(scenario.table):
-        if sent_bytes(scenario, place, "partial") < sent_bytes(scenario, place, "sharded"):
-            special[place] = "partial"
-    plan = bucketed(scenario.table, None, "sharded", special)
+    plan = bucketed(scenario.table, None, "sharded", cheap_partial_layers(scenario))
     return replace(plan, overlap=overlap, has_early_gradients=False, piece_bytes=0)
 
 

@@ -1,0 +1,1 @@
+"""Commands for working on tfscale, and the emulated cluster; none of them is in the wheel."""
