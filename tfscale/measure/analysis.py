@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfscale.comm.events import has_slot
 from tfscale.config import ConfigError
 from tfscale.plan.tables import grid
 
@@ -188,11 +189,6 @@ def overlap_percent(t_c: float, t_b: float) -> float | None:
     Source: [T] eq. 3.8.
     """
     return 100.0 * (t_c - t_b) / t_c if t_c > 0 else None
-
-
-def has_slot(op: tf.Operation) -> bool:
-    """Return whether an op is a collective or a stamp; one that waits for parameters is not."""
-    return op.type.startswith("Tfscale") and op.type != "TfscaleAwait"
 
 
 def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
