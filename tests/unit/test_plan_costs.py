@@ -66,10 +66,8 @@ def test_equations_by_hand():
 def test_averaging_shards_moves_less():
     """[L] eqs. 5 to 8: the averaging moves 1 / group_size of the parameters."""
     machine = dataclasses.replace(SIMPLE, latency_s=0.0, reduce_bytes_per_s=1e30)
-    whole, sharded = costs.interval_s(100, 4, 8, 2, machine)
-    inside = 2 * 100 * 0.75 * 0.1
-    assert whole == pytest.approx(inside + 2 * 100 * 7 / 8 * 0.1 / 2)
-    assert sharded == pytest.approx(inside + 2 * 25 * 7 / 8 * 0.1 / 2)
+    assert costs.average_s(100, 4, 8, machine) == pytest.approx(2 * 100 * 7 / 8 * 0.1)
+    assert costs.average_s(100 / 4, 4, 8, machine) == pytest.approx(2 * 25 * 7 / 8 * 0.1)
 
 
 @given(N_BYTES, N_BYTES, N_RANKS, machines())
