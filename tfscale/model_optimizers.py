@@ -1,13 +1,15 @@
-"""Which optimizers a model has, and whether they can be built."""
+"""The optimizers of a model, and how model and optimizers are built."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfscale.config import ConfigError
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -56,6 +58,41 @@ def is_built(model: keras.Model) -> bool:
 def has_call(layer: Any) -> bool:
     """Return whether a layer or model can be called."""
     return getattr(type(layer), "call", None) is not keras.Model.call
+
+
+def how_to_build(model: keras.Model) -> str:
+    """Return the advice of an error that says that a model is not built."""
+    if not has_call(model):
+        return "It has no call(): build its layers, and set model.built = True, before fit."
+    way = "Call the model on one batch before fit"
+    return f"{way}, or use tfscale.prepare(model, sample_batch=...)."
+
+
+def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
+    """Build model, losses and metrics.
+
+    Args:
+        model: A compiled model.
+        spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
+
+    Raises:
+        ConfigError: These do not suffice.
+    """
+    try:
+        model._symbolic_build(data_batch=keras.tree.map_structure(symbol_of, spec_of_data()))
+    except Exception as error:
+        raise ConfigError(
+            "The model must be built before its first update, and its shapes cannot be told from "
+            f"the data. Received: model={model.name!r} and "
+            f"{type(error).__name__}: {error}. {how_to_build(model)}"
+        ) from error
+
+
+def symbol_of(spec: Any) -> keras.KerasTensor | None:
+    """Return the symbol of an array, or of what has shape and dtype of one; else None."""
+    if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
+        return None
+    return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)
 
 
 def trains_all(model: keras.Model) -> bool:

@@ -9,12 +9,12 @@ import keras
 
 from tfscale.comm.backends.base import raw_variable
 from tfscale.comm.compression import Compression
+from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.strategies import resolve
 from tfscale.gradients import GradientReducer
-from tfscale.measure.stamps import stamp_updates
 from tfscale.model_optimizers import trains_all
 from tfscale.optimizer_sharing import Sharing
 from tfscale.optimizer_state import CompleteState

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 import tfscale
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.measure.analysis import of_kind, read_rows
-from tfscale.measure.pictures import draw_step
+from tfscale.measure.report import draw_step, of_kind, read_rows
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "overlap.png"
 UNITS, N_SAMPLES, N_STEPS = 768, 256, 40

@@ -34,8 +34,8 @@ MODELS = ("vgg", "resnet", "edsr", "lstm", "outputs", "subclass")
 RANKS = (1, 2, 3, 4)
 GLOBAL_BATCH = 12  # a multiple of each number of ranks
 EPOCHS, STEPS = 2, 6  # per epoch
-# "auto" trains 13 steps with allreduce and with each plan that it tries. After 32 steps it tries the
-# second; the choice between them, which depends on measured times, would come later.
+# "auto" trains 13 steps with allreduce and with each plan that it tries. After 32 steps it tries
+# the second; the choice between them, which depends on measured times, would come later.
 AUTO_STEPS = 16
 _WITHOUT_DENSE = ("edsr",)
 

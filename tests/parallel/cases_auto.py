@@ -18,9 +18,7 @@ from tests.parallel.cases_equality import float64
 from tfscale import Auto
 from tfscale.comm import runtime
 from tfscale.exchange.plans import Planned, PlannedShards
-from tfscale.measure import auto
-from tfscale.measure import layers as layer_probe
-from tfscale.measure import layers as step_probe
+from tfscale.measure import auto, layers
 from tfscale.plan.machines import Machine
 
 BATCH, STEPS = 12, 40  # with `few_steps`: ten by layer, five of allreduce and of each plan
@@ -33,10 +31,8 @@ def few_steps():
     with (
         mock.patch.object(auto, "_TIMED_STEPS", 3),
         mock.patch.object(auto, "UNMEASURED_STEPS", 2),
-        mock.patch.object(layer_probe, "UNMEASURED_STEPS", 2),
-        mock.patch.object(layer_probe, "MEASURED_STEPS", 3),
-        mock.patch.object(step_probe, "UNMEASURED_STEPS", 2),
-        mock.patch.object(step_probe, "MEASURED_STEPS", 3),
+        mock.patch.object(layers, "UNMEASURED_STEPS", 2),
+        mock.patch.object(layers, "MEASURED_STEPS", 3),
     ):
         yield
 

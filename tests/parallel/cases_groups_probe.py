@@ -15,7 +15,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_by_hand import BATCH, samples
 from tests.parallel.local_by_hand import STEPS as STEPS_PER_EPOCH
-from tfscale.measure.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge, probed_fit
+from tfscale.launcher.tune.scripts import _Done, _enlarge, _GroupsProbe, _regroup, probed_fit
 
 STEPS, INTERVAL = 6, 2
 
@@ -29,11 +29,11 @@ def probed(rule, learning_rate, folder, more=()):
     model.compile(tfscale.DistributedOptimizer(rule), "mse")
     data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
     _regroup(model, settings)
-    enlarge(data, settings["groups"])
+    _enlarge(data, settings["groups"])
     record = tfscale.callbacks.ModelDistance()
     start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
-    with contextlib.suppress(_StepsDone):
-        callbacks = [*more, start, record, GroupsProbe(settings, record)]
+    with contextlib.suppress(_Done):
+        callbacks = [*more, start, record, _GroupsProbe(settings, record)]
         model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
     tfscale.barrier()
     return json.loads((folder / "found.json").read_text())
@@ -52,7 +52,7 @@ def case_groups_go_on_apart_behind_an_epoch():
             model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
             data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
             patched = mock.patch.object(keras.Model, "fit", probed_fit(settings))
-            with patched, contextlib.suppress(_StepsDone):
+            with patched, contextlib.suppress(_Done):
                 model.fit(data, epochs=1, verbose=0, callbacks=callbacks)
             tfscale.barrier()
             found.append(json.loads((folder / "found.json").read_text())["distances"])

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import tfscale
 from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
-from tfscale.measure import links, links_command
+from tfscale.launcher.tune.links import measure_model
+from tfscale.measure import links
 from tfscale.measure.model_layers import find_model, read_layers
 from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import Machine, find_machine
@@ -73,7 +74,7 @@ def case_the_layers_of_a_model_are_timed():
     options = argparse.Namespace(
         model="tests.unit.test_forecast:small_model", model_file=None, input_shape="", batch=8
     )
-    machine = links_command.measure_model(measured(), options)
+    machine = measure_model(measured(), options)
     times = machine.layer_times["small"]
     assert times.batch == 8
     assert set(times.forward_s) == set(times.backward_s)

@@ -10,7 +10,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_trace import N_STEPS, build, fit, shared_folder
 from tfscale.callbacks import CommunicationReport
 from tfscale.comm import events, runtime, timeline
-from tfscale.measure.analysis import of_kind, read_rows
+from tfscale.measure.report import of_kind, read_rows
 
 ENGINE_ONLY = "its events are looked at"
 

@@ -14,7 +14,8 @@ from tests.helpers.spawn import sizes
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
 from tfscale.comm import events as recorder
 from tfscale.comm import runtime
-from tfscale.measure.analysis import Key, collectives_before, of_kind, read_rows
+from tfscale.measure.analysis import Key, collectives_before
+from tfscale.measure.report import of_kind, read_rows
 
 ENGINE_ONLY = "its events are looked at"
 

@@ -10,7 +10,7 @@ from tfscale.config import ConfigError
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.plans import strategy_of
 from tfscale.exchange.strategies import resolve
-from tfscale.measure.layers import LayerMeasurement, StepProbe, calibrated, fitted, measured_machine
+from tfscale.measure.layers import LayerMeasurement, StepTimer, calibrated, fitted, measured_machine
 from tfscale.measure.links import fit_line
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.costs import Scenario
@@ -78,7 +78,7 @@ def test_what_messages_cost_where_many_are_under_way():
 def test_whole_steps_are_cut_by_work():
     layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
     table = LayerTable("t", layers)
-    probe = StepProbe(["a", "b"], table)
+    probe = StepTimer(["a", "b"], table)
     # 5000 bytes of a millisecond each take 5.1 s of 8.1 s; two thirds of the rest go backwards.
     found = probe._cut(8.1, (0.1, 1e-3))
     assert found.wire_s == pytest.approx(5.1)

@@ -11,9 +11,9 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.launcher import cli
-from tfscale.measure.batch_size import SizeMeasures, Stage, measure
-from tfscale.measure.batch_size_command import advise, as_text
-from tfscale.measure.script import integers, probe_script
+from tfscale.launcher.plan import read_numbers
+from tfscale.launcher.tune.scripts import measure_script
+from tfscale.measure.batch_size import SizeMeasures, Stage, advise, as_text, measure
 
 SAMPLES = 256
 
@@ -217,7 +217,7 @@ def test_command(script, tmp_path, capsys):
 
 
 def test_arrays_and_stages_beyond_the_end(script):
-    stages = probe_script([script, "arrays"], batch_sizes=(8, 32), at_epochs=(1, 99), samples=64)
+    stages = measure_script([script, "arrays"], batch_sizes=(8, 32), at_epochs=(1, 99), samples=64)
     assert [s.epoch for s in stages] == [1]
 
 
@@ -239,11 +239,11 @@ def test_scripts_that_cannot_be_measured(tmp_path, code, text):
     path = tmp_path / "train.py"
     path.write_text(code)
     with pytest.raises(ConfigError, match=text):
-        probe_script([str(path)], batch_sizes=(8, 32), at_epochs=(0,), samples=64)
+        measure_script([str(path)], batch_sizes=(8, 32), at_epochs=(0,), samples=64)
 
 
 def test_arguments_of_the_command(tmp_path, capsys):
     assert cli.main(["tune", "batch-size", str(tmp_path / "none.py")]) == 2
     assert "no such file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="Received: --stages 0,x"):
-        integers("--stages", "0,x")
+        read_numbers("0,x", "--stages", least=0)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
-from tfscale.measure.script import probe_script
+from tfscale.launcher.tune.scripts import measure_script
 
 SCRIPT = """
 import keras, numpy as np, tfscale
@@ -40,7 +40,7 @@ FACTORS = {  # of the gradient
 
 def measured(path, arguments, at_epochs=(0,), model=MODEL):
     path.write_text(SCRIPT.format(arguments=arguments, model=model))
-    return probe_script([str(path)], batch_sizes=(8, 32), at_epochs=at_epochs, samples=128)
+    return measure_script([str(path)], batch_sizes=(8, 32), at_epochs=at_epochs, samples=128)
 
 
 @pytest.mark.parametrize("arguments", FACTORS)

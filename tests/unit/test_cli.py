@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -217,3 +219,10 @@ def test_doctor_without_mpi_or_library(monkeypatch):
 
 def _raise(error):
     raise error
+
+
+def test_the_command_line_starts_without_tensorflow():
+    """`tfscale run` stays a small process; a handler imports what it needs."""
+    code = "import sys, tfscale.launcher.cli; print('tensorflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

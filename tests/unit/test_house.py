@@ -53,12 +53,6 @@ ELSEWHERE: dict[str, str] = {
 UPWARD: set[str] = {
     "tfscale.data.global_batches -> tfscale.fit.unsynchronised",
     "tfscale.gradients -> tfscale.measure.auto",
-    "tfscale.measure.batch_size -> tfscale.callbacks.building",
-    "tfscale.measure.groups_probe -> tfscale.callbacks.local_models",
-    "tfscale.measure.groups_probe -> tfscale.fit.unsynchronised",
-    "tfscale.measure.script -> tfscale.callbacks",
-    "tfscale.measure.script -> tfscale.callbacks.adaptive_record",
-    "tfscale.optimizer -> tfscale.measure.stamps",
 }
 # Packages with more than MAX_MODULES.
 LARGE: dict[str, int] = {"tfscale.callbacks": 44, "tfscale.exchange": 21}
@@ -80,7 +74,6 @@ SATELLITES: set[str] = {
     "tfscale.fit.lockstep",
     "tfscale.fit.lookahead",
     "tfscale.measure.memory",
-    "tfscale.measure.stamps",
     "tfscale.parameters.waits",
     "tfscale.proxy",
 }

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tfscale.measure.batch_size import SizeMeasures, Stage
-from tfscale.measure.batch_size_command import advise, write
+from tfscale.measure.batch_size import SizeMeasures, Stage, advise, write
 from tfscale.measure.theta import noise_scale
 
 

@@ -12,7 +12,8 @@ from tfscale.comm.events import measure_offset
 from tfscale.config import ConfigError
 from tfscale.launcher import cli
 from tfscale.measure import analysis
-from tfscale.measure.analysis import FILE_NAME, Key, read_rows, table
+from tfscale.measure.analysis import Key
+from tfscale.measure.report import FILE_NAME, read_rows, table
 
 EVENT = np.dtype(
     [(f"{name}_ns", np.int64) for name in ("posted", "started", "ended")]

@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.launcher import cli
-from tfscale.measure import links_command
+from tfscale.launcher.tune import links as tune_links
+from tfscale.launcher.tune.links import describe, too_noisy
 from tfscale.measure.links import _link_of, spread_of
-from tfscale.measure.links_command import describe, judge
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 
 
@@ -22,7 +22,7 @@ def test_the_command_starts_ranks():
         assert cli.main(words) == 0
     started = main.call_args.args[0]
     assert started[:4] == ["run", "-np", "3", "--"]
-    assert started[5:7] == ["-m", "tfscale.measure.links_command"]
+    assert started[5:7] == ["-m", "tfscale.launcher.tune.links"]
     assert started[7:] == [
         "--output", "machine.json", "--model", "a:b", "--batch", "32", "--max-spread", "0.5",
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_model_that_is_not_there_costs_no_measurement(words, text, monkeypatch
         mock.patch("tfscale.measure.links.measure_links") as measure,
         pytest.raises(ConfigError, match=text),
     ):
-        links_command.main(words)
+        tune_links.main(words)
     assert not measure.called
 
 
@@ -83,8 +83,8 @@ def test_spread_is_half_of_the_middle_half():
 def test_noise_is_not_trusted():
     steady = dataclasses.replace(PRESETS["ethernet-1g"], spread={"latency_s": 0.1})
     noisy = dataclasses.replace(steady, spread={"latency_s": 0.1, "bytes_per_s": 0.4})
-    assert judge(steady, 0.3) == []
-    assert judge(noisy, 0.3) == ["bytes_per_s"]
+    assert too_noisy(steady, 0.3) == []
+    assert too_noisy(noisy, 0.3) == ["bytes_per_s"]
 
 
 def test_the_equations_are_solved():
@@ -116,4 +116,4 @@ def test_the_worker_needs_an_engine():
     from tfscale.config import ExchangeError
 
     with pytest.raises(ExchangeError, match="between two ranks or more"):
-        links_command.main([])
+        tune_links.main([])

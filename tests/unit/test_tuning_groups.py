@@ -13,9 +13,17 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
 from tfscale.fit.unsynchronised import unites_groups
-from tfscale.measure.groups import GroupProbe, advise, as_text, check_groups, write
-from tfscale.measure.groups_probe import GroupsProbe, _regroup, _StepsDone, enlarge
-from tfscale.measure.script import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of
+from tfscale.launcher.tune.commands import check_groups
+from tfscale.launcher.tune.scripts import (
+    FILES_AND_STOPS,
+    RATES_AND_SIZES,
+    _Done,
+    _enlarge,
+    _GroupsProbe,
+    _regroup,
+    arguments_of,
+)
+from tfscale.measure.groups import GroupProbe, advise, as_text, write
 
 
 def probes(*distances):
@@ -104,8 +112,8 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
     model = compiled(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.compile(model.optimizer, "mse", steps_per_execution=steps_per_execution)
     x = np.ones((16, 3), "float32")  # two epochs of four steps
-    probe = GroupsProbe(settings, tfscale.callbacks.ModelDistance())
-    with pytest.raises(_StepsDone):
+    probe = _GroupsProbe(settings, tfscale.callbacks.ModelDistance())
+    with pytest.raises(_Done):
         model.fit(x, x[:, :2], batch_size=4, epochs=9, verbose=0, callbacks=[probe])
     assert int(model.optimizer.iterations) == 8
     assert json.loads((tmp_path / "found.json").read_text())["interval"] == 2
@@ -125,8 +133,8 @@ def test_numbers_of_groups():
 
 def test_each_group_gets_the_batches_of_the_script():
     data = tfscale.data.GlobalBatches(np.zeros((64, 2)), batch_size=8)
-    enlarge(data, 4)
-    enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
+    _enlarge(data, 4)
+    _enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
     assert data.batch_size == 32
 
 

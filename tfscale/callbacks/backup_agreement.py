@@ -7,12 +7,13 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks import building, model_state
+from tfscale.callbacks import model_state
 from tfscale.callbacks.backup_state import begun_before
+from tfscale.callbacks.building import build_optimizer
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.model_optimizers import optimizers_of
+from tfscale.model_optimizers import how_to_build, optimizers_of
 
 
 def require_order(backup: Any, has_groups: bool) -> None:
@@ -56,7 +57,7 @@ def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> li
     if unbuilt:
         raise ConfigError(
             "A model must be built before its backup is read. Received: "
-            f"model={model.name!r}, not built on ranks {unbuilt}. {building.how_to_build(model)}"
+            f"model={model.name!r}, not built on ranks {unbuilt}. {how_to_build(model)}"
         )
     _require_built_optimizers(model, [names for *_, names in every if names and every[0][2]])
     if any(has_local for _, _, _, has_local, _ in every) and not runtime.is_single():
@@ -66,7 +67,7 @@ def begin_together(model: keras.Model, seeds: list[int], has_backup: bool) -> li
             "tfscale.callbacks.Checkpoint, to which each rank writes its own."
         )
     if every[0][2] and not runtime.is_single():
-        building.build_optimizer(model)
+        build_optimizer(model)
     return [seeds for seeds, *_ in every]
 
 

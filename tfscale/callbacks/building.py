@@ -10,7 +10,7 @@ import keras
 from tfscale.config import ConfigError
 from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.fit.preparation import share_statistics
-from tfscale.model_optimizers import has_call, is_built, optimizers_of
+from tfscale.model_optimizers import build_from_spec, how_to_build, is_built, optimizers_of
 from tfscale.optimizer import is_distributed
 
 
@@ -25,14 +25,6 @@ def require_built(model: keras.Model) -> None:
             "A model must be built where nothing is left to train. Received: "
             f"model={model.name!r} and a checkpoint of the end of training. {how_to_build(model)}"
         )
-
-
-def how_to_build(model: keras.Model) -> str:
-    """Return the advice of an error that says that a model is not built."""
-    if not has_call(model):
-        return "It has no call(): build its layers, and set model.built = True, before fit."
-    way = "Call the model on one batch before fit"
-    return f"{way}, or use tfscale.prepare(model, sample_batch=...)."
 
 
 def when_built(model: keras.Model, action: Callable[[], None]) -> None:
@@ -73,30 +65,3 @@ def build_from_data(model: keras.Model) -> None:
     """
     # A dataset, whatever Keras calls it.
     build_from_spec(model, lambda: epochs_of_fit()._get_iterator().element_spec)
-
-
-def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
-    """Build model, losses and metrics.
-
-    Args:
-        model: A compiled model.
-        spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
-
-    Raises:
-        ConfigError: These do not suffice.
-    """
-    try:
-        model._symbolic_build(data_batch=keras.tree.map_structure(symbol_of, spec_of_data()))
-    except Exception as error:
-        raise ConfigError(
-            "The model must be built before its first update, and its shapes cannot be told from "
-            f"the data. Received: model={model.name!r} and "
-            f"{type(error).__name__}: {error}. {how_to_build(model)}"
-        ) from error
-
-
-def symbol_of(spec: Any) -> keras.KerasTensor | None:
-    """Return the symbol of an array, or of what has shape and dtype of one; else None."""
-    if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
-        return None
-    return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)

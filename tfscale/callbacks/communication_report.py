@@ -18,8 +18,8 @@ from tfscale.comm.events import ClockMap, clock_ns
 from tfscale.config import ConfigError
 from tfscale.data.continued_epoch import steps_until
 from tfscale.measure import analysis
-from tfscale.measure.analysis import EAGER, FILE_NAME, Key, collectives_before
-from tfscale.measure.pictures import write_report
+from tfscale.measure.analysis import EAGER, Key, collectives_before
+from tfscale.measure.report import FILE_NAME, write_report
 
 logger = logging.getLogger("tfscale")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks.building import symbol_of
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.active_ranks import use_active_ranks
@@ -15,6 +14,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import argument_of_fit, epochs_of_fit
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.unsynchronised import trains_apart
+from tfscale.model_optimizers import symbol_of
 
 MEANS = ("sum_over_batch_size", "mean")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.backends.base import Call
+from tfscale.comm.backends.base import Call, raw_variable
 from tfscale.config import ExchangeError
 
 _lock = threading.Lock()
@@ -55,18 +54,56 @@ class Listener:
 
 def has_events() -> bool:
     """Return whether the backend records its collectives."""
-    return hasattr(runtime.backend(), "event_array")
+    return runtime.backend().records_events
 
 
 def drain() -> np.ndarray:
     """Hand the engine's new events to the listeners, and return them. From any thread."""
-    engine: Any = runtime.backend()
     with _lock:
-        events = engine.event_array()
+        events = runtime.backend().event_array()
         for listener in _listeners:
             if len(events):
                 listener.add(events)
     return events
+
+
+_STAMP = "TfscaleStamp"
+
+
+def has_slot(op: tf.Operation) -> bool:
+    """Return whether an op is a collective or a stamp; one that waits for parameters is not."""
+    return op.type.startswith("Tfscale") and op.type != "TfscaleAwait"
+
+
+def stamp_updates(variables: Sequence[Any]) -> None:
+    """Record when variables are updated: a stamp per exchanged bucket, and one for the rest.
+
+    Call it after the update, while a step is traced. A stamp is ordered after the last use of its
+    variables and after nothing else. It shows that computation continued while collectives were
+    pending whose results it does not need; see `tfscale.measure.analysis`.
+
+    Args:
+        variables: Keras variables that an optimizer has updated.
+    """
+    if tf.executing_eagerly() or runtime.is_single() or not has_events():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    own = {
+        handle.name: handle for handle in (graph.capture(raw_variable(v).handle) for v in variables)
+    }
+    ops = [op for op in graph.get_operations() if has_slot(op)]
+    if not ops:
+        return
+    n_stamps = sum(op.type == _STAMP for op in ops)
+    groups = []
+    for op in ops:
+        handles = [t for t in op.inputs if t.dtype == tf.resource and t.name in own]
+        if handles and op.type != _STAMP:
+            groups.append([own.pop(handle.name) for handle in handles])
+    plan = int(ops[0].get_attr("plan"))
+    for handles in filter(None, [*groups, list(own.values())]):
+        n_stamps += 1
+        runtime.backend().stamp(handles, plan, -n_stamps)
 
 
 N_ROUNDS = 24
@@ -163,8 +200,7 @@ def measure_offset(
 
 def clock_ns() -> int:
     """Return the time of the clock that collectives are measured with."""
-    read: Any = getattr(runtime.backend(), "clock_ns", None)
-    return int(read()) if read else time.monotonic_ns()
+    return runtime.backend().clock_ns()
 
 
 def _gather(values: Sequence[int]) -> np.ndarray:

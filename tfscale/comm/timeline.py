@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import Any
 
 from tfscale.comm import events as recorder
 from tfscale.comm import objects, runtime
@@ -69,9 +68,8 @@ class _Recording:
         self._listener.close()
         names = ("posted_ns", "started_ns", "ended_ns")
         times = [self.clocks.to_rank_zero(events[name]).tolist() for name in names]
-        engine: Any = runtime.backend()
         for event, posted, started, ended in zip(events, *times, strict=True):
-            name = engine.slot_name(int(event["plan"]), int(event["slot"]))
+            name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
             details = {key: int(event[key]) for key in ("bytes", "plan", "slot", "execution")}
             trace.collectives.append(Collective(name, posted, started, ended, details))
         return trace

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.comm import native
@@ -23,11 +23,9 @@ from tfscale.launcher.mpi_command import (
     require_hosts,
     without_values,
 )
+from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
-from tfscale.measure.batch_size_command import add_batch_size
-from tfscale.measure.forecast import add_plan
-from tfscale.measure.groups import add_groups
-from tfscale.measure.links_command import add_links
+from tfscale.launcher.tune.commands import add_tune
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -198,7 +196,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def _report(options: argparse.Namespace) -> int:
     # Imported here: matplotlib and its fonts take a second.
     from tfscale.comm.chrome import merge_parts
-    from tfscale.measure.pictures import write_report
+    from tfscale.measure.report import write_report
 
     if merge_parts(options.directory):
         print(f"Merged the ranks' timelines in {options.directory}.")
@@ -207,24 +205,8 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-# One entry per subcommand of `tune`, each from the module that does the work: add(tuners) adds its
-# parser with a `handler`. These modules import TensorFlow only when their handler runs.
-TUNERS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (
-    add_batch_size,
-    add_groups,
-    add_links,
-)
-
-
-def _add_tune(commands: argparse._SubParsersAction) -> None:
-    tune = commands.add_parser("tune", help="measure, and recommend settings")
-    tuners = tune.add_subparsers(required=True, metavar="WHAT")
-    for add in TUNERS:
-        add(tuners)
-
-
 # One entry per command: adds its parser, whose `handler` takes the options and returns a code.
-COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, add_plan, _add_tune)
+COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, add_plan, add_tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

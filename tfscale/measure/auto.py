@@ -26,8 +26,8 @@ from tfscale.exchange.plans import Outcome, Planned, PlannedShards, per_layer, s
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,
-    LayerProbe,
-    StepProbe,
+    LayerTimer,
+    StepTimer,
     calibrated,
     measure_gradients,
     measure_memory,
@@ -62,7 +62,7 @@ class FirstChunkWatch:
         """
         self._strategy = strategy
         self._n_layers = len(layers)
-        self._probe = LayerProbe(layers) if has_events() else None
+        self._probe = LayerTimer(layers) if has_events() else None
         self._has_chosen = False
 
     def step(self) -> Chunked | None:
@@ -220,17 +220,17 @@ def _measure_layers(
 ]:
     """Return a measurement as made, the same taken apart, and the shares of `separate`."""
     if not has_events():
-        found = yield from _probe(StepProbe(layers, table), table, overlap=False)
+        found = yield from _probe(StepTimer(layers, table), table, overlap=False)
         return None if found is None else (found, found, 1.0, 1.0)
-    alone = yield from _probe(LayerProbe(layers), table, overlap=False)
-    together = yield from _probe(LayerProbe(layers), table, overlap=True)
+    alone = yield from _probe(LayerTimer(layers), table, overlap=False)
+    together = yield from _probe(LayerTimer(layers), table, overlap=True)
     if alone is None or together is None or alone.layers != together.layers:
         return None
     return (together, *separate(alone, together))
 
 
 def _probe(
-    probe: LayerProbe | StepProbe, table: LayerTable, overlap: bool
+    probe: LayerTimer | StepTimer, table: LayerTable, overlap: bool
 ) -> Generator[Exchange | None, None, LayerMeasurement | None]:
     yield per_layer(table, overlap)
     while True:

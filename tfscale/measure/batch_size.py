@@ -1,21 +1,27 @@
-"""How gradients depend on the batch size: norms, descent condition, gradient noise scale."""
+"""Measure how gradients depend on the batch size, and recommend sizes.
+
+Norms, descent condition and gradient noise scale, [T] 5.1.4.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfscale.callbacks import building
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.reading import read_batches
+from tfscale.measure.pictures import write_findings
 from tfscale.measure.theta import noise_scale
+from tfscale.model_optimizers import build_from_spec, is_built
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,8 @@ def measure(
             f"Received: batch_sizes={list(batch_sizes)}, samples={samples}. Use smaller sizes, or "
             "more samples."
         )
-    if not building.is_built(model):
-        building.build_from_spec(model, lambda: _spec_of(next(read_batches(data, 1, seed))))
+    if not is_built(model):
+        build_from_spec(model, lambda: _spec_of(next(read_batches(data, 1, seed))))
     kept = [(v, v.numpy()) for v in model.non_trainable_variables]
     try:
         gradient = _gradient_of(model)
@@ -181,3 +187,131 @@ def _dot(left: list[tf.Tensor], right: list[tf.Tensor]) -> float:
 def _norm(square: float) -> float:
     """Return the root; rounding may leave the square of a vanishing distance below 0."""
     return math.sqrt(max(square, 0.0))
+
+
+_CLOSENESS = 0.7  # of the smallest size's norm, half of its square: "similar" in [T] 5.1.4
+_DESCENT_SHARE = 0.5  # "most of the iterations"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommendation.
+
+    Attributes:
+        start_batch_size: For `AdaptiveBatchSize(start_batch_size=)`, or a fixed batch.
+        max_batch_size: For `AdaptiveBatchSize(max_batch_size=)`.
+        reasons: One for each.
+    """
+
+    start_batch_size: int
+    max_batch_size: int
+    reasons: tuple[str, str]
+
+
+def advise(stages: Sequence[Stage]) -> Advice:
+    """Recommend batch sizes.
+
+    The start is the largest measured size whose mean ||g_B|| is at least 70 % of the smallest
+    size's at every stage: measure from a batch that is known to train well. The descent condition
+    ||g_B - g|| < ||g_B|| only gets easier for larger batches, so it cannot set a maximum, but a
+    start that fails it in most batches is raised to the smallest size that does not. The maximum
+    is the largest measured size up to the noise scale of the last stage: beyond it a batch mostly
+    repeats what it knows.
+
+    Args:
+        stages: As measured, with the same sizes; at least one.
+
+    Returns:
+        Measured sizes, the maximum not below the start.
+
+    Source: [T] 5.1.4; McCandlish et al. (2018) for the maximum.
+    """
+    sizes = [size.batch_size for size in stages[0].sizes]
+
+    def is_close(index: int) -> bool:
+        return all(s.sizes[index].mean_norm >= _CLOSENESS * s.sizes[0].mean_norm for s in stages)
+
+    def descends(index: int) -> bool:
+        return all(s.sizes[index].descent_share >= _DESCENT_SHARE for s in stages)
+
+    last_close = 0
+    while last_close + 1 < len(sizes) and is_close(last_close + 1):
+        last_close += 1
+    start = next((i for i in range(last_close, len(sizes)) if descends(i)), len(sizes) - 1)
+    norms = ", ".join(f"{s.sizes[start].mean_norm / s.sizes[0].mean_norm:.0%}" for s in stages)
+    why = f"the gradient's norm is {norms} of that of a batch of {sizes[0]} (stage by stage)"
+    if start > last_close:
+        why = (
+            f"the norm alone would allow {sizes[last_close]}, but below {sizes[start]} most "
+            "gradients are no direction of descent"
+        )
+    if not descends(start):
+        why += "; even so, most gradients are no direction of descent: measure larger sizes"
+    noise = stages[-1].noise_scale
+    below = [i for i, size in enumerate(sizes) if size <= noise]
+    maximum = max([start, *below])
+    text = f"the gradient noise scale after {stages[-1].epoch} epochs is {noise:.4g} samples"
+    if maximum == len(sizes) - 1 and noise > sizes[-1]:
+        text += ", above all sizes measured"
+    elif maximum == start:
+        text += ", so that little is gained above the start"
+    return Advice(sizes[start], sizes[maximum], (why, text))
+
+
+def as_text(stages: Sequence[Stage], advice: Advice) -> str:
+    """Return tables of all stages and the recommendation, in Markdown."""
+    lines = []
+    for stage in stages:
+        lines += [
+            f"After {stage.epoch} epochs: ||g|| = {stage.full_norm:.4g}, noise scale "
+            f"{stage.noise_scale:.4g} samples.",
+            "",
+            "| batch | batches | mean norm | mean distance from g | descent |",
+            "| ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [
+            f"| {s.batch_size} | {s.batches} | {s.mean_norm:.4g} | {s.mean_distance:.4g} "
+            f"| {s.descent_share:.0%} |"
+            for s in stage.sizes
+        ]
+        lines.append("")
+    lines.append(f"Start with {advice.start_batch_size}: {advice.reasons[0]}.")
+    lines.append(f"Grow up to {advice.max_batch_size}: {advice.reasons[1]}.")
+    return "\n".join(lines) + "\n"
+
+
+def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
+    """Write `batch_size.json` into a folder, and `batch_size.png` where matplotlib is there."""
+    content = {
+        "stages": [dataclasses.asdict(stage) for stage in stages],
+        "advice": dataclasses.asdict(advice),
+    }
+    write_findings(folder, "batch_size", content, lambda path: _draw(stages, advice, path))
+
+
+def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    norms, shares = figure.subplots(1, 2)
+    for stage in stages:
+        sizes = [s.batch_size for s in stage.sizes]
+        label = f"after {stage.epoch} epochs (noise scale {stage.noise_scale:.3g})"
+        norms.plot(sizes, [s.mean_norm for s in stage.sizes], "o-", ms=4, label=label)
+        shares.plot(sizes, [s.descent_share for s in stage.sizes], "o-", ms=4)
+    norms.set_ylabel("Mean norm of the gradient")
+    norms.set_ylim(bottom=0.0)
+    norms.legend(fontsize=8)
+    shares.set_ylabel("Share of batches that descend")
+    shares.set_ylim(-0.03, 1.03)
+    for axes in (norms, shares):
+        axes.set_xscale("log")
+        sizes = [s.batch_size for s in stages[0].sizes]
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("Batch size")
+        axes.grid(alpha=0.3)
+        for size in {advice.start_batch_size, advice.max_batch_size}:
+            axes.axvline(size, color="0.6", ls=":")
+    figure.savefig(path, dpi=120)

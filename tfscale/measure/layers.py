@@ -192,7 +192,7 @@ class LayerMeasurement:
         return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
 
 
-class LayerProbe:
+class LayerTimer:
     """Watches steps in which each layer's gradients travel alone."""
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -424,7 +424,7 @@ _FORWARD = 1 / 3  # of what is computed: back-propagation makes two products of 
 _LEAST_COMPUTED = 0.25  # of a step, however long messages take that travel alone
 
 
-class StepProbe:
+class StepTimer:
     """Watches steps whose exchanges begin when all gradients exist."""
 
     def __init__(self, layers: Sequence[str], table: LayerTable) -> None:

@@ -1,17 +1,12 @@
-"""Pictures and reports of recorded steps."""
+"""Files of findings: JSON, and pictures where matplotlib is installed."""
 
 from __future__ import annotations
 
-import re
-import statistics
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from tfscale.measure.analysis import Intervals, Row, of_kind, read_rows, table
-
-_COMPUTE, _WAITING, _EXPOSED, _HIDDEN, _QUEUED = "#4c78a8", "#f2cf5b", "#e45756", "#72b7b2", "0.8"
-_MAX_RANKS = 8  # in the timeline
 
 
 def has_matplotlib() -> bool:
@@ -23,170 +18,28 @@ def has_matplotlib() -> bool:
     return True
 
 
-def draw_report(rows: Sequence[Row], path: Path) -> None:
-    """Draw where the time of each rank goes, and one typical step.
+def write_findings(
+    folder: str | Path, name: str, content: dict[str, Any], draw: Callable[[Path], None]
+) -> None:
+    """Write `name`.json into a folder, which is made, and `name`.png if it can be drawn.
 
     Args:
-        rows: Lines of a run; see `tfscale.measure.analysis.rows`.
-        path: PNG file to write.
+        folder: Where.
+        name: Of both files.
+        content: What JSON holds; numbers that are not finite become null.
+        draw: Called with the path of the picture.
     """
-    from matplotlib.figure import Figure
-
-    steps = of_kind(rows, "step")
-    if "exposed_s" not in steps[0]:
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        _draw_step_times(figure.subplots(), steps)
-    else:
-        n_shown = min(len({s["rank"] for s in steps}), _MAX_RANKS)
-        figure = Figure(figsize=(9.6, 4.0 + 1.3 * n_shown), layout="constrained")
-        parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1 + 1.3 * n_shown])
-        above, right = parts[0].subplots(1, 2)
-        _draw_shares(above, steps)
-        _draw_step_times(right, steps)
-        draw_step(parts[1].subplots(), rows, typical_step(steps))
-    figure.savefig(path, dpi=120)
-
-
-def typical_step(steps: Sequence[Row]) -> tuple[int, int]:
-    """Return epoch and number of the step of rank 0 whose time is the median."""
-    own = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
-    middle = own[len(own) // 2]
-    return middle["epoch"], middle["step"]
-
-
-def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
-    """Draw one step of all ranks: a row of computation, and a row per collective.
-
-    Args:
-        axes: matplotlib's.
-        rows: Lines of a run.
-        place: Epoch and step.
-    """
-    chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == place]
-    steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
-    origin = min(step["begin_s"] for step in steps)
-    position, ticks = 0.0, []
-    for step in steps:
-        slots = [s for s in of_kind(chosen, "slot") if s["rank"] == step["rank"]]
-        _draw_compute(axes, step, slots, position, origin)
-        slots.sort(key=lambda s: s["posted_s"])
-        ticks.append((position, f"rank {step['rank']} computes"))
-        for slot in slots:
-            position -= 1
-            _draw_slot(axes, slot, position, origin)
-            ticks.append((position, f"{_short(slot['name'])}, {_size(slot['bytes'])}"))
-        position -= 1.6
-    axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
-    axes.set_xlabel(f"ms since the begin of step {place[1]} of epoch {place[0]}")
-    axes.grid(axis="x", alpha=0.3)
-    _legend(axes)
-
-
-def _draw_compute(axes: Any, step: Row, slots: Sequence[Row], at: float, origin: float) -> None:
-    """Draw the step, and in it what blocks the rank."""
-    left = 1e3 * (step["begin_s"] - origin)
-    axes.barh(at, 1e3 * step["step_s"], left=left, height=0.8, color=_COMPUTE)
-    busy = Intervals((begin, end) for begin, end in step["busy_s"])
-    for slot in slots:  # in the order in which they ended, as they are charged
-        for begin, end in busy.add(slot["posted_s"], slot["ended_s"]):
-            if slot["t_b_s"] == 0:
-                continue
-            left = 1e3 * (begin - origin)
-            axes.barh(at, 1e3 * (end - begin), left=left, height=0.8, color=_EXPOSED)
-            waiting = min(end, slot["started_s"] + slot["behind_s"]) - max(begin, slot["started_s"])
-            left = 1e3 * (max(begin, slot["started_s"]) - origin)
-            axes.barh(at, 1e3 * max(waiting, 0), left=left, height=0.8, color=_WAITING)
-
-
-def _draw_slot(axes: Any, slot: Row, at: float, origin: float) -> None:
-    times = [1e3 * (slot[f"{name}_s"] - origin) for name in ("posted", "started", "ended")]
-    posted, started, ended = times
-    axes.barh(at, started - posted, left=posted, height=0.3, color=_QUEUED)
-    axes.barh(at, ended - started, left=started, height=0.6, color=_HIDDEN)
-
-
-def _legend(axes: Any) -> None:
-    from matplotlib.patches import Patch
-
-    shown = {
-        "compute": _COMPUTE,
-        "waiting for the slowest rank": _WAITING,
-        "blocked by communication": _EXPOSED,
-        "on the wire": _HIDDEN,
-        "posted, not started": _QUEUED,
-    }
-    handles = [Patch(color=color, label=label) for label, color in shown.items()]
-    axes.legend(
-        handles=handles,
-        ncols=5,
-        fontsize=7,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )
-
-
-def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
-    """Draw per rank what the median step consists of."""
-    ranks = sorted({step["rank"] for step in steps})
-    bottom = [0.0] * len(ranks)
-    for label, color, value in (
-        ("compute", _COMPUTE, lambda s: s["compute_s"]),
-        ("waiting", _WAITING, lambda s: s["waiting_s"]),
-        ("transfer", _EXPOSED, lambda s: s["exposed_s"] - s["waiting_s"]),
-    ):
-        heights = [
-            1e3 * statistics.median(value(s) / s["n_steps"] for s in steps if s["rank"] == rank)
-            for rank in ranks
-        ]
-        axes.bar(ranks, heights, bottom=bottom, color=color, label=label)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_xticks(ranks)
-    axes.set_xlabel("rank")
-    axes.set_ylabel("ms per step")
-    axes.legend(fontsize=7)
-
-
-def _draw_step_times(axes: Any, steps: Sequence[Row]) -> None:
-    for rank in sorted({step["rank"] for step in steps})[:_MAX_RANKS]:
-        own = [s for s in steps if s["rank"] == rank]
-        times = [1e3 * s["step_s"] / s["n_steps"] for s in own]
-        axes.plot(range(len(own)), times, lw=1, label=f"rank {rank}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("recorded step")
-    axes.set_ylabel("ms per step")
-    axes.legend(fontsize=7)
-
-
-def _short(name: str, n_letters: int = 44) -> str:
-    name = re.sub(r"\w+/(?=\w+/)", "", name)  # scopes around a layer
-    return name if len(name) <= n_letters else f"{name[: n_letters - 1]}…"
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} KB"
-
-
-TABLE_NAME = "communication.md"
-PICTURE_NAME = "communication.png"
-
-
-def write_report(directory: str | Path) -> str:
-    """Write `communication.md` and, where matplotlib is installed, `communication.png`.
-
-    Args:
-        directory: Folder with `communication.jsonl`; see `tfscale.callbacks.CommunicationReport`.
-
-    Returns:
-        The table.
-
-    Raises:
-        ConfigError: There is no run with a recorded step, or the file holds something else.
-    """
-    folder = Path(directory)
-    rows = read_rows(folder)
-    text = table(rows)
-    (folder / TABLE_NAME).write_text(text, encoding="utf-8")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(content), indent=1)
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     if has_matplotlib():
-        draw_report(rows, folder / PICTURE_NAME)
-    return text
+        draw(folder / f"{name}.png")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

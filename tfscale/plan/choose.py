@@ -1,14 +1,15 @@
-"""Search for the exchange of each parameter that makes a step shortest."""
+"""_Search for the exchange of each parameter that makes a step shortest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
-from tfscale.plan.layers import LayerTable, digest
+from tfscale.plan.layers import digest
 from tfscale.plan.parts import (
     KINDS,
     ExchangePlan,
@@ -17,19 +18,18 @@ from tfscale.plan.parts import (
     bucketed,
     chunked,
     dense_layers,
-    in_ready_order,
     kinds_for,
     sent_bytes,
     specs_of,
 )
 from tfscale.plan.simulate import Prediction, simulate
 
-CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
-FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
+_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
+_FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
 _TRIED_CHUNKS = 10
 
 
-class Search:
+class _Search:
     """Simulates plans, each once, and remembers the fastest."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -52,7 +52,7 @@ class Search:
         return other if self.step_s(other) < self.step_s(plan) * (1 - 1e-6) else plan
 
 
-def cut_in_ways(
+def _cut_in_ways(
     scenario: Scenario, kind: Kind, special: dict[int, Kind], cuts: Sequence[int]
 ) -> Iterator[ExchangePlan]:
     """Yield plans that cut a model into few or many buckets, evenly or with a first chunk.
@@ -61,7 +61,7 @@ def cut_in_ways(
         scenario: Model, machine, ranks, batch.
         kind: Of the buckets.
         special: Kinds of dense layers that are in none, by position.
-        cuts: Numbers of buckets; chunks are tried with `CUTS` only.
+        cuts: Numbers of buckets; chunks are tried with `_CUTS` only.
     """
     table = scenario.table
     places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
@@ -71,7 +71,7 @@ def cut_in_ways(
     yield bucketed(table, None, kind, special)
     is_first = sorted(special) == dense_layers(table)[: len(special)]
     if kind == "allreduce" and is_first and set(special.values()) <= {"replicated"}:
-        for chunks in (2, 3) if cuts is CUTS else ():
+        for chunks in (2, 3) if cuts is _CUTS else ():
             for first in _boundaries(len(places), _TRIED_CHUNKS):
                 yield chunked(table, first, chunks, len(special))
 
@@ -96,14 +96,14 @@ def best_first_chunk(
     """
     table = scenario.table
     n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
-    search = Search(scenario)
+    search = _Search(scenario)
     numbers = [*_boundaries(n_layers + 1, n_tried)]
     return min(numbers, key=lambda n: search.step_s(chunked(table, n, chunks, replicated)))
 
 
 # A plan must be predicted this much faster than plain allreduce: less is within the error of any
 # prediction, and the plain exchange has the fewest surprises.
-LEAST_GAIN = 0.03
+_LEAST_GAIN = 0.03
 _TRIED_DENSE = 8  # largest dense layers whose exchange is chosen one by one
 _TRIED_PARTS = 24  # parts that are switched one by one
 
@@ -170,36 +170,22 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
             "Parameters other than those of dense layers must travel, too. Received: "
             f"allowed={tuple(allowed)}. Allow allreduce or sharded."
         )
-    search = Search(scenario)
+    search = _Search(scenario)
     plain = plain_plan(scenario)
     best = search.better(plain, _search_dense(search, whole, allowed))
     if len(whole) == 2:
         best = _switch_parts(search, best)
-    return _decide(search, plain, best)
-
-
-def _decide(search: Search, plain: ExchangePlan, best: ExchangePlan) -> Choice:
     plain_s, best_s = search.step_s(plain), search.step_s(best)
     gain = 1 - best_s / plain_s
-    if gain < LEAST_GAIN:
-        chosen = plain
+    reason = f"{plain_s / best_s:.2f} times faster than plain allreduce"
+    if gain < _LEAST_GAIN:
+        best = plain
         reason = f"the best other plan would be {100 * gain:.1f} % faster: less than it must be"
-    else:
-        chosen = best
-        reason = f"{plain_s / best_s:.2f} times faster than plain allreduce"
-    return Choice(
-        chosen,
-        search.known[chosen],
-        plain,
-        search.known[plain],
-        describe(chosen, is_plain=chosen == plain),
-        reason,
-        len(search.known),
-    )
+    known, words = search.known, _describe(best, is_plain=best == plain)
+    return Choice(best, known[best], plain, known[plain], words, reason, len(known))
 
 
-def describe(plan: ExchangePlan, is_plain: bool = False) -> str:
-    """Return a plan in a few words."""
+def _describe(plan: ExchangePlan, is_plain: bool) -> str:
     counts = {kind: sum(part.kind == kind for part in plan.parts) for kind in KINDS}
     words = [
         f"{n} {kind}{' buckets' if kind in ('allreduce', 'sharded') else ' dense'}"
@@ -220,48 +206,31 @@ def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]
     return [{}, cheapest] if cheapest and scenario.n_ranks > 1 else [{}]
 
 
-def _search_dense(search: Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
+def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
     """Change the exchange of one large dense layer after another; cut the rest anew each time."""
     table = search.scenario.table
 
     def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> ExchangePlan:
         return search.best(
-            plan for kind in whole for plan in cut_in_ways(search.scenario, kind, special, cuts)
+            plan for kind in whole for plan in _cut_in_ways(search.scenario, kind, special, cuts)
         )
 
     special = min(
-        _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, FEW_CUTS))
+        _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, _FEW_CUTS))
     )
-    best = best_cut(special, FEW_CUTS)
+    best = best_cut(special, _FEW_CUTS)
     size = {place: table.layers[place].n_values for place in dense_layers(table)}
     for place in sorted(size, key=lambda p: (-size[p], p))[:_TRIED_DENSE]:
         rest = {other: kind for other, kind in special.items() if other != place}
         options = [rest, *({**rest, place: k} for k in ("partial", "replicated") if k in allowed)]
         for option in options if search.scenario.n_ranks > 1 else ():
-            plan = best_cut(option, FEW_CUTS)
+            plan = best_cut(option, _FEW_CUTS)
             if search.better(best, plan) is not best:
                 special, best = option, plan
-    return search.better(best, best_cut(special, CUTS))
+    return search.better(best, best_cut(special, _CUTS))
 
 
-def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
-    """Return a plan in which one layer travels alone, in the given way.
-
-    Args:
-        table: The model.
-        plan: The plan to change.
-        place: Position of the layer.
-        kind: How it shall travel.
-    """
-    own = tuple(i for i, p in enumerate(table.parameters) if p.layer == place)
-    rest = [
-        Part(part.kind, tuple(i for i in part.parameters if i not in own)) for part in plan.parts
-    ]
-    parts = [*(part for part in rest if part.parameters), Part(kind, own)]
-    return replace(plan, parts=in_ready_order(parts))
-
-
-def _switch_parts(search: Search, plan: ExchangePlan) -> ExchangePlan:
+def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
     """Try each bucket summed and sharded, largest first."""
     other: dict[Kind, Kind] = {"allreduce": "sharded", "sharded": "allreduce"}
     parameters = search.scenario.table.parameters
@@ -280,13 +249,12 @@ _MEBIBYTES = (1, 4, 16, 64)
 _MOST_REPLICATED = 3
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """A strategy with its options.
 
     Attributes:
         words: Python that makes it, such as "tfscale.Sharded(bucket_mb=4)".
-        plan: What it does.
+        plan: Its exchange.
         predicted: Its step.
     """
 
@@ -304,15 +272,11 @@ def recommend(scenario: Scenario) -> Recommendation:
     Returns:
         `Allreduce()` where nothing else is predicted 3 % faster.
     """
-    plain = plain_plan(scenario)
-    usual = Recommendation("tfscale.Allreduce()", plain, simulate(scenario, plain))
-    if scenario.n_ranks == 1:
-        return usual
-    tried = [
-        Recommendation(words, plan, simulate(scenario, plan)) for words, plan in _options(scenario)
-    ]
-    best = min(tried, key=lambda one: one.predicted.step_s)
-    is_better = best.predicted.step_s <= (1 - LEAST_GAIN) * usual.predicted.step_s
+    options = [("tfscale.Allreduce()", plain_plan(scenario))]
+    options += _options(scenario) if scenario.n_ranks > 1 else ()
+    usual, *tried = (Recommendation(w, plan, simulate(scenario, plan)) for w, plan in options)
+    best = min(tried, key=lambda one: one.predicted.step_s, default=usual)
+    is_better = best.predicted.step_s <= (1 - _LEAST_GAIN) * usual.predicted.step_s
     return best if is_better else usual
 
 

@@ -1,4 +1,4 @@
-"""Times of computation and communication on a machine."""
+"""Times of computation and communication on a machine, by the equations of [T] and [L]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tfscale.plan.machines import Link, Machine
 # How whole gradients are summed: "direct" is what tfscale's engine does, "mpi" what MPI's blocking
 # allreduce is worth, sums in one thread included.
 Algorithm = Literal["direct", "ring", "recursive", "mpi"]
-_SHORT_BYTES = 2048  # MPICH's limit for its tree
 
 
 def transfer_s(n_bytes: float, n_ranks: int, link: Link) -> float:
@@ -77,7 +76,7 @@ def sharded_s(n_bytes: float, n_ranks: int, machine: Machine) -> tuple[float, fl
 
 
 def activation_bytes(n_values: int, batch: float) -> float:
-    """Return the bytes of activations or errors of `n_values` per row for `batch` rows."""
+    """Return the bytes of activations or output gradients, `n_values` per row, of `batch` rows."""
     return BYTES_PER_VALUE * n_values * batch
 
 
@@ -93,8 +92,8 @@ def partial_s(
         machine: Where.
 
     Returns:
-        Seconds of the alltoall of activations (eq. 4.2: a rank's n_in * batch / n_ranks values are
-        spread), of the allgather of errors (eq. 4.3), and of the allgather of weights (eq. 4.4).
+        Seconds of the alltoall of activations (eq. 4.2: n_in * batch / n_ranks values of a rank),
+        of the allgather of output gradients (eq. 4.3), and of that of weights (eq. 4.4).
 
     Source: [T] eqs. 4.2 to 4.5.
     """
@@ -110,22 +109,15 @@ def partial_s(
 def replicated_s(
     dense: tuple[int, int], batch: float, n_ranks: int, machine: Machine
 ) -> tuple[float, float]:
-    """Return the times of gathering a dense layer's activations and errors on every rank.
+    """Return the times of gathering a dense layer's activations and output gradients everywhere.
 
-    Args:
-        dense: (n_in, n_out) of the kernel.
-        batch: Rows of all ranks together.
-        n_ranks: Members.
-        machine: Where.
+    Arguments are those of `partial_s`.
 
     Source: [T] 3.3.3: (N_in + N_out) * K values.
     """
     link = machine.link(n_ranks)
-    n_in, n_out = dense
-    return (
-        transfer_s(activation_bytes(n_in, batch), n_ranks, link),
-        transfer_s(activation_bytes(n_out, batch), n_ranks, link),
-    )
+    first, second = (transfer_s(activation_bytes(n, batch), n_ranks, link) for n in dense)
+    return first, second
 
 
 def average_s(
@@ -196,6 +188,11 @@ class Scenario:
     def gathered_batch(self) -> int:
         """Samples of all ranks together, repeated ones included."""
         return max(self.global_batch, self.n_ranks)
+
+    def dense_rows(self, place: int) -> tuple[tuple[int, int], int]:
+        """Return (n_in, n_out) of a dense layer, and its rows of all ranks together."""
+        layer = self.table.layers[place]
+        return layer.dense or (0, 0), self.gathered_batch * layer.rows
 
     def product_s(self, flops: float, batch: float) -> float:
         """Return the time of matrix products of `flops` operations per sample."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tfscale.plan import costs
 from tfscale.plan.buckets import BYTES_PER_VALUE
-from tfscale.plan.choose import Choice, with_layer
+from tfscale.plan.choose import Choice
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     KINDS,
@@ -17,6 +17,7 @@ from tfscale.plan.parts import (
     lower_bound_s,
     memory_bytes,
     sent_bytes,
+    with_layer,
 )
 from tfscale.plan.simulate import Prediction, simulate
 from tfscale.plan.tables import grid
@@ -32,12 +33,11 @@ def wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
     """
     layer, size = scenario.table.layers[place], scenario.n_ranks
     n_bytes = BYTES_PER_VALUE * layer.n_values
-    rows = scenario.gathered_batch * layer.rows
     if kind == "allreduce":
         return costs.allreduce_s(n_bytes, size, scenario.machine, "direct")
     if kind == "sharded":
         return sum(costs.sharded_s(n_bytes, size, scenario.machine))
-    dense = layer.dense or (0, 0)
+    dense, rows = scenario.dense_rows(place)
     cost = costs.partial_s if kind == "partial" else costs.replicated_s
     return sum(cost(dense, rows, size, scenario.machine))
 

@@ -94,6 +94,10 @@ class LayerTable:
         """Number of trainable values."""
         return sum(layer.n_values for layer in self.layers)
 
+    def positions(self, place: int) -> tuple[int, ...]:
+        """Return the positions of one layer's variables among `parameters`."""
+        return tuple(i for i, p in enumerate(self.parameters) if p.layer == place)
+
 
 def digest(*things: object) -> str:
     """Return 16 hexadecimal digits that depend on what the things' `repr` says."""

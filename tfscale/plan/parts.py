@@ -1,13 +1,13 @@
-"""Parts of a step and bounds of its time."""
+"""Plans of a step's exchange: how each parameter is sent, and what that costs at least."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from tfscale.config import PlanError
-from tfscale.plan.buckets import BYTES_PER_VALUE, GradientSpec, build_buckets
+from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets
 from tfscale.plan.chunks import build_chunks
 from tfscale.plan.costs import Algorithm, Scenario, activation_bytes, share
 from tfscale.plan.layers import Layer, LayerTable, digest
@@ -18,13 +18,13 @@ KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that travel together.
+    """Parameters that are sent together.
 
     Attributes:
         kind: "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates
             its segment, then parameters are gathered. "partial": a dense layer's activations are
-            spread and its errors gathered, each rank computes and updates its part of the weights.
-            "replicated": both are gathered, and every rank computes the whole gradient.
+            spread and its output gradients gathered, each rank computes and updates its part of the
+            weights. "replicated": both are gathered, every rank computes the whole gradient.
         parameters: Positions in the table's parameters; the kernel and bias of one dense layer
             for the last two kinds.
     """
@@ -44,8 +44,8 @@ class ExchangePlan:
         lazy: Kinds for which the next forward pass waits layer by layer, not as a whole.
         has_forward_gathers: Whether updated parameters are gathered in the order of the next
             forward pass; False: in that of back-propagation.
-        has_early_gradients: Whether a gradient made of gathered activations and errors is computed
-            as soon as these are there; False: behind back-propagation, as [T] 4.4.1 does.
+        has_early_gradients: Whether a gradient made of what was gathered is computed as soon as
+            this is there; False: after back-propagation, as [T] 4.4.1 does.
         piece_bytes: Largest vector whose exchange others cannot overtake; 0: any, as with blocking
             MPI calls.
         algorithm: How whole gradients are summed.
@@ -112,16 +112,9 @@ def bucketed(
         kind: "allreduce" or "sharded".
         special: "partial" or "replicated" for some dense layers, by position of the layer.
     """
-    specs = specs_of(table)
-    special = special or {}
-    rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
-    chosen = [specs[i] for i in rest]
     if bucket_bytes is None:
-        groups = [bucket.indices for bucket in build_chunks(chosen, 1, "per_layer")]
-    else:
-        groups = [bucket.indices for bucket in build_buckets(chosen, bucket_bytes)]
-    parts = [Part(kind, tuple(rest[i] for i in group)) for group in groups]
-    return with_dense(table, ExchangePlan(tuple(parts)), special)
+        return _grouped(table, kind, special or {}, lambda s: build_chunks(s, 1, "per_layer"))
+    return _grouped(table, kind, special or {}, lambda s: build_buckets(s, bucket_bytes))
 
 
 def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> ExchangePlan:
@@ -131,30 +124,43 @@ def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0)
         table: The model.
         first: Layers in the first chunk, counted without replicated ones.
         chunks: Number of chunks.
-        replicated: How many of the first dense layers gather activations and errors.
+        replicated: How many of the first dense layers gather activations and output gradients.
 
     Source: [T] chapter 3.
     """
     special: dict[int, Kind] = dict.fromkeys(dense_layers(table)[:replicated], "replicated")
+    return _grouped(table, "allreduce", special, lambda s: build_chunks(s, first, chunks))
+
+
+def _grouped(
+    table: LayerTable,
+    kind: Kind,
+    special: dict[int, Kind],
+    group: Callable[[Sequence[GradientSpec]], Sequence[Bucket]],
+) -> ExchangePlan:
+    """Return a plan of the groups that `group` makes of all parameters but the special layers'."""
     specs = specs_of(table)
     rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
-    groups = build_chunks([specs[i] for i in rest], first, chunks) if rest else ()
-    parts = [Part("allreduce", tuple(rest[i] for i in bucket.indices)) for bucket in groups]
-    return with_dense(table, ExchangePlan(tuple(parts)), special)
+    groups = group([specs[i] for i in rest]) if rest else ()
+    parts = [Part(kind, tuple(rest[i] for i in one.indices)) for one in groups]
+    parts += [Part(own, table.positions(place)) for place, own in special.items()]
+    return ExchangePlan(in_ready_order(parts))
 
 
-def with_dense(table: LayerTable, plan: ExchangePlan, special: dict[int, Kind]) -> ExchangePlan:
-    """Add dense layers that send activations and errors to a plan of the others.
+def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
+    """Return a plan in which one layer is sent alone, in the given way.
 
     Args:
         table: The model.
-        plan: Of all other parameters.
-        special: Kind by position of the layer.
+        plan: The plan to change.
+        place: Position of the layer.
+        kind: How it is sent.
     """
-    parts = list(plan.parts)
-    for place, kind in special.items():
-        own = tuple(i for i, p in enumerate(table.parameters) if p.layer == place)
-        parts.append(Part(kind, own))
+    own = table.positions(place)
+    rest = [
+        replace(p, parameters=tuple(i for i in p.parameters if i not in own)) for p in plan.parts
+    ]
+    parts = [*(part for part in rest if part.parameters), Part(kind, own)]
     return replace(plan, parts=in_ready_order(parts))
 
 
@@ -176,8 +182,7 @@ def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
     weights = BYTES_PER_VALUE * layer.n_values
     if kind in ("allreduce", "sharded"):
         return 2 * part * weights
-    n_in, n_out = layer.dense or (0, 0)
-    rows = scenario.gathered_batch * layer.rows
+    (n_in, n_out), rows = scenario.dense_rows(place)
     errors = activation_bytes(n_out, rows)
     if kind == "replicated":
         return part * (activation_bytes(n_in, rows) + errors)
@@ -197,10 +202,8 @@ def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
 
 
 def kinds_for(layer: Layer) -> tuple[Kind, ...]:
-    """Return how a layer's parameters may travel."""
-    if layer.dense is None:
-        return ("allreduce", "sharded")
-    return ("allreduce", "sharded", "partial", "replicated")
+    """Return how a layer's parameters may be sent."""
+    return KINDS if layer.dense else KINDS[:2]
 
 
 def lower_bound_s(scenario: Scenario) -> float:
@@ -245,9 +248,7 @@ def memory_bytes(scenario: Scenario, plan: ExchangePlan) -> float:
         elif part.kind == "sharded":
             total += 2 * weights  # sent segments, and those of the others or all parameters
         else:
-            layer = scenario.table.layers[parameters[0].layer]
-            n_in, n_out = layer.dense or (0, 0)
-            rows = scenario.gathered_batch * layer.rows
+            (n_in, n_out), rows = scenario.dense_rows(parameters[0].layer)
             kept = n_in / n_ranks if part.kind == "partial" else n_in
             total += BYTES_PER_VALUE * rows * (kept + n_out)
     return total

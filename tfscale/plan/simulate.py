@@ -214,37 +214,28 @@ class _Clock:
 _MOST_PIECES = 16
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """What local SGD adds to a step.
-
-    Attributes:
-        n_groups: Groups whose parameters are averaged.
-        is_due: Whether they are in this step; else the tasks are there and take no time.
-    """
-
-    n_groups: int
-    is_due: bool
-
-
 def step_tasks(
-    scenario: Scenario, plan: ExchangePlan, averaging: Averaging | None = None
+    scenario: Scenario, plan: ExchangePlan, n_groups: int = 0, is_average_due: bool = False
 ) -> tuple[Task, ...]:
     """Return the tasks of a step, in no particular order.
 
     Args:
         scenario: Model, machine, ranks, batch.
         plan: One that `check_plan` accepts.
-        averaging: For local SGD.
+        n_groups: Groups whose parameters local SGD averages; 0 for none.
+        is_average_due: Whether they are averaged in this step; else the tasks take no time.
     """
-    return _Builder(scenario, plan, averaging).build()
+    return _Builder(scenario, plan, n_groups, is_average_due).build()
 
 
 class _Builder:
     """Collects the tasks of a step; positions in `tasks` stand for tasks."""
 
-    def __init__(self, scenario: Scenario, plan: ExchangePlan, averaging: Averaging | None) -> None:
-        self.scenario, self.plan, self.averaging = scenario, plan, averaging
+    def __init__(
+        self, scenario: Scenario, plan: ExchangePlan, n_groups: int, is_average_due: bool
+    ) -> None:
+        self.scenario, self.plan = scenario, plan
+        self.n_groups, self.is_average_due = n_groups, is_average_due
         self.tasks: list[Task] = []
         self.parameters = scenario.table.parameters
         n_layers = len(scenario.table.layers)
@@ -256,7 +247,7 @@ class _Builder:
             for part in plan.parts
             if part.kind in ("partial", "replicated") and scenario.n_ranks > 1
         }
-        self.finals: list[tuple[Part, int]] = []  # the last task of each part, -1: joined already
+        self.finals: list[tuple[Part, int]] = []  # the last task of each part; -1: joined already
 
     def build(self) -> tuple[Task, ...]:
         self._compute()
@@ -313,14 +304,14 @@ class _Builder:
         return min(self.parameters[p].layer for p in part.parameters)
 
     def _ready(self, place: int) -> tuple[int, ...]:
-        """Return after what the gradients of a layer and of all behind it may travel."""
+        """Return what must end before the gradients of a layer can be sent."""
         return (self.backward[place if self.plan.overlap else 0],)
 
     def _n_bytes(self, part: Part) -> int:
         return sum(self.parameters[p].n_bytes for p in part.parameters)
 
     def _order(self, part: Part) -> int:
-        """Return a priority behind all that back-propagation waits for."""
+        """Return a priority after all that back-propagation waits for."""
         return 1 + self._first_layer(part) if self.plan.has_forward_gathers else 1
 
     def _allreduce(self, part: Part) -> int:
@@ -340,12 +331,12 @@ class _Builder:
 
     def _average(self, part: Part, n_bytes: float, after: int) -> int:
         """Average parameters across groups, where local SGD is asked for."""
-        if self.averaging is None:
+        if not self.n_groups:
             return after
-        scenario, n_groups = self.scenario, self.averaging.n_groups
+        size, machine = self.scenario.n_ranks, self.scenario.machine
         algorithm = "recursive" if self.plan.algorithm == "direct" else self.plan.algorithm
-        duration = costs.average_s(n_bytes, scenario.n_ranks, n_groups, scenario.machine, algorithm)
-        duration = duration if self.averaging.is_due else 0.0
+        duration = costs.average_s(n_bytes, size, self.n_groups, machine, algorithm)
+        duration = duration if self.is_average_due else 0.0
         return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
 
     def _shard_update(self, part: Part, after: tuple[int, ...], summed_s: float) -> int:
@@ -372,37 +363,33 @@ class _Builder:
     def _activations(self, part: Part, of_inputs: float, of_errors: float) -> tuple[int, int]:
         """Send a dense layer's inputs when they exist, and its errors."""
         place = self._first_layer(part)
-        is_overlapped = self.plan.overlap
-        inputs = (self.forward[place - 1],) if place > 0 else ()
-        inputs = inputs if is_overlapped else (self.backward[0],)
-        above = place + 1 if place + 1 < len(self.backward) else None
-        known = self.forward[place] if above is None else self.backward[above]
-        errors = (known,) if is_overlapped else (self.backward[0],)
+        inputs: tuple[int, ...] = (self.backward[0],)
+        errors = inputs
+        if self.plan.overlap:
+            is_last = place + 1 == len(self.backward)
+            inputs = (self.forward[place - 1],) if place > 0 else ()
+            errors = (self.forward[place] if is_last else self.backward[place + 1],)
         first = self._add(COMMUNICATION, of_inputs, inputs, "activations")
         return first, self._add(COMMUNICATION, of_errors, errors, "errors")
 
-    def _rows(self, place: int) -> float:
-        return self.scenario.gathered_batch * self.scenario.table.layers[place].rows
-
     def _partial(self, part: Part) -> int:
-        scenario, place = self.scenario, self._first_layer(part)
-        dense = scenario.table.layers[place].dense or (0, 0)
-        size = scenario.n_ranks
-        times = costs.partial_s(dense, self._rows(place), size, scenario.machine)
+        scenario, size, place = self.scenario, self.scenario.n_ranks, self._first_layer(part)
+        dense, rows = scenario.dense_rows(place)
+        times = costs.partial_s(dense, rows, size, scenario.machine)
         sent = self._activations(part, times[0], times[1])
         duration = scenario.gradient_s(place, scenario.gathered_batch, 1 / size) if size > 1 else 0
         made = self._gradient(duration, (*sent, self.backward[place]))
         return self._shard_update(part, (made,), 0.0)
 
     def _gradient(self, duration_s: float, after: tuple[int, ...]) -> int:
-        """Compute a weight gradient, before what is left of back-propagation or behind it."""
+        """Compute a weight gradient, before what is left of back-propagation or after it."""
         priority = -1 if self.plan.has_early_gradients else 1
         return self._add(COMPUTE, duration_s, after, "gradient", priority)
 
     def _replicated(self, part: Part) -> int:
         scenario, place = self.scenario, self._first_layer(part)
-        dense = scenario.table.layers[place].dense or (0, 0)
-        times = costs.replicated_s(dense, self._rows(place), scenario.n_ranks, scenario.machine)
+        dense, rows = scenario.dense_rows(place)
+        times = costs.replicated_s(dense, rows, scenario.n_ranks, scenario.machine)
         sent = self._activations(part, *times)
         is_alone = scenario.n_ranks == 1
         duration = 0.0 if is_alone else scenario.gradient_s(place, scenario.gathered_batch)
@@ -500,8 +487,8 @@ def simulate_local_sgd(
     Source: [L] III-B.
     """
     check_plan(scenario.table, within)
-    plain = step_tasks(scenario, within, Averaging(n_groups, is_due=False))
-    last = step_tasks(scenario, within, Averaging(n_groups, is_due=True))
+    plain = step_tasks(scenario, within, n_groups)
+    last = step_tasks(scenario, within, n_groups, is_average_due=True)
     return _predict(scenario, [plain] * (interval - 1) + [last])
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfscale.plan.segments import SegmentedBucket
@@ -94,6 +96,7 @@ class Backend(Protocol):
         name: "engine", "horovod" or "single".
         has_marks: Whether a waiting rank learns of another's mark. Without it, ranks ask each
             other before each step of `fit`.
+        records_events: Whether it records when collectives are posted, start and end.
         rank: Number of this process.
         size: Number of processes.
         local_rank: Number among those of this host.
@@ -104,6 +107,7 @@ class Backend(Protocol):
 
     name: str
     has_marks: bool
+    records_events: bool
     rank: int
     size: int
     local_rank: int
@@ -215,6 +219,32 @@ class Backend(Protocol):
         """Separate what comes from what is left of a step that was given up."""
         ...
 
+    def clock_ns(self) -> int:
+        """Return the time, in nanoseconds, of the clock that events are measured with."""
+        ...
+
+    def event_array(self) -> np.ndarray:
+        """Return collectives and stamps that ended since the last call, as `Event` records."""
+        ...
+
+    def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
+        """Record, each time the function runs, when it has updated some variables.
+
+        Args:
+            handles: Resource handles of the variables.
+            plan: A plan of the function.
+            slot: Negative.
+        """
+        ...
+
+    def slot_name(self, plan: int, slot: int) -> str:
+        """Return the label of the collective that an event is about."""
+        ...
+
+    def graph_of(self, plan: int) -> tf.Graph | None:
+        """Return the function graph a plan belongs to, if it is still in use."""
+        ...
+
     def abort(self, code: int) -> None:
         """End all processes of the job. Does not return."""
         ...
@@ -267,7 +297,9 @@ def gather_and_assign(
 
 
 class WaitingBackend:
-    """The operations on shards, made of those that every backend has; waits in each."""
+    """A backend without a thread: operations on shards wait, and nothing is recorded."""
+
+    records_events = False
 
     def scatter_reduce(
         self: Any,
@@ -302,3 +334,22 @@ class WaitingBackend:
 
     def drain(self) -> None:
         """Nothing is ever under way."""
+
+    def clock_ns(self) -> int:
+        """Return the time of this process's monotonic clock."""
+        return time.monotonic_ns()
+
+    def event_array(self) -> np.ndarray:
+        """Nothing is recorded."""
+        return np.zeros(0)
+
+    def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
+        """Nothing is recorded."""
+
+    def slot_name(self, plan: int, slot: int) -> str:
+        """Nothing is recorded."""
+        return ""
+
+    def graph_of(self, plan: int) -> tf.Graph | None:
+        """Nothing is recorded."""
+        return None

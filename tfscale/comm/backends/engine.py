@@ -52,6 +52,7 @@ class EngineBackend:
 
     name = "engine"
     has_marks = True
+    records_events = True
 
     def __init__(self, settings: Settings, fortran_comm: int = _WORLD) -> None:
         """Start the engine. Collective: every rank of the communicator, on the main thread.

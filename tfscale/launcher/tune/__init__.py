@@ -1,0 +1,1 @@
+"""`tfscale tune`: programs that measure, and recommend settings. Only `commands` is light."""
