@@ -24,11 +24,11 @@ _SUBMODULES = {
     "preemption": "preemption",
 }
 _NAMES_BY_MODULE = {
-    "callbacks.broadcast": ("broadcast_global_variables",),
     "callbacks.parameter_averaging": (
         "DistanceWeights",
         "Divergence",
     ),
+    "callbacks.synchronize": ("broadcast_global_variables",),
     "comm.build_info": (
         "cuda_built",
         "gloo_built",

@@ -1,7 +1,7 @@
 """Horovod's names for Keras: `import tfscale.keras as hvd`."""
 
 from tfscale import callbacks, elastic
-from tfscale.callbacks.broadcast import broadcast_global_variables
+from tfscale.callbacks.synchronize import broadcast_global_variables
 from tfscale.comm.build_info import (
     cuda_built,
     gloo_built,

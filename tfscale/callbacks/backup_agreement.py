@@ -7,11 +7,12 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks import building, model_state
+from tfscale.callbacks import model_state
 from tfscale.callbacks.backup_state import begun_before
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.fit import building
+from tfscale.internals.stack import callbacks_of_fit
 from tfscale.model_optimizers import optimizers_of
 
 

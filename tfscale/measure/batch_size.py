@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.callbacks import building
 from tfscale.config import ConfigError
+from tfscale.data.control import read_batches
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.reading import read_batches
+from tfscale.fit import building
 from tfscale.measure.theta import noise_scale
 
 

@@ -22,8 +22,8 @@ import tfscale
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.continued_epoch import steps_until
-from tfscale.fit.unsynchronised import unites_groups
+from tfscale.internals.keras import steps_until
+from tfscale.internals.traits import show_averages
 from tfscale.measure.script import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of, as_main
 from tfscale.model_optimizers import unwrap
 
@@ -117,7 +117,7 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
         enlarge(given.get("x"), settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         # A script without groups need not unite any; two that do would lose the groups' models.
-        unite = [] if unites_groups(given["callbacks"]) else [LocalModels()]
+        unite = [] if show_averages(given["callbacks"]) else [LocalModels()]
         given["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 

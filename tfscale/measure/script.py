@@ -15,11 +15,11 @@ from unittest import mock
 import keras
 
 from tfscale import callbacks as ours
-from tfscale.callbacks.adaptive_record import AdaptiveRecord
+from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveRecord
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
+from tfscale.data.control import weigh_classes
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.reading import weigh_classes
 from tfscale.measure.batch_size import Stage, measure
 
 logger = logging.getLogger("tfscale")

@@ -8,8 +8,9 @@ from typing import Any
 import keras
 
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.fit.preparation import share_statistics
+from tfscale.fit.session import session_for
+from tfscale.internals.keras import batch_spec_of, build_from_batch
 from tfscale.model_optimizers import has_call, is_built, optimizers_of
 from tfscale.optimizer import is_distributed
 
@@ -71,8 +72,7 @@ def build_from_data(model: keras.Model) -> None:
     Raises:
         ConfigError: The shapes of the data do not suffice.
     """
-    # A dataset, whatever Keras calls it.
-    build_from_spec(model, lambda: epochs_of_fit()._get_iterator().element_spec)
+    build_from_spec(model, lambda: batch_spec_of(session_for(model).call.epochs))
 
 
 def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
@@ -86,7 +86,7 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
         ConfigError: These do not suffice.
     """
     try:
-        model._symbolic_build(data_batch=keras.tree.map_structure(symbol_of, spec_of_data()))
+        build_from_batch(model, keras.tree.map_structure(symbol_of, spec_of_data()))
     except Exception as error:
         raise ConfigError(
             "The model must be built before its first update, and its shapes cannot be told from "
