@@ -22,11 +22,11 @@ _SUBMODULES = {
     "preemption": "checkpoints.preemption",
 }
 _NAMES_BY_MODULE = {
-    "callbacks.broadcast": ("broadcast_global_variables",),
     "callbacks.parameter_averaging": (
         "DistanceWeights",
         "Divergence",
     ),
+    "callbacks.synchronize": ("broadcast_global_variables",),
     "comm.software": (
         "cuda_built",
         "gloo_built",

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from tfscale import callbacks
-from tfscale.callbacks.broadcast import broadcast_global_variables
+from tfscale.callbacks.synchronize import broadcast_global_variables
 from tfscale.comm.collectives import allgather, allreduce, broadcast, reducescatter
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import (

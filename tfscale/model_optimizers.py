@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from tfscale.config import ConfigError
+from tfscale.internals.keras import build_from_batch
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -79,7 +80,7 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
         ConfigError: These do not suffice.
     """
     try:
-        model._symbolic_build(data_batch=keras.tree.map_structure(symbol_of, spec_of_data()))
+        build_from_batch(model, keras.tree.map_structure(symbol_of, spec_of_data()))
     except Exception as error:
         raise ConfigError(
             "The model must be built before its first update, and its shapes cannot be told from "

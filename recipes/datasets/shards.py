@@ -8,7 +8,7 @@ import numpy as np
 
 import tfscale
 from datasets.pictures import LabelledPictures
-from tfscale.data.keras_pass import current_pass
+from tfscale.internals.stack import current_pass
 
 ORDERS = ("shards", "sorted_shards")
 

@@ -15,8 +15,7 @@ from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
 )
-from tfscale.data.active_ranks import count_active
-from tfscale.data.slices import epoch_order
+from tfscale.data.slices import count_active, epoch_order
 from tfscale.measure.theta import noise_scale
 
 SAMPLES = 96

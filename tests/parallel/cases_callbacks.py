@@ -21,6 +21,7 @@ from tests.parallel.callback_models import (
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
+    Synchronize,
     model_state,
 )
 
@@ -69,6 +70,26 @@ def case_last_rank_is_root():
 def case_model_without_shapes_is_broadcast_before_its_first_update():
     keras.utils.set_random_seed(tfscale.rank())
     broadcast_from_last(compiled(Deferred()))
+
+
+@sizes(1, 2, 3)
+def case_synchronize_is_the_broadcast_and_the_average_of_metrics():
+    results = []
+    for callbacks in (
+        [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()],
+        [Synchronize()],
+    ):
+        keras.utils.set_random_seed(tfscale.rank())
+        model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
+        history = fit(model, own(), callbacks, epochs=2)
+        evaluated = model.evaluate(*own(), verbose=0, return_dict=True, callbacks=callbacks)
+        require_equal_ranks(model.weights)
+        results.append((history.history, evaluated, [v.numpy() for v in model.weights]))
+    (before, score, weights), (history, evaluated, synchronized) = results
+    assert history == before and evaluated == score and "loss" in history
+    assert all(evaluated == theirs for theirs in tfscale.allgather_object(evaluated))
+    for mine, wanted in zip(synchronized, weights, strict=True):
+        np.testing.assert_array_equal(mine, wanted)
 
 
 @sizes(2, 3)

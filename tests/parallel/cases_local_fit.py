@@ -25,7 +25,7 @@ def case_groups_need_a_callback_that_unites_them():
     text = outcome(
         lambda: model.fit(data, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
     )
-    assert "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Broad" in text, text
+    assert "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Sync" in text, text
 
 
 @sizes(2, timeout_s=100)

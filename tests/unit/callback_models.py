@@ -6,10 +6,8 @@ import keras
 import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale.callbacks import (
-    building,
-    model_state,
-)
+from tfscale.callbacks import model_state
+from tfscale.fit import building
 
 
 class Deferred(keras.Model):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.unit.test_global_batches import as_rank
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.active_ranks import count_active, use_active_ranks
-from tfscale.data.slices import epoch_order
+from tfscale.data.control import use_active_ranks
+from tfscale.data.slices import count_active, epoch_order
 
 
 def served(data):

@@ -16,7 +16,7 @@ from tfscale.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tfscale.callbacks.adaptive_checks import check_compared, check_sizes
+from tfscale.callbacks.adaptive.growing_batch import check_compared, check_sizes
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -104,15 +104,15 @@ def test_two_callbacks_that_set_the_rate(other):
 
 @pytest.mark.parametrize("before", [[], [MetricAverageCallback()]])
 def test_early_stopping_before_metric_averaging(before, monkeypatch):
-    from tfscale.callbacks import adaptive_checks
+    from tfscale.callbacks.adaptive import growing_batch
 
     stop = keras.callbacks.EarlyStopping(monitor="loss")
-    monkeypatch.setattr(adaptive_checks.runtime, "size", lambda: 2)
+    monkeypatch.setattr(growing_batch.runtime, "size", lambda: 2)
     own = object()
     if before:
-        adaptive_checks._check_order(own, [*before, own, stop], 0)
+        growing_batch._check_order(own, [*before, own, stop], 0)
     with pytest.raises(ConfigError, match="EarlyStopping before MetricAverageCallback"):
-        adaptive_checks._check_order(own, [own, stop, *before], 0)
+        growing_batch._check_order(own, [own, stop, *before], 0)
 
 
 def test_a_backup_behind(tmp_path):

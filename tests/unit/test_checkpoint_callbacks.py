@@ -23,8 +23,9 @@ from tfscale.callbacks import (
 )
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
-from tfscale.data import continued_epoch as module
-from tfscale.data.probe import require_same_samples
+from tfscale.data.control import restore_data
+from tfscale.fit.agreement import require_same_samples
+from tfscale.internals import keras as internals
 
 
 class _Scores(keras.callbacks.Callback):
@@ -79,11 +80,11 @@ def test_at_the_end_of_training_weights_and_averages_are_not_exchanged(monkeypat
 )
 def test_executions_are_counted_as_this_keras_does(monkeypatch, has_last_step, steps_per_execution):
     """The second execution of an epoch ends: Keras 3.10 names its first step, later its last."""
-    monkeypatch.setattr(module, "_HAS_LAST_STEP", has_last_step)
+    monkeypatch.setattr(internals, "_HAS_LAST_STEP", has_last_step)
     model = build()
     model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=steps_per_execution)
     last = 2 * steps_per_execution - 1 if has_last_step else steps_per_execution
-    assert module.steps_until(model, last) == 2 * steps_per_execution
+    assert internals.steps_until(model, last) == 2 * steps_per_execution
 
 
 def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
@@ -94,24 +95,22 @@ def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
 
 
 @pytest.mark.parametrize(("first_step", "expected"), [(0, 6), (2, None), (None, 6)])
-def test_batches_that_other_ranks_cannot_share(monkeypatch, caplog, first_step, expected):
+def test_batches_that_other_ranks_cannot_share(caplog, first_step, expected):
     data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
     data._epochs.rank_and_size = (0, 3)
-    monkeypatch.setattr(module, "data_of_fit", lambda: data)
     state = {**data.state(), "batch_size": 8, "epoch": 5}
     if expected is None:
         with pytest.raises(ConfigError, match="keeps its batches of 8.* divides it"):
-            module.restore_data(state, first_step)
+            restore_data(data, state, first_step)
         return
-    module.restore_data(state, first_step)
+    restore_data(data, state, first_step)
     assert (data.batch_size, data.epoch) == (expected, 5)
     assert ("batches of 8, fit of 6" in caplog.text) == (first_step == 0)
 
 
-def test_the_checkpoint_has_the_last_word_on_batches_that_fit(monkeypatch):
+def test_the_checkpoint_has_the_last_word_on_batches_that_fit():
     data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
-    monkeypatch.setattr(module, "data_of_fit", lambda: data)
-    module.restore_data({**data.state(), "batch_size": 8}, 1)
+    restore_data(data, {**data.state(), "batch_size": 8}, 1)
     assert data.batch_size == 8
 
 

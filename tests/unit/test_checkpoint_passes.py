@@ -17,7 +17,8 @@ from tests.unit.checkpoint_model import (
     require_equal,
 )
 from tfscale.callbacks import Checkpoint
-from tfscale.data.continued_epoch import continue_epoch
+from tfscale.data.control import continue_epoch
+from tfscale.internals.stack import running_fit
 
 BATCHES = 6
 
@@ -107,7 +108,7 @@ def test_an_epoch_that_became_shorter_has_a_step_left():
     class Continue(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
-                seen.append(continue_epoch(epoch, BATCHES + 3))
+                seen.append(continue_epoch(running_fit().epochs, epoch, BATCHES + 3))
 
     _, numbers, history = fit(Continue(), per_epoch=None, epochs=2)
     assert seen == [BATCHES - 1] and numbers == [*range(BATCHES), BATCHES - 1]
@@ -119,7 +120,7 @@ def test_an_epoch_that_became_shorter_has_a_step_left():
 
 def test_schedules_count_micro_batches():
     """Where Keras accumulates, it asks the schedule with their number."""
-    from tfscale.callbacks.adaptive_rate import AdaptiveRate
+    from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveRate
 
     schedule = tfscale.ScalableSchedule(keras.optimizers.schedules.CosineDecay(0.1, 100))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

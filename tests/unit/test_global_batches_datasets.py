@@ -8,7 +8,7 @@ from tensorflow.python.eager import context
 from tests.unit.test_global_batches import as_rank
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
-from tfscale.data.probe import require_same_samples
+from tfscale.fit.agreement import require_same_samples
 
 ENDLESS = tf.data.Dataset.range(4).repeat()
 NUMBERS = tf.data.Dataset.range

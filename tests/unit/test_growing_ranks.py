@@ -7,10 +7,12 @@ import pytest
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
-from tfscale.callbacks.growing_ranks import has_wide_losses
+from tfscale.callbacks.adaptive.growing_batch import has_wide_losses
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.active_ranks import count_active, use_active_ranks
+from tfscale.data.control import use_active_ranks
+from tfscale.data.slices import count_active
+from tfscale.internals.stack import running_fit
 
 BATCH = 4  # feeds two ranks
 RANDOM = np.random.default_rng(0)
@@ -56,7 +58,7 @@ def test_the_mean_over_ranks_is_the_loss_of_the_batch(case, is_subclass):
     x, y, units, loss = CASES[case]
     model, wide = model_of(x, units, loss, is_subclass), []
     look = keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: wide.append(has_wide_losses(model))
+        on_train_begin=lambda logs: wide.append(has_wide_losses(model, running_fit().epochs))
     )
     alone = as_rank(GlobalBatches(x, y, batch_size=BATCH, shuffle=False))
     model.fit(alone, verbose=0, callbacks=[look])

@@ -204,3 +204,171 @@ def test_versions_agree():
         'SUPPORTED_TENSORFLOW = "2.18 to 2.21"'
         in (ROOT / "tfscale" / "comm" / "native.py").read_text()
     )
+
+
+INTERNALS = "tfscale/internals/"
+# Where the stack and private names of Keras and TensorFlow are still used elsewhere: to be moved.
+STACK_READERS = {"tfscale/update/loss_scale.py"}
+# Callers of `internals.stack` besides `fit/session.py`, and of the pass over data.
+STACK_CALLERS = {
+    "tfscale/callbacks/backup_agreement.py",
+    "tfscale/callbacks/backup_and_restore.py",
+    "tfscale/callbacks/backup_groups.py",
+    "tfscale/callbacks/backup_state.py",
+    "tfscale/callbacks/checkpoint.py",
+    "tfscale/callbacks/checkpoint_callbacks.py",
+    "tfscale/callbacks/checkpoint_order.py",
+    "tfscale/measure/auto.py",
+    "tfscale/update/dense_routes.py",
+}
+PRIVATE_READERS = {
+    "tfscale/comm/backends/horovod.py",
+    "tfscale/callbacks/backup_and_restore.py",
+    "tfscale/callbacks/backup_state.py",
+    "tfscale/callbacks/checkpoint.py",
+    "tfscale/callbacks/checkpoint_state.py",
+    "tfscale/callbacks/model_checkpoint.py",
+    "tfscale/callbacks/model_state.py",
+    "tfscale/callbacks/save_points.py",
+    "tfscale/exchange/averaging.py",
+    "tfscale/exchange/chunked.py",
+    "tfscale/exchange/dense.py",
+    "tfscale/exchange/plans.py",
+    "tfscale/exchange/provenance.py",
+    "tfscale/exchange/shard_state.py",
+    "tfscale/gradients.py",
+    "tfscale/model_optimizers.py",
+    "tfscale/optimizer.py",
+    "tfscale/optimizer_sharing.py",
+    "tfscale/optimizers/lars.py",
+    "tfscale/parameters/retracing.py",
+    "tfscale/measure/auto.py",
+    "tfscale/launcher/tune/scripts.py",
+    "tfscale/measure/model_layers.py",
+    "tfscale/update/accumulation.py",
+    "tfscale/update/delayed_layer.py",
+    "tfscale/update/dense_routes.py",
+    "tfscale/update/local.py",
+    "tfscale/update/loss_scale.py",
+    "tfscale/update/rebuilding.py",
+    "tfscale/update/sharded.py",
+}
+PATCHERS = {
+    "tfscale/callbacks/finite_state.py": ["train_step"],
+    "tfscale/callbacks/model_checkpoint.py": ["_save_model"],
+    "tfscale/exchange/chunked.py": ["call"],
+    "tfscale/exchange/plans.py": ["call"],
+    "tfscale/model_optimizers.py": ["_learning_rate"],
+    "tfscale/parameters/futures.py": ["__class__", "export"],
+    "tfscale/parameters/shared_saves.py": ["a name"],
+    "tfscale/measure/model_layers.py": ["call"],
+    "tfscale/update/accumulation.py": ["a name"],
+    "tfscale/update/dense_routes.py": ["call"],
+    "tfscale/update/rebuilding.py": ["_use_weight_decay"],
+}
+# Of namedtuples, argparse and os.
+NOT_KERAS = {"_asdict", "_replace", "_exit", "_SubParsersAction"}
+# Private names of Keras that something of tfscale has as well.
+SHARED_NAMES = {"_model": "tfscale/callbacks/model_checkpoint.py"}
+PATCHED = {
+    *("call", "export", "fit", "make_train_function", "save", "save_weights", "train_step"),
+    *("_save_model", "__class__"),
+}
+
+
+def own_names() -> set[str]:
+    """Return the names that classes, functions and assignments of the library define."""
+    own = set()
+    for path in LIBRARY:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
+    return own
+
+
+def private_names_of_others(path: Path, own: set[str]) -> set[str]:
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras.src"):
+            found.add(node.module or "")
+        if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_|self_)", node.attr):
+            continue
+        is_shared = SHARED_NAMES.get(node.attr) == relative(path)
+        if node.attr not in NOT_KERAS and (node.attr not in own or is_shared):
+            found.add(node.attr)
+    return found
+
+
+def test_the_stack_is_read_in_one_place():
+    pattern = re.compile(r"\b(_getframe|currentframe|f_back|f_locals)\b")
+    found = {relative(path) for path in LIBRARY if pattern.search(path.read_text())}
+    assert found == {f"{INTERNALS}stack.py", *STACK_READERS}
+
+
+def test_the_session_of_a_fit_is_found_once():
+    """Others get it as an argument, or as the attribute of a callback."""
+    allowed = {
+        "tfscale/fit/session.py",
+        "tfscale/data/global_batches.py",
+        "tfscale/data/warnings.py",
+    }
+    found = {
+        relative(path)
+        for path in LIBRARY
+        if any(n.startswith("tfscale.internals.stack") for n in imported_names(path))
+    }
+    assert {f for f in found if not f.startswith(INTERNALS)} == allowed | STACK_CALLERS
+
+
+def test_private_names_of_keras_and_tensorflow_stand_in_one_place():
+    own = own_names()
+    found = {relative(path) for path in LIBRARY if private_names_of_others(path, own)}
+    assert {f for f in found if not f.startswith(INTERNALS)} == PRIVATE_READERS
+
+
+def test_private_names_are_listed_where_they_stand():
+    path = ROOT / INTERNALS / "keras.py"
+    listed = ast.get_docstring(parse(path)) or ""
+    names = private_names_of_others(path, own_names())
+    assert [n for n in names if n.rpartition(".")[2] not in listed] == []
+
+
+def test_objects_of_keras_are_patched_in_one_place():
+    found: dict[str, list[str]] = {}
+    for path in LIBRARY:
+        for node in ast.walk(parse(path)):
+            for target in getattr(node, "targets", []) if isinstance(node, ast.Assign) else []:
+                name = ""
+                if isinstance(target, ast.Attribute) and target.attr in PATCHED:
+                    is_own = isinstance(target.value, ast.Name) and target.value.id == "self"
+                    name = "" if is_own else target.attr
+                elif isinstance(target, ast.Subscript) and "__dict__" in ast.unparse(target.value):
+                    name = getattr(target.slice, "value", "a name")
+                    name = "" if ast.unparse(target.value).startswith("self.") else name
+                if name:
+                    found.setdefault(relative(path), []).append(name)
+    elsewhere = {path: names for path, names in found.items() if not path.startswith(INTERNALS)}
+    assert {path: sorted(set(names)) for path, names in elsewhere.items()} == PATCHERS
+
+
+def test_weak_dictionaries_of_modules_stand_in_a_list():
+    """What a function keeps aside of its arguments is a channel that no reader sees."""
+    allowed = {
+        "tfscale/fit/session.py": ["_sessions"],
+        "tfscale/exchange/dense_uses.py": ["_uses"],
+        "tfscale/exchange/factors.py": ["_names"],
+        "tfscale/exchange/provenance.py": ["_noted"],
+        "tfscale/comm/events.py": ["_listeners"],
+    }
+    found: dict[str, list[str]] = {}
+    for path in LIBRARY:
+        for node in parse(path).body:
+            if isinstance(node, ast.AnnAssign) and "Weak" in ast.unparse(node.annotation):
+                found.setdefault(relative(path), []).append(ast.unparse(node.target))
+            elif isinstance(node, ast.Assign) and "weakref.Weak" in ast.unparse(node.value):
+                found.setdefault(relative(path), []).append(ast.unparse(node.targets[0]))
+    assert found == allowed

@@ -12,7 +12,7 @@ import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
-from tfscale.fit.unsynchronised import unites_groups
+from tfscale.internals.traits import show_averages
 from tfscale.launcher.tune.commands import check_groups
 from tfscale.launcher.tune.scripts import (
     FILES_AND_STOPS,
@@ -119,10 +119,10 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["interval"] == 2
 
 
-def test_what_unites_groups_is_known():
+def test_what_show_averages_is_known():
     inside = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
-    assert unites_groups([keras.callbacks.History(), inside]) and unites_groups([LocalModels()])
-    assert not unites_groups([tfscale.callbacks.MetricAverageCallback()])
+    assert show_averages([keras.callbacks.History(), inside]) and show_averages([LocalModels()])
+    assert not show_averages([tfscale.callbacks.MetricAverageCallback()])
 
 
 def test_numbers_of_groups():

@@ -1,11 +1,10 @@
 """Keras callbacks for training on several ranks."""
 
-from tfscale.callbacks.adaptive_batch_size import AdaptiveBatchSize
+from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveBatchSize
+from tfscale.callbacks.adaptive.batch_size_schedule import BatchSizeSchedule
 from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
-from tfscale.callbacks.batch_size_schedule import BatchSizeSchedule
 from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
-from tfscale.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from tfscale.callbacks.checkpoint import Checkpoint
 from tfscale.callbacks.communication_report import CommunicationReport
 from tfscale.callbacks.consistency_check import ConsistencyCheck
@@ -18,6 +17,7 @@ from tfscale.callbacks.model_distance import ModelDistance
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.callbacks.parameter_averaging import ParameterAveraging
 from tfscale.callbacks.rank_zero import RankZero
+from tfscale.callbacks.synchronize import BroadcastGlobalVariablesCallback, Synchronize
 
 __all__ = [
     "AdaptiveBatchSize",
@@ -38,4 +38,5 @@ __all__ = [
     "NonTrainableState",
     "ParameterAveraging",
     "RankZero",
+    "Synchronize",
 ]

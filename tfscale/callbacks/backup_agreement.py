@@ -9,10 +9,10 @@ import keras
 
 from tfscale.callbacks import model_state
 from tfscale.callbacks.backup_state import begun_before
-from tfscale.callbacks.building import build_optimizer
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.fit.building import build_optimizer
+from tfscale.internals.stack import callbacks_of_fit
 from tfscale.model_optimizers import how_to_build, optimizers_of
 
 

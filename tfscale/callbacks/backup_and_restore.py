@@ -20,11 +20,11 @@ from tfscale.callbacks.checkpoint_callbacks import read_keras_callbacks, set_num
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.fit import adapted_layers
 from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import prepare
-from tfscale.fit.progress import progress_of
+from tfscale.fit.session import session_of
+from tfscale.internals.stack import callbacks_of_fit
 from tfscale.model_optimizers import accumulating
 
 
@@ -141,7 +141,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._write()
             return
         is_given_up = runtime.num_given_up() > self._n_given_up
-        if progress_of(self.model).is_over or is_given_up:
+        session = session_of(self.model)
+        if (session is not None and session.is_over) or is_given_up:
             return  # other ranks are not here
         backup_groups.write_groups(self.model, self.backup_dir, self._place())
         with backup_groups.averaged(self.model):

@@ -25,14 +25,17 @@ from tfscale.checkpoints.reader import Reader
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.fit.unsynchronised import trains_apart
+from tfscale.internals.stack import callbacks_of_fit
+from tfscale.internals.traits import train_apart
 from tfscale.parameters.group_view import average_models
 
 
 def has_groups(model: keras.Model) -> bool:
     """Return whether a model is trained by groups or single ranks, or will be later on."""
     strategy = getattr(getattr(model, "optimizer", None), "strategy", None)
-    return (isinstance(strategy, LocalSGD) or trains_apart()) and not runtime.is_single()
+    return (
+        isinstance(strategy, LocalSGD) or train_apart(callbacks_of_fit())
+    ) and not runtime.is_single()
 
 
 def write_groups(model: keras.Model, folder: str, place: Place) -> None:

@@ -21,7 +21,7 @@ from tfscale.checkpoints.parts import write_aside
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
+from tfscale.internals.stack import callbacks_of_fit, data_of_fit
 from tfscale.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")

@@ -1,7 +1,9 @@
-"""What all callbacks of tfscale do besides their own work."""
+"""The base of all callbacks of tfscale."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,28 +12,38 @@ from tfscale.callbacks import save_points
 from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
-from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
-from tfscale.data.own_metrics import warn_of_judges
-from tfscale.data.step_count import StepCount
-from tfscale.fit import cycles
+from tfscale.data.epochs import StepCount
+from tfscale.data.warnings import warn_if_unsynchronised, warn_of_judges
+from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
-from tfscale.fit.progress import progress_of
-from tfscale.fit.unsynchronised import require_averages, warn_if_unsynchronised
+from tfscale.fit.session import FitSession, session_for
+from tfscale.internals.keras import steps_until
+from tfscale.internals.traits import Traits
+from tfscale.model_optimizers import accumulating
 
 
-class Callback(keras.callbacks.Callback):
+class Callback(Traits):
     """Prepares the model and keeps the ranks of a `fit` together.
 
     Subclasses that override a hook call the one here first. With several tfscale callbacks in a
     list the first one's hook counts, so their number is free; but every rank must have one.
-
-    Attributes:
-        compared: Names of attributes that must be equal on all ranks when training begins.
     """
 
-    compared: tuple[str, ...] = ()
+    _session: FitSession | None = None
+
+    @property
+    def session(self) -> FitSession:
+        """The `fit` that runs, which all callbacks of it share."""
+        if self._session is None or self._session.model is not self.model:
+            self._session = session_for(self.model)
+        return self._session
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the first step of this epoch was given up, so that nothing may be sent."""
+        return self.session.is_void
 
     def set_model(self, model: keras.Model) -> None:
         """Prepare the model; see `tfscale.prepare` and `finite_state.keep_finite`."""
@@ -40,7 +52,6 @@ class Callback(keras.callbacks.Callback):
         keep_finite(model)
         if not runtime.is_single():
             make_checkpoints_safe()
-        progress_of(model).expect_training()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Agree on the number of steps and epochs, and on when to save. Collective.
@@ -50,28 +61,110 @@ class Callback(keras.callbacks.Callback):
                 callback does not go together with sharded parameters.
             ExchangeError: They differ between ranks.
         """
+        self._session = session = session_for(self.model, joining=self)
         if not runtime.is_single():
             refuse_plain_backup()
-        if progress_of(self.model).begin(self.params or {}):
-            require_averages(self.model)
-            save_points.agree(self.model)
-            if cycles.may_end_early(self.model):
-                put_off_stops(self.model)
-            warn_if_unsynchronised(self.model)
-            warn_of_judges()
+        if agreement.begin(session, self.params or {}):
+            save_points.agree(session)
+            if accumulating(self.model):
+                session.stop_together()
+            warn_if_unsynchronised(self.model, session.callbacks)
+            warn_of_judges(session.callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""
-        progress_of(self.model).begin_epoch()
+        self.session.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Tell the other ranks that this one's epoch is over."""
-        progress_of(self.model).end_epoch(epoch)
-        warn_if_unsynchronised(self.model, has_exchanged_gradients())
+        self.session.end_epoch(epoch)
+        warn_if_unsynchronised(self.model, self.session.callbacks, has_exchanged_gradients())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Tell the other ranks that this one's `fit` is over."""
-        progress_of(self.model).end_training()
+        self.session.end_training()
         steps = (self.params or {}).get("steps")
         if isinstance(steps, StepCount):  # `History` has the same dict, which people write as JSON
             self.params["steps"] = int(steps)
+
+
+class BeforeValidation(Callback):
+    """Acts once per epoch on all ranks: after the last batch, before `fit` validates.
+
+    Where `fit` does not know the number of steps, or the epoch was cut short, it acts when
+    validation begins or, without one, at the end of the epoch, before callbacks that come later
+    save the model.
+    """
+
+    _has_acted = False
+    _open_epoch: int | None = None  # the one that has begun, and not ended
+
+    def act(self) -> None:
+        """Do what is due. Collective: all ranks must call this, in the same order."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Make the epoch due."""
+        super().on_epoch_begin(epoch, logs)
+        self._has_acted, self._open_epoch = False, epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Act after the last batch."""
+        super().on_train_batch_end(batch, logs)
+        steps = (self.params or {}).get("steps")
+        is_last = steps is not None and steps_until(self.model, batch) >= int(steps)
+        # Where this step was given up, those who stopped act at the end of the epoch.
+        if is_last and not self.session.is_given_up and may_communicate():
+            self._act_once()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Act before `fit` validates, if that has not happened in this epoch."""
+        super().on_test_begin(logs)
+        if self._open_epoch is not None and not self._has_acted:
+            # Ranks that wait in a step must learn first that this one runs no more of them.
+            self.session.end_epoch(self._open_epoch)
+            self._act_once()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Act, if that has not happened in this epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._act_once()
+        self._open_epoch = None
+
+    def _act_once(self) -> None:
+        if not self._has_acted and not self.is_void:
+            self._has_acted = True
+            self.act()
+
+
+class Container(Callback):
+    """Hands its hooks on to the callbacks inside, after its own."""
+
+    def parts(self) -> list[Any]:
+        """Return the callbacks inside, in the order of their calls."""
+        return list(self.companions)
+
+
+def _forwarding(name: str) -> Callable[..., None]:
+    def hook(self: Container, *args: Any, **kwargs: Any) -> None:
+        getattr(super(Container, self), name)(*args, **kwargs)
+        for part in self.parts():
+            getattr(part, name)(*args, **kwargs)
+
+    hook.__name__ = name
+    hook.__doc__ = f"Hand `{name}` on to the callbacks inside."
+    return hook
+
+
+for _name in (
+    *("set_params", "set_model"),
+    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end"),
+    *("on_train_batch_begin", "on_train_batch_end", "on_test_begin", "on_test_end"),
+    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
+    *("on_predict_batch_begin", "on_predict_batch_end"),
+):
+    setattr(Container, _name, _forwarding(_name))
+
+
+def may_communicate() -> bool:
+    """Tell whether this is the main thread; hooks of batches may run on others."""
+    return threading.current_thread() is threading.main_thread()

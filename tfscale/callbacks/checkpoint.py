@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfscale.callbacks import building
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.checkpoint_agreement import (
     StepRounds,
@@ -34,11 +33,13 @@ from tfscale.checkpoints.parts import write_part
 from tfscale.checkpoints.reader import Reader
 from tfscale.comm import runtime
 from tfscale.config import PREEMPTED
-from tfscale.data.continued_epoch import continue_epoch, restore_data, steps_until
+from tfscale.data.control import continue_epoch, restore_data
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit, data_of_fit
 from tfscale.data.slices import check_integer
+from tfscale.fit import building
 from tfscale.fit.agreement import compare_weights
+from tfscale.internals.keras import steps_until
+from tfscale.internals.stack import callbacks_of_fit
 
 logger = logging.getLogger("tfscale")
 
@@ -109,7 +110,7 @@ class Checkpoint(Callback):
         require_order(early)
         self._restart()
         self.model._initial_epoch, self._run = None, name_run()
-        self._first_epoch = int(argument_of_fit("initial_epoch") or 0)
+        self._first_epoch = self.session.call.initial_epoch
         require_shared(self.directory, self._run)
         self._reader = newest_readable(self.directory)
         if self._reader is not None:
@@ -136,9 +137,9 @@ class Checkpoint(Callback):
         restore_keras_callbacks(reader)
         position = self._position
         first_step = position.step if epoch == position.epoch else 0
-        restore_data(position.data, first_step)
+        restore_data(self.session.data, position.data, first_step)
         building.when_built(self.model, lambda: self._restore(reader))
-        first_step = continue_epoch(epoch - self._first_epoch, first_step)
+        first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
         if runtime.rank() == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
@@ -203,7 +204,7 @@ class Checkpoint(Callback):
         if reader is not None:  # there was no epoch to begin
             building.require_built(self.model)
             building.when_built(self.model, lambda: self._restore(reader))
-            restore_data(self._position.data, None)
+            restore_data(self.session.data, self._position.data, None)
         self.model._initial_epoch = None
         self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
 
@@ -214,7 +215,7 @@ class Checkpoint(Callback):
     def _save(self, run: str, is_end: bool = False) -> None:
         """Copy this rank's part and begin to write it. Nothing is sent."""
         self._is_due = False
-        data = data_of_fit()
+        data = self.session.data
         self._position.data = data.state() if isinstance(data, GlobalBatches) else None
         part = Snapshot(self.model, self._position, run).take()
         part.info["keras_callbacks"] = read_keras_callbacks(is_end)

@@ -14,7 +14,7 @@ from tfscale.callbacks.checkpoint_state import group_of
 from tfscale.checkpoints.reader import Reader
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import callbacks_of_fit
+from tfscale.internals.stack import callbacks_of_fit
 
 logger = logging.getLogger("tfscale")
 

@@ -7,7 +7,7 @@ from tfscale.callbacks.backup_state import begun_before
 from tfscale.callbacks.base import Callback
 from tfscale.comm import objects
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
+from tfscale.internals.stack import callbacks_of_fit
 
 
 def go_first(checkpoint: Callback) -> list[str]:
@@ -24,7 +24,7 @@ def go_first(checkpoint: Callback) -> list[str]:
     before = callbacks[: callbacks.index(checkpoint)] if checkpoint in callbacks else []
     if before:  # in a new list: the present one is being walked through
         rest = [c for c in callbacks if c is not checkpoint]
-        argument_of_fit("callbacks").callbacks = [checkpoint, *rest]
+        checkpoint.session.call.callback_list.callbacks = [checkpoint, *rest]
     early = [type(c).__name__ for c in before if isinstance(c, Callback)]
     backups = [type(c).__name__ for c in callbacks if isinstance(c, BackupAndRestore)]
     return early or begun_before(before) or backups

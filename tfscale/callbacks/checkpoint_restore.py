@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale.callbacks import building, metric_states
+from tfscale.callbacks import metric_states
 from tfscale.callbacks.checkpoint_average import restore_average
 from tfscale.callbacks.checkpoint_state import group_of, groups_of, rule_of, variables_of
 from tfscale.callbacks.random_state import restore_random_state
@@ -18,7 +18,7 @@ from tfscale.checkpoints.reader import Reader
 from tfscale.comm import runtime
 from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.fit import adapted_layers
+from tfscale.fit import adapted_layers, building
 from tfscale.fit.preparation import prepare
 from tfscale.model_optimizers import optimizers_of
 

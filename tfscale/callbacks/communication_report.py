@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tfscale.callbacks.epochs import EpochCallback
+from tfscale.callbacks.base import Callback
 from tfscale.comm import events as recorder
 from tfscale.comm import objects, runtime, timeline
 from tfscale.comm.events import ClockMap, clock_ns
 from tfscale.config import ConfigError
-from tfscale.data.continued_epoch import steps_until
+from tfscale.internals.keras import steps_until
 from tfscale.measure import analysis
 from tfscale.measure.analysis import EAGER, Key, collectives_before
 from tfscale.measure.report import FILE_NAME, write_report
@@ -24,7 +24,7 @@ from tfscale.measure.report import FILE_NAME, write_report
 logger = logging.getLogger("tfscale")
 
 
-class CommunicationReport(EpochCallback):
+class CommunicationReport(Callback):
     """Write what each collective cost, and how much of communication is hidden.
 
     At the end of each epoch rank 0 adds to `communication.jsonl`, per recorded step and rank:

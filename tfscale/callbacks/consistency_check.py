@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfscale.callbacks import model_state
-from tfscale.callbacks.epochs import EpochCallback, may_communicate
+from tfscale.callbacks.base import Callback, may_communicate
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
 from tfscale.model_optimizers import passes_per_update
@@ -18,7 +18,7 @@ from tfscale.model_optimizers import passes_per_update
 NAMES_SHOWN = 3
 
 
-class ConsistencyCheck(EpochCallback):
+class ConsistencyCheck(Callback):
     """Require bitwise equal weights on all ranks after the first update and at epoch ends.
 
     Each rank sends eight bytes per variable, so a check costs about one pass over the weights.
@@ -63,9 +63,8 @@ class ConsistencyCheck(EpochCallback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Check after the first batch, or after those that make up the first update."""
         super().on_train_batch_end(batch, logs)
-        # Where this step was given up, those who stopped check at the end of the epoch.
-        is_told = runtime.num_given_up() > self._n_given_up
-        if not self._is_first_due or is_told or not may_communicate():
+        # Where this step was given up, ranks that stopped check at the end of the epoch.
+        if not self._is_first_due or self.session.is_given_up or not may_communicate():
             return
         self._n_passes += self.model.steps_per_execution
         if self._n_passes >= passes_per_update(self.model):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras.src.utils import io_utils
-
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.comm import runtime
+from tfscale.internals.keras import print_msg
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -63,6 +62,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             self._set_rate_of_batch(self._steps() - 1)
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and runtime.rank() == 0:
-            io_utils.print_msg(
+            print_msg(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
             )

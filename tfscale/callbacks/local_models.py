@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tfscale.callbacks.epochs import BeforeValidation
-from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.callbacks.base import BeforeValidation
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
-from tfscale.data.continued_epoch import steps_until
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
-from tfscale.fit.progress import progress_of
+from tfscale.internals.keras import steps_until
 from tfscale.parameters.group_view import average_models
 
 logger = logging.getLogger("tfscale")
@@ -33,7 +31,7 @@ class LocalModels(BeforeValidation):
     `BroadcastGlobalVariablesCallback` contains one; without local SGD it does nothing.
     """
 
-    shows_averages = True  # see tfscale.fit.unsynchronised
+    shows_averages = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ class LocalModels(BeforeValidation):
         super().on_train_begin(logs)
         self._own, self._first_loss, self._highest_rate = None, None, None
         if self._strategy is not None:
-            put_off_stops(self.model)
+            self.session.stop_together()
         if self._backup is not None:
             self._highest_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
             self._backup = None
@@ -60,7 +58,7 @@ class LocalModels(BeforeValidation):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Go on with the own model; form groups if that is due."""
         super().on_epoch_begin(epoch, logs)
-        if self._strategy is None or progress_of(self.model).is_over:
+        if self._strategy is None or self.session.is_over:
             return  # with the average in the model, if another rank has stopped
         self._restore()
         start = self._strategy.start
@@ -89,7 +87,7 @@ class LocalModels(BeforeValidation):
 
     def act(self) -> None:
         """Put the average into the model."""
-        average = getattr(self.model.optimizer, "group_average", None)
+        average = self.session.group_average
         if self._strategy is not None and average is not None:
             self._own = average_models(self.model.optimizer)
 
@@ -99,7 +97,7 @@ class LocalModels(BeforeValidation):
         strategy = self._strategy
         if strategy is not None:  # a rate that was trained with: that of a warm-up rises first
             self._highest_rate = max(self._rate(), self._highest_rate or 0.0)
-        average = getattr(self.model.optimizer, "group_average", None)
+        average = self.session.group_average
         if strategy is None or average is None or self.is_void:
             return
         if isinstance(strategy.interval, AdaptiveInterval) and logs and "loss" in logs:
@@ -114,7 +112,7 @@ class LocalModels(BeforeValidation):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Keep the average in all ranks' models."""
         super().on_train_end(logs)
-        average = getattr(self.model.optimizer, "group_average", None)
+        average = self.session.group_average
         if self._own is not None and average is not None:
             average.start_from_here()
         self._own = None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import keras
 
-from tfscale.callbacks.epochs import EpochCallback
+from tfscale.callbacks.base import Callback
 from tfscale.callbacks.metric_states import Snapshot, average_logs, scalars, take_snapshot
 from tfscale.comm import runtime
-from tfscale.data.keras_pass import callbacks_of_fit, current_pass, running_passes
+from tfscale.fit.session import running_session
+from tfscale.internals.keras import give_back_results, replace_results
 
 VALIDATION = "val_"
-_RESULTS = "_get_metrics_result_or_logs"  # Keras's method
 
 
-class MetricAverageCallback(EpochCallback):
+class MetricAverageCallback(Callback):
     """Put metrics of all ranks' data into `logs`, in place.
 
     The states of metrics are reduced over ranks and the results recomputed, so that accuracy,
@@ -44,7 +43,7 @@ class MetricAverageCallback(EpochCallback):
         ExchangeError: At the end of an epoch, on all ranks, naming a key that only some have.
     """
 
-    averages_metrics = True  # see `data.own_metrics`
+    averages_metrics = True
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -57,13 +56,13 @@ class MetricAverageCallback(EpochCallback):
         """Begin a `fit` or an `evaluate` of its own."""
         super().set_model(model)
         self._is_fitting = False
-        _give_back_results(model)
+        give_back_results(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget the logs of an earlier `fit`."""
         super().on_train_begin(logs)
         self._epoch_logs = {}
-        _give_back_results(self.model)
+        give_back_results(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forget the states of the epoch before."""
@@ -79,8 +78,10 @@ class MetricAverageCallback(EpochCallback):
         if self._is_fitting:
             # The model resets its metrics next.
             self._snapshots.setdefault("", take_snapshot(self.model))
-        elif not _is_in_void_epoch():  # nobody would answer
-            self._replace_results()
+        else:
+            around = running_session()
+            if around is None or not around.is_void:  # no rank would answer there
+                self._replace_results()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation states."""
@@ -109,38 +110,12 @@ class MetricAverageCallback(EpochCallback):
             logs.update({key: self._epoch_logs.get(key, value) for key, value in logs.items()})
 
     def _replace_results(self) -> None:
-        """Let the results of the running `evaluate` be those of all ranks.
-
-        Keras gives `on_test_end` a copy of what `evaluate` returns, so that changes made there
-        would be lost.
-        """
-        if current_pass().caller != "evaluate":
-            return
+        """Let the results of the running `evaluate` be those of all ranks."""
         model = self.model
-        original = getattr(type(model), _RESULTS)
-        own = weakref.ref(running_passes()[0])
 
-        def results_of_all_ranks(logs: dict[str, Any]) -> dict[str, Any]:
-            running = running_passes()
-            is_own = bool(running) and running[0] is own()
-            if is_own or own() not in running:  # ended or failed; else another runs inside it
-                _give_back_results(model)
-            if not is_own:  # other ranks need not be in this one
-                return original(model, logs)
-            results = scalars(original(model, logs))
-            average_logs(model, results, {"": take_snapshot(model)})
-            return results
+        def of_all_ranks(results: Any) -> dict[str, Any]:
+            logs = scalars(results)
+            average_logs(model, logs, {"": take_snapshot(model)})
+            return logs
 
-        model.__dict__[_RESULTS] = results_of_all_ranks
-
-
-def _give_back_results(model: keras.Model) -> None:
-    """Let a model make its results as Keras does, also where an `evaluate` failed midway."""
-    model.__dict__.pop(_RESULTS, None)
-
-
-def _is_in_void_epoch() -> bool:
-    """Whether this `evaluate` is called in a `fit` whose epoch does not count."""
-    # Those behind the first one may not have begun or ended what it has.
-    own = (c.is_void for c in callbacks_of_fit() if isinstance(c, EpochCallback))
-    return next(own, False)
+        replace_results(model, of_all_ranks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfscale.callbacks.base import Callback
 from tfscale.comm import runtime
-from tfscale.data.continued_epoch import steps_until
+from tfscale.internals.keras import steps_until
 
 
 class ModelDistance(Callback):
@@ -64,18 +64,18 @@ class ModelDistance(Callback):
         self._n_averages = n_averages
         if n_averages == before:
             return
-        distance = float(self._average.distance.numpy())
+        distance = float(self.session.group_average.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self.directory is not None and runtime.rank() == 0:
             with (self.directory / "distance.jsonl").open("a") as file:
                 file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
 
-    @property
-    def _average(self) -> Any:
-        return getattr(self.model.optimizer, "group_average", None)
-
     def _count(self) -> int:
-        return 0 if self._average is None else int(self._average.n_averages.numpy())
+        return (
+            0
+            if self.session.group_average is None
+            else int(self.session.group_average.n_averages.numpy())
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the last distance to the logs."""

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.callbacks import model_state
-from tfscale.callbacks.epochs import BeforeValidation
+from tfscale.callbacks.base import BeforeValidation
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError

@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.callbacks import model_state
-from tfscale.callbacks.epochs import BeforeValidation
-from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.callbacks.base import BeforeValidation
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
 from tfscale.optimizer import is_distributed
@@ -96,7 +95,7 @@ class ParameterAveraging(BeforeValidation):
     Source: [S] 1.3, 2.2.
     """
 
-    trains_apart = True  # see tfscale.fit.unsynchronised
+    trains_apart = True
     compared = ("every_n_epochs", "weights", "when")
 
     def __init__(
@@ -135,7 +134,7 @@ class ParameterAveraging(BeforeValidation):
                 "optimizer itself, or remove ParameterAveraging."
             )
         if not runtime.is_single():
-            put_off_stops(self.model)
+            self.session.stop_together()
         self._common, self._n_before = None, self.n_averages
         if self._backup is not None:
             state, self._backup = self._backup, None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import keras
 
-from tfscale.callbacks.base import Callback
+from tfscale.callbacks.base import Callback, Container
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -18,7 +15,7 @@ _CHANGES_MODEL = (
 )
 
 
-class RankZero(Callback):
+class RankZero(Container):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
 
     Give it to `fit` on every rank. On the other ranks the callback learns of nothing, not even
@@ -50,35 +47,6 @@ class RankZero(Callback):
             )
         self.callback = callback
 
-    def set_params(self, params: dict[str, Any]) -> None:
-        """Forward the parameters on rank 0."""
-        super().set_params(params)
-        self._forward("set_params", params)
-
-    def set_model(self, model: keras.Model) -> None:
-        """Prepare the model everywhere, forward it on rank 0."""
-        super().set_model(model)
-        self._forward("set_model", model)
-
-    def _forward(self, name: str, *args: Any) -> None:
-        if runtime.rank() == 0:
-            getattr(self.callback, name)(*args)
-
-
-def _forwarding(name: str) -> Callable[..., None]:
-    def hook(self: RankZero, *args: Any, **kwargs: Any) -> None:
-        getattr(super(RankZero, self), name)(*args, **kwargs)
-        self._forward(name, *args, *kwargs.values())
-
-    hook.__name__ = name
-    hook.__doc__ = f"Forward `{name}` on rank 0."
-    return hook
-
-
-for _name in (
-    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end"),
-    *("on_train_batch_begin", "on_train_batch_end", "on_test_begin", "on_test_end"),
-    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
-    *("on_predict_batch_begin", "on_predict_batch_end"),
-):
-    setattr(RankZero, _name, _forwarding(_name))
+    def parts(self) -> list[keras.callbacks.Callback]:
+        """Return the callback, on rank 0."""
+        return [self.callback] if runtime.rank() == 0 else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,7 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import callbacks_of_fit, put_first
-from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.fit.progress import progress_of
+from tfscale.fit.session import FitSession, session_of
 from tfscale.model_optimizers import optimizers_of, sharded_states
 
 _SILENT = "_tfscale_is_silent"
@@ -27,14 +24,16 @@ class SavePoints(keras.callbacks.Callback):
     the next step.
     """
 
-    def __init__(self, points: list[dict[str, Any]], is_keeper: bool) -> None:
+    def __init__(self, session: FitSession, points: list[dict[str, Any]], is_keeper: bool) -> None:
         """Take over what the ranks agreed on.
 
         Args:
+            session: That of the `fit`.
             points: One for each rhythm in which some callback saves; see `_point`.
             is_keeper: Whether a callback of this rank writes.
         """
         super().__init__()
+        self._session = session
         self._points = [SimpleNamespace(**point) for point in points]
         self._is_keeper = is_keeper
         self._n_given_up = 0
@@ -63,7 +62,7 @@ class SavePoints(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Gather, if a callback saves at the end of epochs."""
-        progress_of(self.model).end_epoch(epoch)  # Ranks that wait in a step must learn of it.
+        self._session.end_epoch(epoch)  # Ranks that wait in a step must learn of it.
         for point in self._points:
             if point.is_backup:
                 point._last_batch_seen = 0  # as the callback does
@@ -74,35 +73,32 @@ class SavePoints(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Let saves outside of `fit` be agreed on one by one."""
-        _save_points.pop(self.model, None)
+        self._session.save_points = None
 
     def _gather(self) -> None:
         for kept in sharded_states(self.model):
             kept.gather(is_kept=self._is_keeper)
 
 
-_save_points: weakref.WeakKeyDictionary[keras.Model, SavePoints] = weakref.WeakKeyDictionary()
-
-
-def agree(model: keras.Model) -> None:
+def agree(session: FitSession) -> None:
     """Tell the ranks of each other's callbacks that save, if they share optimizer state.
 
     Collective: all ranks, when a `fit` begins.
 
     Args:
-        model: What is trained.
+        session: That of the `fit`.
 
     Raises:
         ConfigError: A callback needs the state on each rank.
     """
-    _save_points.pop(model, None)
-    _require_averages_saved(model)
-    optimizers = optimizers_of(model)
+    session.save_points = None
+    _require_averages_saved(session)
+    optimizers = optimizers_of(session.model)
     sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
     later = [o for o in optimizers if getattr(o, "may_share_state", False)]
     if not sharing and not later:
         return
-    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
+    callbacks = [getattr(c, "callback", c) for c in session.callbacks]
     saving = [c for c in callbacks if isinstance(c, _SAVING)]
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     own = [_point(callback) for callback in saving]
@@ -122,17 +118,17 @@ def agree(model: keras.Model) -> None:
         place = process_set.rank()
         for callback, point in zip(saving, own, strict=True):
             setattr(callback, _SILENT, writers[point["path"]] != place)
-        save_points = SavePoints(points, place in writers.values())
-        save_points.set_model(model)
-        put_first(save_points)
-        _save_points[model] = save_points
+        save_points = SavePoints(session, points, place in writers.values())
+        save_points.set_model(session.model)
+        session.put_first(save_points)
+        session.save_points = save_points
 
 
-def _require_averages_saved(model: keras.Model) -> None:
+def _require_averages_saved(session: FitSession) -> None:
     """Refuse callbacks that would show or save one group's model as that of all."""
-    if not isinstance(getattr(getattr(model, "optimizer", None), "strategy", None), LocalSGD):
+    if not session.has_groups:
         return
-    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
+    callbacks = [getattr(c, "callback", c) for c in session.callbacks]
     text = ""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
@@ -152,8 +148,10 @@ def _require_averages_saved(model: keras.Model) -> None:
 
 def is_given_up(model: Any) -> bool:
     """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
-    is_model = isinstance(model, keras.Model)
-    return is_model and model in _save_points and _save_points[model].is_given_up
+    session = session_of(model)
+    return (
+        session is not None and session.save_points is not None and session.save_points.is_given_up
+    )
 
 
 def is_silent(callback: Any) -> bool:

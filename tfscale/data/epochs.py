@@ -1,14 +1,86 @@
-"""Which epoch of a source is being served, and which comes next."""
+"""The epoch of a source that is being served, its number of steps, and the next one."""
 
 from __future__ import annotations
 
+import functools
+import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import keras
+import numpy as np
+
 from tfscale.config import ConfigError
-from tfscale.data.active_ranks import active_slices, weighted
-from tfscale.data.slices import BatchSlices, check_integer, check_slices
-from tfscale.data.step_count import StepCount
+from tfscale.data.slices import BatchSlices, active_slices, check_integer, check_slices
+
+
+@functools.total_ordering
+class StepCount:
+    """An integer whose value may change between two epochs of one `fit`.
+
+    Keras asks a data set for its number of batches once, before the first epoch,
+    and keeps the answer for the loop's length and the progress bar's target. A
+    plain int would cut longer epochs short without a word; this object is kept
+    just the same and says the present number whenever it is used.
+
+    It holds no reference to the data: `model.history.params` may keep it.
+    """
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]  # equal to an int now, to another later
+
+    def __init__(self, value: int = 0):
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __int__(self) -> int:
+        return self.value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.value, dtype=dtype)
+
+    def __eq__(self, other: object) -> Any:
+        return self.value == other
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value < other
+
+    def __neg__(self) -> int:
+        return -self.value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value, format_spec)
+
+
+def _add_arithmetic() -> None:
+    """Give StepCount the operators of int; each works on the present value."""
+
+    def forward(function: Any) -> Any:
+        return lambda self, other: function(self.value, other)
+
+    def backward(function: Any) -> Any:
+        return lambda self, other: function(other, self.value)
+
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        function = getattr(operator, name)
+        setattr(StepCount, f"__{name}__", forward(function))
+        setattr(StepCount, f"__r{name}__", backward(function))
+
+
+_add_arithmetic()
+numbers.Integral.register(StepCount)
 
 
 class BatchSource(Protocol):
@@ -160,3 +232,40 @@ class Epochs:
         from tfscale.comm import runtime
 
         return self.rank_and_size or (runtime.rank(), runtime.size())
+
+
+def weighted(
+    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool = True
+) -> Callable[[int], Any]:
+    """Return a reader whose sample weights make the mean over all ranks that of the active ones.
+
+    Args:
+        read: Returns (x, y) or (x, y, sample_weight) of a step.
+        rank: This rank.
+        active: Number of active ranks, those below it.
+        size: Number of ranks.
+        weighs_samples: Whether weights that are made here have shape (samples,), or (1,).
+
+    Returns:
+        A function returning (x, y, sample_weight). Weights of active ranks are multiplied by
+        size / active, those of surplus ranks by 0.
+    """
+    factor = size / active if rank < active else 0.0
+
+    def read_weighted(step: int) -> tuple:
+        batch = read(step)
+        if len(batch) < 2:
+            raise ConfigError(
+                'active_ranks="grow" weights the loss of surplus ranks with 0, which needs '
+                "targets. Received: data without y. Pass y, or use active_ranks='all'."
+            )
+        x, y = batch[:2]
+        if len(batch) == 3:
+            weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
+            return x, y, weight
+        # Keras aligns weights with the last axes of a loss, so (samples,) suits losses of that
+        # shape only.
+        count = len(keras.tree.flatten(x)[0]) if weighs_samples else 1
+        return x, y, np.full((count,), factor, dtype=keras.config.floatx())
+
+    return read_weighted

@@ -9,12 +9,11 @@ from typing import Any
 import keras
 
 from tfscale.data.arrays import ArraySource
-from tfscale.data.epochs import Epochs
-from tfscale.data.keras_pass import argument_of_fit, current_pass, data_of_fit
-from tfscale.data.own_metrics import warn_of_evaluation
+from tfscale.data.epochs import Epochs, StepCount
 from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
-from tfscale.data.step_count import StepCount
+from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
+from tfscale.internals.stack import current_pass
 
 
 class GlobalBatches(keras.utils.PyDataset):
@@ -222,17 +221,16 @@ class GlobalBatches(keras.utils.PyDataset):
             self._epochs.require_each_in_order()
         if not caller.is_training:
             warn_of_evaluation(caller)
-            if data_of_fit() is not self:  # or a training epoch may be under way
+            # Else a training epoch may be under way.
+            if caller.fit is None or caller.fit.data is not self:
                 self._epochs.refresh()
             return
         caller.require_whole_epochs()
         self._epochs.number = max(self._epochs.number, caller.epoch or 0)
         self._training = weakref.ref(caller.adapter or self)
-        self._epochs.refresh(is_trained_on=caller.is_inside_fit)
-        if caller.is_inside_fit:
-            from tfscale.fit.unsynchronised import warn_if_unsynchronised
-
-            warn_if_unsynchronised(argument_of_fit("self"))
+        self._epochs.refresh(is_trained_on=caller.fit is not None)
+        if caller.fit is not None:
+            warn_if_unsynchronised(caller.fit.model, caller.callbacks)
 
     def on_epoch_end(self) -> None:
         """End a pass; only the end of the running training pass moves the epoch on.

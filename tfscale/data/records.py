@@ -15,14 +15,52 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.config import ConfigError
-from tfscale.data.dataset_steps import never_ends, seeds_of_order
 from tfscale.data.slices import BatchSlices
+from tfscale.internals.keras import drawn_with, inputs_of
 
 _log = logging.getLogger(__name__)
 _MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB
 _DECODE_STREAM = 1  # apart from the seeds of the order
 _MAX_IDLE_READERS = 2
 _KEPT_STEPS = 2  # Keras reads two batches to learn their shapes, before the first epoch
+
+
+def _never_ends(dataset: tf.data.Dataset) -> bool:
+    """Tell whether nothing but steps like filter(), flat_map() or unbatch() follow on a repeat().
+
+    TensorFlow does not know the length of those.
+    """
+    while dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
+        inputs = inputs_of(dataset)
+        if len(inputs) != 1 or "Take" in type(dataset).__name__:
+            return False
+        dataset = inputs[0]
+    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
+
+
+def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Return the seeds of the steps that shuffle or draw; ranks of one order have equal ones.
+
+    TensorFlow's global seed, which users set per rank, is one of each pair.
+
+    Raises:
+        ConfigError: A step draws another order on each rank, or in each pass.
+    """
+    seeds, steps = [], [dataset]
+    while steps:
+        step = steps.pop()
+        steps.extend(inputs_of(step))
+        own = drawn_with(step)
+        if own == (0, 0):
+            raise ConfigError(
+                "dataset must give the same order on all ranks and in each pass. Received: a "
+                f"{type(step).__name__} that draws another one. Remove shuffle(), use "
+                "list_files(..., shuffle=False), and let GlobalBatches shuffle: shuffle_buffer=. "
+                "To split data, use shuffle(n, seed=1, reshuffle_each_iteration=False)."
+            )
+        if own is not None:
+            seeds.append(own)
+    return seeds
 
 
 class RecordSource:
@@ -49,10 +87,10 @@ class RecordSource:
                 f"dataset must be a tf.data.Dataset. Received: {type(dataset).__name__}. "
                 "Pass arrays to GlobalBatches(x, y, ...)."
             )
-        self._seeds = seeds_of_order(dataset)
+        self._seeds = _seeds_of_order(dataset)
         cardinality = int(dataset.cardinality())
         is_counted = size is None and cardinality == tf.data.UNKNOWN_CARDINALITY
-        if cardinality == tf.data.INFINITE_CARDINALITY or (is_counted and never_ends(dataset)):
+        if cardinality == tf.data.INFINITE_CARDINALITY or (is_counted and _never_ends(dataset)):
             raise ConfigError(
                 "dataset must end: one pass over it is one epoch. Received: an infinite dataset. "
                 "Remove repeat()."

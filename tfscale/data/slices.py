@@ -1,4 +1,4 @@
-"""Which samples of an epoch are whose: pure arithmetic, no TensorFlow, no MPI."""
+"""The samples of an epoch that each rank serves: pure arithmetic, no TensorFlow, no MPI."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from tfscale.config import ConfigError
+
+MIN_LOCAL_BATCH = 2  # samples; normalisation over one sample is none ([T] 5.2.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,35 @@ class BatchSlices:
         start = self.full_batches * self.batch_size
         start += self.rank * share + min(self.rank, longer)
         return start, start + share + (self.rank < longer)
+
+
+def count_active(batch_size: int, size: int) -> int:
+    """Return how many ranks share in a batch.
+
+    Args:
+        batch_size: Samples over all ranks.
+        size: Number of ranks.
+
+    Returns:
+        The largest divisor of `batch_size`, at most `size`, that leaves each at least two samples;
+        1 where there is none.
+    """
+    divisors = range(min(size, batch_size // MIN_LOCAL_BATCH), 1, -1)
+    return next((n for n in divisors if batch_size % n == 0), 1)
+
+
+def active_slices(slices: BatchSlices) -> BatchSlices:
+    """Return the slices of a batch that is shared by its active ranks only.
+
+    Args:
+        slices: As if all ranks shared in it.
+
+    Returns:
+        Slices of `count_active` ranks. Surplus rank r has those of rank r modulo their number: it
+        takes part in every exchange with data like any other.
+    """
+    active = count_active(slices.batch_size, slices.size)
+    return dataclasses.replace(slices, rank=slices.rank % active, size=active)
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Layers that were adapted to data before training: what they compute with is no weight."""
+"""Layers that were adapted to data before training, and compute with constants made of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from tfscale.comm import objects
+from tfscale.internals.keras import layers_of, lookup_layer, state_of
 
 
 def settle(model: keras.Model) -> None:
@@ -18,19 +19,19 @@ def settle(model: keras.Model) -> None:
     They compute with constants that `adapt` and loading a file make of the variables, assigning
     does not, and that steps traced before hold.
     """
-    trace_anew_together(model, objects.allgather_object(refresh(model), name="adapted layers"))
+    trace_together(model, objects.allgather_object(refresh(model), name="adapted layers"))
 
 
 def refresh(model: keras.Model) -> bool:
-    """Make the constants of Normalization layers anew; return whether any has changed."""
+    """Recompute the constants of Normalization layers; return whether any has changed."""
     return any([_refresh(layer) for layer in _normalizations(model)])
 
 
-def trace_anew_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
+def trace_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
     """Drop traced functions if any rank's layers have changed: collectives are numbered by trace.
 
     Args:
-        model: Its train function is made anew if there was one: `fit` may be about to call it.
+        model: Its train function is made again if there was one: `fit` may be about to call it.
         has_changed: What `refresh` returned on each rank.
     """
     if any(has_changed):
@@ -41,18 +42,18 @@ def trace_anew_together(model: keras.Model, has_changed: Sequence[bool]) -> None
 
 def statistics(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of Normalization layers, which no step changes."""
-    return [v for layer in _normalizations(model) for v in layer._non_trainable_variables]
+    return [v for layer in _normalizations(model) for v in state_of(layer)]
 
 
 def vocabularies(model: keras.Model) -> list[str]:
     """Return a text for each vocabulary and each list of boundaries that layers look up."""
-    layers = model._flatten_layers()
-    inner = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}
+    layers = layers_of(model)
+    inner = {id(lookup_layer(layer)) for layer in layers}
     return [_describe(layer) for layer in layers if id(layer) not in inner and _looks_up(layer)]
 
 
 def _normalizations(model: keras.Model) -> Iterator[Any]:
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         is_adapted = isinstance(layer, keras.layers.Normalization) and layer.input_mean is None
         if is_adapted and layer.built:
             yield layer
@@ -77,7 +78,7 @@ def _describe(layer: Any) -> str:
         entries = list(layer.bin_boundaries or ())
     else:
         # Not `get_vocabulary`, which needs entries that are UTF-8.
-        table = getattr(layer, "_lookup_layer", layer).lookup_table
+        table = (lookup_layer(layer) or layer).lookup_table
         parts = table.export() if int(table.size()) else ()  # one that is empty may not exist yet
         entries = sorted(zip(*(part.numpy().tolist() for part in parts), strict=True))
     digest = hashlib.blake2b(repr(entries).encode(), digest_size=4).hexdigest()

@@ -1,10 +1,13 @@
-"""What must be equal on the ranks of a `fit`, besides the shapes that collectives compare."""
+"""Compare what must be equal on the ranks of a `fit` when it begins, and warn of what should be."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
+import logging
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +15,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import objects, runtime
 from tfscale.comm.software import versions
-from tfscale.config import ExchangeError
-from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
-from tfscale.fit import adapted_layers, beginnings
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.slices import check_slices
+from tfscale.fit import adapted_layers
+from tfscale.fit.session import FitSession, session_for
+from tfscale.internals.traits import Traits, own_of, show_averages
 from tfscale.model_optimizers import config_of
 from tfscale.update.loss_scale import scaled_by
 
-# These set the learning rate of all ranks when training begins.
-_LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")
+logger = logging.getLogger("tfscale")
+
 _SILENT = ("Callback", "RankZero")  # a rank may have more of these
+_LOADING = {"Synchronize", "Checkpoint"}  # these set the learning rate of all ranks
+_EQUALISING = {"Synchronize", "ConsistencyCheck", "ParameterAveraging"}  # or compare later
+_NOT_BUILT = "not built"
+_PROBED_BYTES = 1 << 16
 _HINTS = {
     "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
     "ranks waits for them. To run a Keras callback on one rank, wrap it in "
@@ -32,24 +42,83 @@ _HINTS = {
     "vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
     "versions": "Install the same packages on every host.",
 }
-_NOT_REQUIRED = ("ranks", "first samples", "first weights")
+_COMPARED = (
+    *("versions", "tfscale callbacks", "model", "vocabularies", "optimizer", "exchange"),
+    *("batch size", "step"),
+)
 _HINT = "Run the same code with the same settings on every rank."
 
 
-def describe(model: Any) -> dict[str, Any]:
-    """Describe this rank's part of the `fit` that begins.
+def begin(session: FitSession, params: dict[str, Any]) -> bool:
+    """Agree on what will be run; return whether this is the first call of a `fit`. Collective.
 
     Args:
-        model: Compiled.
+        session: That of the `fit`.
+        params: Keras's: "steps" per epoch (None if unknown) and "epochs".
+
+    Raises:
+        ConfigError: A rank cannot use its data, on every rank; or groups are never united.
+        ExchangeError: Steps, epochs, global batches or something else that is compared differs
+            between ranks; on every rank, with the values.
+    """
+    if session.has_begun or runtime.is_single():
+        return False
+    model, call = session.model, session.call
+    runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
+    own = {
+        "steps": params.get("steps"),
+        "epochs": params.get("epochs"),
+        "given_up": runtime.num_given_up(),
+        "data": {
+            "x": _describe_data(call.data, True),
+            "validation_data": _describe_data(call.validation_data, False),
+        },
+        "training": describe(session),
+        "has_adapted": adapted_layers.refresh(model),
+    }
+    session.begin(params.get("steps"), params.get("epochs") or 0)
+    own["cycles"] = session.cycles()
+    every = objects.allgather_object(own, name="beginning of fit")
+    data = [rank["data"] for rank in every]
+    _require_usable(data)
+    for key in ("steps", "epochs"):
+        values = [rank[key] for rank in every]
+        if any(v != values[0] for v in values):
+            raise ExchangeError(
+                f"All ranks must run the same number of {key}. Received: {key}={values}, in "
+                "rank order. Give every rank as many batches, for example with "
+                "tfscale.data.GlobalBatches, and the same arguments to fit."
+            )
+    _require_equal_data(call.data, data)
+    require_equal([rank["training"] for rank in every])
+    adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
+    if any(rank["given_up"] for rank in every):
+        runtime.start_incarnation()
+    session.drop_cycles([rank["cycles"] for rank in every])
+    if session.has_groups and not show_averages(session.callbacks):
+        raise ConfigError(
+            "Groups that train apart need a callback that starts them alike and unites their "
+            "models before validation, saving and the end. Received: exchange=LocalSGD without "
+            "one. Pass tfscale.callbacks.Synchronize() to fit."
+        )
+    return True
+
+
+def describe(session: FitSession) -> dict[str, Any]:
+    """Describe this rank's part of a `fit` that begins.
+
+    Args:
+        session: That of the `fit`.
 
     Returns:
         Texts by topic, in the order of comparison, None if not known yet; "ranks": those that
         train the same model; "first samples": a digest, or "" where the data is elsewhere;
         "first weights": a digest, or "" where another one looks after them.
     """
+    model: Any = session.model
     optimizer: Any = getattr(model, "optimizer", None)
-    callbacks = [c for c in callbacks_of_fit() if _own_class(c)]
-    names = {_own_class(c) for c in callbacks}
+    callbacks = [c for c in own_of(session.callbacks) if _name(c) not in _SILENT]
+    names = _names(callbacks)
     is_local = getattr(optimizer, "is_local_var", lambda variable: False)
     weights = [_Variable.of(v) for v in model.weights if not is_local(v)]
     topics = {
@@ -59,17 +128,17 @@ def describe(model: Any) -> dict[str, Any]:
         "vocabularies": adapted_layers.vocabularies(model),
         "optimizer": _optimizer(optimizer, names.isdisjoint(_LOADING)),
         "exchange": _exchange(optimizer),
-        "batch size": _batch_size(),
+        "batch size": _batch_size(session.data, session.call.batch_size),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
     # These look themselves, if there is nothing to restore.
-    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_of_fit())
+    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in session.callbacks)
     is_compared = "Checkpoint" not in names and not restores
     return {
         **topics,
-        "ranks": beginnings.ranks_of(model),
-        "first samples": beginnings.first_samples(),
-        "first weights": beginnings.first_weights(model, names) if is_compared else "",
+        "ranks": _ranks_of(model),
+        "first samples": _first_samples(session.data),
+        "first weights": _first_weights(model, names) if is_compared else "",
     }
 
 
@@ -87,7 +156,7 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
         first = every[first_rank]
         if first["ranks"] != other["ranks"]:
             continue
-        for topic in [key for key in first if key not in _NOT_REQUIRED]:
+        for topic in _COMPARED:
             is_known = first[topic] is not None and other[topic] is not None
             if is_known and first[topic] != other[topic]:
                 mine, theirs = _difference(first[topic], other[topic])
@@ -95,25 +164,41 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
                     f"All ranks must train with the same {topic}. Received: {mine} on rank "
                     f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
                 )
-    beginnings.warn(every)
+    _warn_of_equal_samples([rank["first samples"] for rank in every])
+    _warn_of_unequal_weights(every)
 
 
 def compare_weights(model: Any) -> None:
-    """Warn where ranks begin the running `fit` with different weights. Collective."""
+    """Warn where ranks begin the running `fit` with different weights. Collective.
+
+    Args:
+        model: Compiled.
+    """
     if not runtime.is_single():
-        beginnings.compare_weights(model, {_own_class(c) for c in callbacks_of_fit()})
+        names = _names(own_of(session_for(model).callbacks))
+        own = {"ranks": _ranks_of(model), "first weights": _first_weights(model, names)}
+        _warn_of_unequal_weights(objects.allgather_object(own, name="first weights"))
 
 
-def _own_class(callback: Any) -> str:
-    """Return the callback's class of tfscale, if it may talk to other ranks; else ""."""
-    ours = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
-    is_ours = any(c.__module__ == "tfscale.callbacks.base" for c in ours)
-    return ours[0].__name__ if is_ours and ours[0].__name__ not in _SILENT else ""
+def _name(callback: Traits) -> str:
+    """Return the name of the callback's class of tfscale."""
+    return _classes(callback)[0]
 
 
-def _callback(callback: Any) -> str:
+def _names(callbacks: Sequence[Traits]) -> set[str]:
+    return {name for callback in callbacks for name in _classes(callback)}
+
+
+def _classes(callback: Traits) -> list[str]:
+    mro = type(callback).__mro__
+    return [c.__name__ for c in mro if c.__module__.startswith("tfscale.callbacks.")] or [
+        "Callback"
+    ]
+
+
+def _callback(callback: Traits) -> str:
     settings = [f"{n.lstrip('_')}={_text(getattr(callback, n))}" for n in callback.compared]
-    return _own_class(callback) + (f"({', '.join(settings)})" if settings else "")
+    return _name(callback) + (f"({', '.join(settings)})" if settings else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +265,7 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def _batch_size() -> str:
-    data = argument_of_fit("x")
+def _batch_size(data: Any, given: int | None) -> str:
     if isinstance(data, tf.data.Dataset):
         shapes = [
             spec.shape for spec in tf.nest.flatten(data.element_spec) if hasattr(spec, "shape")
@@ -189,7 +273,7 @@ def _batch_size() -> str:
         first = shapes[0][0] if shapes and shapes[0].rank else None
         return "of a dataset" if first is None else str(first)
     is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
-    return str(argument_of_fit("batch_size") or 32) if is_array else f"of {type(data).__name__}"
+    return str(given or 32) if is_array else f"of {type(data).__name__}"
 
 
 def _difference(first: Any, other: Any) -> tuple[str, str]:
@@ -208,3 +292,183 @@ def _pairs(first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
         for i in range(max(len(first), len(other))):
             mine = first[i] if i < len(first) else "nothing"
             yield f"number {i}: ", mine, other[i] if i < len(other) else "nothing"
+
+
+# The first samples and weights of ranks.
+
+
+def _first_samples(data: Any) -> str:
+    """Return a digest of the first samples that this rank was given; "" if they are no arrays."""
+    arrays = tf.nest.flatten(data)
+    if not arrays or not all(isinstance(a, np.ndarray) and a.size for a in arrays):
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        rows = max(1, _PROBED_BYTES // max(1, array[0:1].nbytes))
+        digest.update(np.ascontiguousarray(array[:rows]).tobytes())
+    return digest.hexdigest()
+
+
+def _ranks_of(model: Any) -> list[int]:
+    """Return the ranks that train the same model as this one."""
+    process_set = getattr(getattr(model, "optimizer", None), "process_set", None)
+    return list(getattr(process_set, "ranks", None) or range(runtime.size()))
+
+
+def _first_weights(model: Any, callbacks: set[str]) -> str:
+    """Return a digest of what a new model begins with, for comparison with that of other ranks.
+
+    Args:
+        model: Compiled.
+        callbacks: Names of the classes of tfscale among the callbacks of `fit`.
+
+    Returns:
+        "" where nothing is to be compared: the model trains alone, or a callback looks after its
+        weights. The same text for all models that have trained.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    is_united = hasattr(optimizer, "_self_reducer")
+    if not is_united or callbacks & _EQUALISING:
+        return ""
+    if int(optimizer.iterations.numpy()) > 0:
+        return "trained"
+    if not model.built:
+        return _NOT_BUILT
+    digest = 0
+    for variable in [*model.trainable_variables, *adapted_layers.statistics(model)]:
+        if optimizer.is_local_var(variable):
+            continue
+        digest = zlib.crc32(np.ascontiguousarray(variable.numpy()).view(np.uint8), digest)
+    return f"{digest:08x}"
+
+
+def _warn_of_equal_samples(digests: list[str]) -> None:
+    for digest in {d for d in digests if d and digests.count(d) > 1}:
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        if runtime.rank() == ranks[0]:
+            logger.warning(
+                "Ranks %s were given the same samples. Unless each shuffles them in its own way, "
+                "they compute the same gradients, and so many ranks gain nothing. "
+                "tfscale.data.GlobalBatches gives every rank its part.",
+                ", ".join(map(str, ranks)),
+            )
+
+
+def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
+    for rank, other in enumerate(every):
+        first_rank = other["ranks"][0] if rank in other["ranks"] else rank
+        digests = every[first_rank]["first weights"], other["first weights"]
+        is_unknown = _NOT_BUILT in digests
+        if rank == first_rank or not all(digests) or (digests[0] == digests[1] and not is_unknown):
+            continue
+        if runtime.rank() == first_rank:
+            logger.warning(
+                "%s, and no callback makes them equal: models would stay different. Give fit "
+                "tfscale.callbacks.Synchronize(), which also compares them "
+                "later.",
+                "Models that are built in the first step begin with weights of their own on each "
+                "rank, unless seeds are equal" if is_unknown
+                else f"Rank {rank} begins with other weights than rank {first_rank}",
+            )  # fmt: skip
+        return
+
+
+# Global batches.
+
+
+def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
+    if not isinstance(data, GlobalBatches):
+        return None
+    epochs = data._epochs
+    try:
+        slices = epochs.slices(data.batch_size)
+        check_slices(slices, is_training=is_trained_on or epochs.is_shuffled)
+        state, samples = data.state(), epochs.source.probe()
+    except Exception as error:  # whatever it is, the other ranks wait for this description
+        return {"error": f"{type(error).__name__}: {error}"}
+    if not is_trained_on:
+        state.pop("epoch")  # only training counts it, perhaps that of another model
+    return {"error": "", "state": state, "samples": samples}
+
+
+def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+    """Refuse data that a rank cannot use.
+
+    Args:
+        every: What all ranks have described.
+
+    Raises:
+        ConfigError: A rank cannot use its data; on all ranks.
+    """
+    for rank, described in enumerate(every):
+        for name, one in described.items():
+            if one and one["error"]:
+                raise ConfigError(
+                    f"All ranks must be able to use {name} of fit. Received: {one['error']} (on "
+                    f"rank {rank}). Give it data that it can read, in batches that all can share."
+                )
+
+
+def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+    """Begin with the same epoch of the same data on all ranks.
+
+    Validation data is compared where it is given: a rank may have none, or share it out by hand.
+
+    Args:
+        data: What this rank trains on.
+        every: What all ranks have described, and can use.
+
+    Raises:
+        ExchangeError: They differ; on all ranks.
+    """
+    trained, validated = ([rank[name] for rank in every] for name in ("x", "validation_data"))
+    if any(trained):
+        if None not in trained:
+            # The latest epoch: a rank that stopped after its last batch has not counted it.
+            states = [rank["state"] for rank in trained if rank]
+            data.epoch = max(state["epoch"] for state in states)
+            for state in states:
+                state["epoch"] = data.epoch
+        _require_equal_batches([rank or {"state": None, "samples": []} for rank in trained], "x")
+    _require_equal_batches(validated, "validation_data")
+
+
+def _require_equal_batches(described: Sequence[dict[str, Any] | None], name: str) -> None:
+    states = {rank: one["state"] for rank, one in enumerate(described) if one}
+    if any(state != next(iter(states.values())) for state in states.values()):
+        raise ExchangeError(
+            f"All ranks must cut the same global batches. Received: {name} of fit by rank: "
+            f"{states}. Give GlobalBatches the same samples, batch_size and seed on every rank; it "
+            "gives each its own slice."
+        )
+    require_same_samples([one["samples"] if one else None for one in described], name)
+
+
+def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:
+    """Refuse a share of the samples on each rank, of which each would use a share again.
+
+    Args:
+        probes: What the sources of the ranks returned; None where there is none.
+        name: The argument of `fit`.
+
+    Raises:
+        ExchangeError: They differ by more than rounding: ranks may have computed them.
+    """
+    given = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
+    for rank, probe in given:
+        first_rank, first = given[0]
+        if len(probe) == len(first) and all(map(_is_alike, probe, first)):
+            continue
+        raise ExchangeError(
+            "All ranks must have all samples in the same order. Received: other samples on rank "
+            f"{rank} than on rank {first_rank}, as {name} of fit. Give GlobalBatches everything, "
+            "it gives each rank its own slice, made with one tf.random.set_seed on all ranks; or "
+            "pass data that was shared out by hand to fit as it is."
+        )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    is_close = len(one) == len(other) and np.allclose(one, other, 1e-2, 1e-4, equal_nan=True)
+    return bool(is_close)

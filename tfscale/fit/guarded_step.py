@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,8 +14,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.eager import engine_text, has_stopped, is_exchange_error
 from tfscale.config import ExchangeError
-from tfscale.fit.lookahead import Lookahead
-from tfscale.fit.progress import progress_of
+from tfscale.fit.session import session_of
 
 logger = logging.getLogger("tfscale")
 
@@ -48,15 +49,17 @@ class GuardedStep:
         """
         model = self._model()
         assert model is not None
-        progress = progress_of(model)
-        if progress.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
-            iterator = self._look_ahead(iterator)
-        if not progress.may_run_step():
-            return self._stop(model, "another rank stopped")
+        session = session_of(model)
+        if session is not None:
+            if session.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
+                iterator = self._look_ahead(iterator)
+            if not session.may_run_step():
+                return self._stop(model, "another rank stopped")
         try:
             self._last_logs = self._train_function(iterator)
         except tf.errors.OutOfRangeError:
-            progress.end_of_data()
+            if session is not None:
+                session.end_of_data()
             raise
         except tf.errors.OpError as error:
             if has_stopped(error.message):
@@ -86,3 +89,40 @@ class GuardedStep:
         logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
         model.stop_training = True
         return model.get_metrics_result() if self._last_logs is None else self._last_logs
+
+
+class Lookahead:
+    """An iterator over the same batches that knows whether there is another one.
+
+    Attributes:
+        iterator: To be used instead of the source; of the same type, so nothing is traced again.
+    """
+
+    def __init__(self, source: tf.data.Iterator) -> None:
+        """Take over an iterator.
+
+        Args:
+            source: Iterator of a tf.data.Dataset, which is not used elsewhere from now on.
+        """
+        self._source = source
+        self._pending: deque[Any] = deque()
+        options = tf.data.Options()
+        # Nothing may fetch a batch before it is asked for.
+        options.autotune.enabled = False
+        options.experimental_optimization.apply_default_optimizations = False
+        batches = tf.data.Dataset.from_generator(
+            self._batches, output_signature=source.element_spec
+        )
+        self.iterator = iter(batches.with_options(options))
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield self._pending.popleft()
+
+    def has_next(self) -> bool:
+        """Fetch a batch; return whether there was one. Call once before each use of `iterator`."""
+        batch = self._source.get_next_as_optional()
+        if not batch.has_value():
+            return False
+        self._pending.append(batch.get_value())
+        return True

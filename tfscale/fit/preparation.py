@@ -1,4 +1,4 @@
-"""Making a compiled model ready for several ranks; once per model, repeated calls cost nothing."""
+"""Prepare a compiled model for several ranks; repeated calls cost nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import dense
 from tfscale.fit.guarded_step import GuardedStep
+from tfscale.internals.keras import (
+    is_xla_automatic,
+    layers_of,
+    trained_by,
+    wrap_train_function,
+)
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import DistributedOptimizer, is_distributed
 from tfscale.parameters.shared_saves import make_saves_safe
@@ -25,7 +31,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
 
     Builds the model if a batch is given, switches XLA off where "auto" switched it on, puts
     compile()'s automatic loss scaling inside of the distributed optimizer, lets the exchange change
-    layers, drops functions traced before, so that they are traced anew, and lets several ranks
+    layers, drops functions traced before, so that they are traced again, and lets several ranks
     save to one path.
 
     Args:
@@ -57,7 +63,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = share_statistics(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
-    _guard_steps(model)
+    wrap_train_function(model, lambda step: GuardedStep(model, step), GuardedStep)
     make_saves_safe(model)
     return model
 
@@ -65,7 +71,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
 def _switch_off_xla(model: keras.Model) -> bool:
     if not getattr(model, "compiled", False) or not model.jit_compile:
         return False
-    if not model._resolve_auto_jit_compile():
+    if not is_xla_automatic(model):
         raise ConfigError(
             "XLA cannot compile a step that exchanges gradients. Received: jit_compile=True. "
             "Compile the model with jit_compile=False."
@@ -86,7 +92,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     distributed.undo_shards()  # they know nothing of a scale
     scaler.inner_optimizer = inner = distributed.__wrapped__
     if inner.built and not scaler.built:
-        scaler.build(inner._trainable_variables)
+        scaler.build(trained_by(inner))
     distributed.__wrapped__ = scaler
     model.optimizer = distributed
     logger.info("Loss scaling is moved inside of the distributed optimizer.")
@@ -98,31 +104,12 @@ def _restore_layers(model: keras.Model) -> bool:
     optimizers = optimizers_of(model)
     if not optimizers or any(is_distributed(optimizer) for optimizer in optimizers):
         return False
-    return any([dense.restore(layer) for layer in model._flatten_layers()])
+    return any([dense.restore(layer) for layer in layers_of(model)])
 
 
 def share_statistics(model: keras.Model) -> bool:
     """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
     reducer = getattr(getattr(model, "optimizer", None), "_self_reducer", None)
     process_set = global_process_set if reducer is None else reducer.process_set
-    layers = [i for i in model._flatten_layers() if isinstance(i, SyncBatchNormalization)]
+    layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
     return any([layer.follow(process_set) for layer in layers])
-
-
-def _guard_steps(model: keras.Model) -> None:
-    """Let the model's train function end quietly when another rank stops."""
-    if isinstance(model.train_function, GuardedStep):
-        return
-    if model.train_function is not None:
-        model.train_function = GuardedStep(model, model.train_function)
-    if "make_train_function" in vars(model):
-        return
-    make = model.make_train_function
-
-    def make_guarded(force: bool = False) -> Any:
-        make(force=force)
-        if not isinstance(model.train_function, GuardedStep):
-            model.train_function = GuardedStep(model, model.train_function)
-        return model.train_function
-
-    model.make_train_function = make_guarded

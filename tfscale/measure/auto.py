@@ -17,12 +17,12 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.events import has_events
 from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
 from tfscale.exchange.plans import Outcome, Planned, PlannedShards, per_layer, strategy_of
+from tfscale.internals.stack import callbacks_of_fit, data_of_fit
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,

@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.config import ConfigError
+from tfscale.data.control import read_batches
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.reading import read_batches
 from tfscale.measure.pictures import write_findings
 from tfscale.measure.theta import noise_scale
 from tfscale.model_optimizers import build_from_spec, is_built

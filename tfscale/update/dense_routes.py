@@ -11,10 +11,10 @@ import keras
 
 from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import data_of_fit
 from tfscale.exchange import dense
 from tfscale.exchange.sharded import Sharded
 from tfscale.gradients import GradientReducer
+from tfscale.internals.stack import data_of_fit
 from tfscale.plan.layers import is_partial_cheaper
 
 logger = logging.getLogger("tfscale")

@@ -25,14 +25,14 @@ import numpy as np
 
 import tfscale
 from tfscale import callbacks as ours
-from tfscale.callbacks.adaptive_record import AdaptiveRecord
+from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveRecord
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.continued_epoch import steps_until
+from tfscale.data.control import weigh_classes
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.reading import weigh_classes
-from tfscale.fit.unsynchronised import unites_groups
+from tfscale.internals.keras import steps_until
+from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
 from tfscale.model_optimizers import unwrap
 
@@ -264,7 +264,7 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
         _enlarge(given.get("x"), settings["groups"])
         record = ours.ModelDistance()
         # A script without groups need not unite any; two that do would lose the groups' models.
-        unite = [] if unites_groups(given["callbacks"]) else [LocalModels()]
+        unite = [] if show_averages(given["callbacks"]) else [LocalModels()]
         given["callbacks"] += [*unite, record, _GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 

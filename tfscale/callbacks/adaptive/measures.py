@@ -1,4 +1,4 @@
-"""What an epoch of a run with growing batches is judged by, the same on all ranks."""
+"""Cost, distance, noise scale and memory of an epoch, averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from tfscale.callbacks import model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.data.active_ranks import count_active
+from tfscale.data.slices import count_active
 from tfscale.measure.growth import Measures
 from tfscale.measure.memory import MemoryGuard
 from tfscale.measure.theta import noise_scale

@@ -1,4 +1,4 @@
-"""Start all ranks from the weights of one rank."""
+"""Keep the models of all ranks equal during a `fit`, and their metrics common."""
 
 from __future__ import annotations
 
@@ -7,35 +7,115 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks import building, model_state
-from tfscale.callbacks.base import Callback
+from tfscale.callbacks import model_state
+from tfscale.callbacks.base import Callback, Container
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.local_models import LocalModels
+from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.fit import adapted_layers
+from tfscale.fit import adapted_layers, building
 
 
-class BroadcastGlobalVariablesCallback(Callback):
-    """Copy all weights and optimizer state from one rank to the others before the first update.
+class Synchronize(Container):
+    """All that the ranks of a `fit` do together, in one callback: `Synchronize()`.
 
-    Collective: all ranks must pass it to `fit`, at the same place. Callbacks that load weights
-    when training begins (`tfscale.callbacks.BackupAndRestore`) come before it in the list.
+    * Before the first update it copies all weights and the optimizer's state from one rank to the
+      others. A model that is not built yet is built from the data first.
+    * Before validation and saving it unites moving statistics (`NonTrainableState`) and, with
+      `tfscale.LocalSGD`, shows the average of the groups' models.
+    * At the end of epochs it puts metrics of all ranks' data into the logs
+      (`MetricAverageCallback`), and requires bitwise equal weights (`ConsistencyCheck`), which is
+      also done after the first update.
+
+    Collective: all ranks must pass it to `fit`, at the same place: after what restores weights when
+    training begins (`tfscale.callbacks.Checkpoint`), before what uses metrics (EarlyStopping).
 
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
-        device: Ignored; kept for scripts written for Horovod.
+        metrics: Whether to average metrics.
+        check: Whether to compare weights.
         local_variables: Model variables that stay different on every rank, or one. They, and the
             optimizer slots that belong to them, are neither copied nor checked, like those of
             local layers (`PartialDistributedOptimizer`) and of `register_local_var`.
-        consistency_check: Whether to run `ConsistencyCheck` as well.
         non_trainable: What happens to moving statistics before validation and saving; see
             `NonTrainableState`.
 
     Raises:
         ConfigError: `root_rank` is not a rank, or `non_trainable` is unknown.
         ExchangeError: When training begins, if the ranks hold different models.
+    """
+
+    shows_averages = True
+    compared = ("averages_metrics", "checks")
+
+    def __init__(
+        self,
+        root_rank: int = 0,
+        metrics: bool = True,
+        check: bool = True,
+        *,
+        local_variables: keras.Variable | Iterable[keras.Variable] | None = None,
+        non_trainable: str = "average",
+    ) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.averages_metrics, self.checks = metrics, check
+        if isinstance(local_variables, keras.Variable):
+            local_variables = [local_variables]
+        self.local_variables = list(local_variables or ())
+        self.companions = [
+            LocalModels(),
+            NonTrainableState(non_trainable, root_rank, self.local_variables),
+            *([ConsistencyCheck(local_variables=self.local_variables)] if check else ()),
+            *([MetricAverageCallback()] if metrics else ()),
+        ]
+
+    def register_local_var(self, var: keras.Variable) -> None:
+        """Let a variable stay different on every rank, as one of `local_variables`."""
+        self.local_variables.append(var)
+        for part in self.companions:
+            if isinstance(part, NonTrainableState | ConsistencyCheck):
+                part.local_variables.append(var)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast, now that all other callbacks before this one have restored what they restore.
+
+        Raises:
+            ConfigError: `root_rank` is not a rank.
+        """
+        Callback.on_train_begin(self, logs)
+        if not 0 <= self.root_rank < runtime.size():
+            raise ConfigError(
+                f"root_rank must be a rank of this job, 0 to {runtime.size() - 1}. "
+                f"Received: root_rank={self.root_rank}. Pass 0 if in doubt."
+            )
+        if runtime.size() > 1:
+            building.when_built(self.model, self._broadcast)
+        for part in self.parts():
+            part.on_train_begin(logs)
+
+    def _broadcast(self) -> None:
+        _broadcast(self.model, self.root_rank, self.local_variables)
+        average = self.session.group_average
+        if average is not None:
+            average.start_from_here()
+
+
+class BroadcastGlobalVariablesCallback(Synchronize):
+    """Horovod's name of `Synchronize` without metrics: `MetricAverageCallback` comes after it.
+
+    Args:
+        root_rank: As for `Synchronize`.
+        device: Ignored; kept for scripts written for Horovod.
+        local_variables: As for `Synchronize`.
+        consistency_check: Its `check`.
+        non_trainable: As for `Synchronize`.
+
+    Raises:
+        ConfigError: As for `Synchronize`.
+        ExchangeError: As for `Synchronize`.
     """
 
     def __init__(
@@ -47,87 +127,14 @@ class BroadcastGlobalVariablesCallback(Callback):
         consistency_check: bool = True,
         non_trainable: str = "average",
     ) -> None:
-        super().__init__()
         del device
-        self.root_rank = root_rank
-        if isinstance(local_variables, keras.Variable):
-            local_variables = [local_variables]
-        self.local_variables = list(local_variables or ())
-        state = NonTrainableState(non_trainable, root_rank, self.local_variables)
-        self.companions: list[Callback] = [LocalModels(), state]
-        if consistency_check:
-            self.companions.append(ConsistencyCheck(local_variables=self.local_variables))
-
-    def register_local_var(self, var: keras.Variable) -> None:
-        """Let a variable stay different on every rank, as one of `local_variables`."""
-        for each in (self, *self.companions):
-            if hasattr(each, "local_variables"):
-                each.local_variables.append(var)
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        """Hand the parameters of `fit` to the callbacks inside."""
-        super().set_params(params)
-        for callback in self.companions:
-            callback.set_params(params)
-
-    def set_model(self, model: keras.Model) -> None:
-        """Prepare the model, and hand it to the callbacks inside."""
-        super().set_model(model)
-        for callback in self.companions:
-            callback.set_model(model)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast now, or just before the first step if the model is not built yet.
-
-        Raises:
-            ConfigError: `root_rank` is not a rank.
-        """
-        super().on_train_begin(logs)
-        if not 0 <= self.root_rank < runtime.size():
-            raise ConfigError(
-                f"root_rank must be a rank of this job, 0 to {runtime.size() - 1}. "
-                f"Received: root_rank={self.root_rank}. Pass 0 if in doubt."
-            )
-        if runtime.size() > 1:
-            building.when_built(self.model, self._broadcast)
-        for callback in self.companions:
-            callback.on_train_begin(logs)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside."""
-        super().on_train_batch_end(batch, logs)
-        for callback in self.companions:
-            callback.on_train_batch_end(batch, logs)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside."""
-        super().on_test_begin(logs)
-        for callback in self.companions:
-            callback.on_test_begin(logs)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside."""
-        super().on_epoch_begin(epoch, logs)
-        for callback in self.companions:
-            callback.on_epoch_begin(epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside: average groups, unite moving statistics, check weights."""
-        super().on_epoch_end(epoch, logs)
-        for callback in self.companions:
-            callback.on_epoch_end(epoch, logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Run the callbacks inside."""
-        super().on_train_end(logs)
-        for callback in self.companions:
-            callback.on_train_end(logs)
-
-    def _broadcast(self) -> None:
-        _broadcast(self.model, self.root_rank, self.local_variables)
-        average = getattr(self.model.optimizer, "group_average", None)
-        if average is not None:
-            average.start_from_here()
+        super().__init__(
+            root_rank,
+            metrics=False,
+            check=consistency_check,
+            local_variables=local_variables,
+            non_trainable=non_trainable,
+        )
 
 
 def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
@@ -140,7 +147,7 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     Args:
         root_rank: Whose values.
         model: A built Keras model. TensorFlow 2 has no global collection of variables, so it must
-            be given, or `BroadcastGlobalVariablesCallback` be used.
+            be given, or `Synchronize` be used.
 
     Raises:
         ConfigError: No model is given, or root_rank is not a rank.
@@ -149,7 +156,7 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     if model is None:
         raise ConfigError(
             "TensorFlow 2 has no global variables. Received: model=None. Pass model=..., or give "
-            "fit a BroadcastGlobalVariablesCallback(0)."
+            "fit a tfscale.callbacks.Synchronize()."
         )
     _broadcast(model, root_rank)
 

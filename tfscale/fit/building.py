@@ -8,8 +8,9 @@ from typing import Any
 import keras
 
 from tfscale.config import ConfigError
-from tfscale.data.keras_pass import epochs_of_fit
 from tfscale.fit.preparation import share_statistics
+from tfscale.fit.session import session_for
+from tfscale.internals.keras import batch_spec_of
 from tfscale.model_optimizers import build_from_spec, how_to_build, is_built, optimizers_of
 from tfscale.optimizer import is_distributed
 
@@ -63,5 +64,4 @@ def build_from_data(model: keras.Model) -> None:
     Raises:
         ConfigError: The shapes of the data do not suffice.
     """
-    # A dataset, whatever Keras calls it.
-    build_from_spec(model, lambda: epochs_of_fit()._get_iterator().element_spec)
+    build_from_spec(model, lambda: batch_spec_of(session_for(model).call.epochs))

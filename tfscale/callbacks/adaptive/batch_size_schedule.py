@@ -7,17 +7,14 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks.adaptive_checks import check_alone, check_data, check_sizes
-from tfscale.callbacks.base import Callback
+from tfscale.callbacks.adaptive.growing_batch import ChangingBatchSize, check_data, check_sizes
 from tfscale.config import ConfigError
-from tfscale.data.changes import keep_settings, put_back_settings
-from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
+from tfscale.internals.keras import rate_of
 from tfscale.model_optimizers import unwrap
 
 
-class BatchSizeSchedule(Callback):
+class BatchSizeSchedule(ChangingBatchSize):
     """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
 
     The learning rate is left alone: growing the batch takes the place of its decay. Before the
@@ -38,7 +35,6 @@ class BatchSizeSchedule(Callback):
     Source: Smith et al., Don't Decay the Learning Rate, Increase the Batch Size (2018); [T] 5.4.
     """
 
-    sets_batch_size = True
     compared = ("sizes",)
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
@@ -49,47 +45,33 @@ class BatchSizeSchedule(Callback):
             check_integer("epoch", epoch, 0): check_integer("batch_size", sizes[epoch], 1)
             for epoch in sorted(sizes)
         }
-        self._data: GlobalBatches | None = None
         self._first_size = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse what cannot be served."""
         super().on_train_begin(logs)
-        data = data_of_fit()
+        data = self.session.data
         check_data(data)
-        check_alone(self)
-        self._check_rate()
-        with keep_settings(data):
-            self._data, self._first_size = data, data.batch_size
+
+        def check() -> None:
+            self._first_size = data.batch_size
             sizes = sorted({data.batch_size, *self.sizes.values()})
             check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
 
-    def _check_rate(self) -> None:
-        rate = unwrap(self.model.optimizer)._learning_rate
+        rate = rate_of(unwrap(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 "Larger batches make fewer steps of an epoch, which a schedule counted in steps "
                 f"would not follow. Received: learning_rate={type(rate).__name__}. Use a number, "
                 "and LearningRateScheduleCallback for a rate that follows epochs."
             )
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the size of the epoch."""
-        super().on_epoch_begin(epoch, logs)
-        assert self._data is not None
-        self._data.batch_size = self.size_of(epoch)
+        self._take_over(data, check)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the size to the logs."""
         super().on_epoch_end(epoch, logs)
         if logs is not None:
             logs["batch_size"] = self.size_of(epoch)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Give the data its own batch size back."""
-        super().on_train_end(logs)
-        assert self._data is not None
-        put_back_settings(self._data)
 
     def size_of(self, epoch: int) -> int:
         """Return the batch size of an epoch."""

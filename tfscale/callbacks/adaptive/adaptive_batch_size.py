@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tfscale.callbacks.adaptive_checks import bounds_of, check_data, check_fit, check_settings
-from tfscale.callbacks.adaptive_measures import EpochBatch, EpochMeasures
-from tfscale.callbacks.adaptive_rate import AdaptiveRate
-from tfscale.callbacks.adaptive_record import AdaptiveRecord
-from tfscale.callbacks.epochs import EpochCallback
-from tfscale.callbacks.growing_ranks import begin_with_surplus
-from tfscale.data.active_ranks import may_have_surplus
-from tfscale.data.changes import keep_settings, put_back_settings
-from tfscale.data.continued_epoch import steps_until
+import keras
+
+from tfscale.callbacks.adaptive.growing_batch import (
+    ChangingBatchSize,
+    begin_with_surplus,
+    check_compared,
+    check_data,
+    check_rate_and_order,
+    check_sizes,
+)
+from tfscale.callbacks.adaptive.measures import EpochBatch, EpochMeasures
+from tfscale.callbacks.learning_rate import Rate
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
+from tfscale.data.control import put_back_settings
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.keras_pass import argument_of_fit
+from tfscale.internals.keras import n_updates, print_msg, rate_of, steps_until
 from tfscale.measure.growth import (
+    Decision,
     GrowthControl,
     GrowthSettings,
+    Measures,
     RateRule,
     Signal,
     ladder,
     with_largest_interval,
 )
 from tfscale.measure.theta import IntervalRule, Rule
+from tfscale.model_optimizers import unwrap
+from tfscale.scalable_schedule import ScalableSchedule
+
+logger = logging.getLogger("tfscale")
 
 
-class AdaptiveBatchSize(EpochCallback):
+class AdaptiveBatchSize(ChangingBatchSize):
     """Grow batch size and learning rate together while training, then let the rate decay.
 
     How everything is defined:
@@ -67,12 +82,12 @@ class AdaptiveBatchSize(EpochCallback):
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
 
-    sets_batch_size = True
     compared = ("_settings", "_has_surplus", "_momentum_correction")
 
     _control: GrowthControl
     _rate: AdaptiveRate
     _n_warmup_left = 0
+    _is_new_epoch = True
     _backup: tuple[dict[str, Any], int] | None = None
 
     def __init__(
@@ -142,13 +157,18 @@ class AdaptiveBatchSize(EpochCallback):
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
-            rule=IntervalRule(rule, tolerance, *bounds_of(interval, signal)),
+            rule=IntervalRule(rule, tolerance, *_bounds_of(interval, signal)),
             saturation=saturation,
             decay=decay,
             decay_epochs=tuple(decay_epochs),
             warmup_epochs=warmup_epochs,
         )
-        self._has_surplus = may_have_surplus(active_ranks)
+        if active_ranks not in ("all", "grow"):
+            raise ConfigError(
+                "active_ranks must be 'all' or 'grow'. Received: "
+                f"active_ranks={active_ranks!r}. Use 'all' if in doubt."
+            )
+        self._has_surplus = active_ranks == "grow"
         self._momentum_correction = momentum_correction
         self._record = AdaptiveRecord(log_path, verbose)
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
@@ -162,14 +182,26 @@ class AdaptiveBatchSize(EpochCallback):
         """Check what is asked for; start afresh, or from a backup."""
         super().on_train_begin(logs)
         settings, epochs = self._settings, (self.params or {}).get("epochs")
-        first = argument_of_fit("initial_epoch") or 0  # also of a run that goes on from a backup
+        first = self.session.call.initial_epoch  # also of a run that resumes from a backup
         if settings.rule.high is None:
             settings = with_largest_interval(settings, epochs and epochs - first)
-        check_fit(self, self.data, settings.warmup_epochs)
-        with keep_settings(self.data):
+        if self.session.data is not self.data:
+            raise ConfigError(
+                f"{type(self).__name__} must be given the data that fit trains on. Received: "
+                f"another object, {type(self.session.data).__name__}, in fit. Pass the same "
+                "GlobalBatches to both."
+            )
+
+        def check() -> None:
             if self._has_surplus:
-                begin_with_surplus(self.data, self.model)
-            check_settings(settings, self.data, first, self._has_surplus)
+                begin_with_surplus(self.session)
+            _check_decays(settings, first)
+            check_sizes(self.data, settings.sizes)
+            if settings.signal == "noise_scale" and self._has_surplus:
+                check_compared(settings.sizes)
+
+        check_rate_and_order(self, settings.warmup_epochs)
+        self._take_over(self.data, check)
         self._control = GrowthControl(settings)
         self._measures.start()
         former = getattr(self, "_rate", None)
@@ -187,7 +219,7 @@ class AdaptiveBatchSize(EpochCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Apply what was decided."""
         super().on_epoch_begin(epoch, logs)
-        self.data.batch_size = self._control.batch_size
+        self._is_new_epoch = True
         if not self._n_warmup_left:
             stretch = self._control.batch_size / self._settings.sizes[0]
             self._rate.set(self._control.rate_scale, stretch)
@@ -195,7 +227,8 @@ class AdaptiveBatchSize(EpochCallback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the first parameters."""
         super().on_train_batch_begin(batch, logs)
-        self._measures.begin_batch(self.model, is_first=self._n_batches == 0)
+        self._measures.begin_batch(self.model, is_first=self._is_new_epoch)
+        self._is_new_epoch = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the loss of the first batch."""
@@ -229,10 +262,9 @@ class AdaptiveBatchSize(EpochCallback):
         if logs is not None:
             logs.update(shown)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Give the data its own batch size back."""
-        super().on_train_end(logs)
-        put_back_settings(self.data)
+    def size_of(self, epoch: int) -> int:
+        """Return the batch size that was decided."""
+        return self._control.batch_size
 
     def backup_state(self) -> dict[str, Any]:
         """Return all that decides what comes, for `BackupAndRestore`."""
@@ -253,3 +285,167 @@ class AdaptiveBatchSize(EpochCallback):
         """Return what another number of ranks goes on with, given the states of all ranks."""
         measures = self._measures.merge([state["measures"] for state in states])
         return {**states[0], "measures": measures}
+
+
+def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int, int | None]:
+    """Return the lowest and the highest interval that may be found; None: limited by the epochs.
+
+    Raises:
+        ConfigError: The signal finds none.
+    """
+    if not isinstance(interval, tuple):
+        return 1, None
+    if signal == "noise_scale":
+        raise ConfigError(
+            "With signal='noise_scale' interval is the fewest epochs between two growths. "
+            f"Received: interval={interval!r}. Pass one number."
+        )
+    return interval
+
+
+def _check_decays(settings: GrowthSettings, first: int) -> None:
+    """Refuse decays at which nobody would look.
+
+    Args:
+        settings: What the run chose.
+        first: The epoch that the run began with.
+
+    Raises:
+        ConfigError: A decay falls into the warm-up, or the first epoch behind it.
+    """
+    end = first + settings.warmup_epochs
+    early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
+    if early:
+        raise ConfigError(
+            "Before a decay there must be the warm-up and one epoch. Received: decay_epochs="
+            f"{settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a run that "
+            f"begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
+        )
+
+
+class AdaptiveRate:
+    """Sets a learning rate, or scales a schedule, relative to the initial rate.
+
+    Args:
+        model: A compiled model, whose rate is a number or a `ScalableSchedule`.
+        momentum_correction: See `Rate`.
+    """
+
+    def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
+        self._optimizer = model.optimizer
+        rate = rate_of(unwrap(self._optimizer))
+        self._schedule = rate if type(rate) is ScalableSchedule else None
+        self._rate = Rate(model, momentum_correction)
+        self._initial: float | None = None  # read when the rate is first set, after any warm-up
+        self._last: float | None = None  # that was set here
+
+    def begin_as(self, former: AdaptiveRate | None) -> None:
+        """Begin with the initial rate of an earlier `fit`, unless the rate was changed since."""
+        if former is not None and former._last == self._rate.value():
+            self._initial = former._initial
+
+    def set(self, scale: float, stretch: float) -> None:
+        """Set the rate for the steps that come.
+
+        Args:
+            scale: Relative to the initial rate, or to what the schedule says.
+            stretch: Present batch size over the first one; schedules go on by as many steps.
+        """
+        if self._schedule is None:
+            if self._initial is None:
+                self._initial = self._rate.value()
+            self._rate.set(self._initial * scale)
+            self._last = self._rate.value()
+            return
+        before = self._schedule.state()
+        if before[:2] != [scale, stretch]:
+            # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
+            step = n_updates(unwrap(self._optimizer))
+            self._schedule.rescale(scale, stretch, step)
+            if scale != before[0]:
+                self._rate.correct(scale / before[0])
+
+    def value(self) -> float:
+        """Return the present rate."""
+        return self._rate.value()
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` takes."""
+        schedule = None if self._schedule is None else self._schedule.state()
+        return {"initial": self._initial, "schedule": schedule}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._initial = state["initial"]
+        if self._schedule is not None and state["schedule"] is not None:
+            self._schedule.restore(state["schedule"])
+
+
+class AdaptiveRecord:
+    """Writes `adaptive.jsonl` on rank 0.
+
+    Args:
+        path: The file; None writes nothing.
+        verbose: 1 prints what changes.
+    """
+
+    def __init__(self, path: str | Path | None, verbose: int = 0) -> None:
+        self._verbose = verbose
+        self._path = Path(path) if path is not None else None
+
+    def start(self, epoch: int | None) -> None:
+        """Begin a file, or go on with the lines of the epochs before.
+
+        Args:
+            epoch: First epoch that comes, in a run that goes on; None for a fresh one.
+        """
+        if self._path is None or runtime.rank() != 0:
+            return
+        kept = ""
+        if epoch is not None and self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = "".join(line for line in lines if _epoch_of(line) < epoch)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(kept, encoding="utf-8")
+
+    def write(self, line: dict[str, Any], measures: Measures, decision: Decision) -> None:
+        """Append the line of an epoch, and say what changes; rank 0 only.
+
+        Args:
+            line: What held in the epoch; numbers that are not finite become null.
+            measures: What it was judged by.
+            decision: What comes.
+        """
+        if runtime.rank() != 0:
+            return
+        for reason in decision.reasons:
+            logger.info("Epoch %d: %s.", line["epoch"] + 1, reason)
+            if self._verbose:
+                print_msg(f"\nEpoch {line['epoch'] + 1}: {reason}.")
+        if self._path is None:
+            return
+        line = {
+            **line,
+            "loss": measures.cost,
+            "first_loss": measures.first_cost,
+            "distance": measures.distance,
+            "interval": decision.interval,
+            "next_batch_size": decision.batch_size,
+            "next_rate_scale": decision.rate_scale,
+            "reasons": list(decision.reasons),
+        }
+        clean = {key: None if _is_not_finite(value) else value for key, value in line.items()}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(clean) + "\n")
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _epoch_of(line: str) -> float:
+    """Return the epoch of a line; that of one cut short is not before any."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -1,0 +1,131 @@
+"""One session for each `fit`, shared by its callbacks; Synchronize does what Horovod's two do."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+import tfscale
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    Callback,
+    ConsistencyCheck,
+    MetricAverageCallback,
+    Synchronize,
+)
+from tfscale.fit.session import running_session, session_of
+
+X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
+
+
+def compiled():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+class Look(Callback):
+    """Remembers the session of each training, and what it says of the `fit`."""
+
+    def __init__(self, action=None):
+        super().__init__()
+        self.seen, self.action = [], action
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        if self.action is not None:
+            self.action(self)
+        self.seen.append(self.session)
+
+
+def test_callbacks_of_a_fit_share_a_session_and_the_next_fit_has_another():
+    model, first, second = compiled(), Look(), Look()
+    for _ in range(2):
+        model.fit(X, X, batch_size=4, epochs=2, verbose=0, callbacks=[first, second])
+    assert first.seen == second.seen and len(first.seen) == 4
+    assert first.seen[0] is first.seen[1] is not first.seen[2]
+    assert session_of(model) is first.seen[2] is first.seen[3]
+
+
+def test_a_session_knows_what_fit_was_given():
+    model, look, valid = compiled(), Look(), (X[:4], X[:4])
+    given = {"batch_size": 4, "epochs": 3, "initial_epoch": 2, "validation_data": valid}
+    model.fit(X, X, verbose=0, callbacks=[look], class_weight={0: 1.0}, **given)
+    session = look.seen[0]
+    assert session.data is X and session.model is model and look in session.callbacks
+    assert session.call.batch_size == 4 and session.call.initial_epoch == 2
+    assert session.call.validation_data is valid and session.call.class_weight == {0: 1.0}
+    assert session.call.epochs.num_batches == 2
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_an_evaluation_inside_of_a_fit_begins_no_session(is_other):
+    model, found = compiled(), []
+    other = compiled() if is_other else model
+
+    def evaluate(look):
+        other.evaluate(X, X, verbose=0, callbacks=[MetricAverageCallback(), *inside])
+        found.append(running_session())
+
+    inside, look = [], Look(evaluate)
+    inside += [] if is_other else [look]  # the same callback in both
+    model.fit(X, X, epochs=2, verbose=0, callbacks=[look])
+    assert look.seen == found and look.seen[0] is look.seen[1]
+    assert running_session() is None
+
+
+def test_a_fit_that_broke_off_leaves_nothing_to_the_next():
+    model = compiled()
+
+    def fail(look):
+        raise RuntimeError("broken off")
+
+    broken = Look(fail)
+    with pytest.raises(RuntimeError, match="broken off"):
+        model.fit(X, X, verbose=0, callbacks=[broken])
+    before = broken.session
+    broken.action = None
+    model.fit(X, X, verbose=0, callbacks=[broken])
+    assert broken.seen[0] is not before and broken.seen[0].data is X
+
+
+def test_hooks_that_are_called_by_hand_share_a_session_for_each_training():
+    model, callbacks, seen = compiled(), [Look(), Look()], []
+    for _ in range(2):
+        for callback in callbacks:
+            callback.set_model(model)
+        for callback in callbacks:
+            callback.on_train_begin()
+        seen.append([callback.session for callback in callbacks])
+        assert seen[-1][0] is seen[-1][1] and seen[-1][0].data is None
+    assert seen[0][0] is not seen[1][0]
+
+
+def test_a_session_keeps_no_model_alive():
+    model = compiled()
+    model.fit(X, X, verbose=0, callbacks=[Synchronize()])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_horovods_names_are_parts_of_synchronize():
+    every, own = Synchronize(0), BroadcastGlobalVariablesCallback(0, consistency_check=False)
+    kinds = [type(part) for part in every.companions]
+    assert ConsistencyCheck in kinds and MetricAverageCallback in kinds
+    assert every.averages_metrics and not own.averages_metrics and isinstance(own, Synchronize)
+    assert [type(part) for part in own.companions] == kinds[:2]
+    without = Synchronize(metrics=False, check=False)
+    assert [type(part) for part in without.companions] == kinds[:2]
+    assert tfscale.callbacks.Synchronize is Synchronize
+
+
+def test_local_variables_are_known_to_all_parts():
+    model, callback = compiled(), Synchronize()
+    callback.register_local_var(model.weights[0])
+    known = [p.local_variables for p in callback.companions if hasattr(p, "local_variables")]
+    assert len(known) == 2 and all(part[0] is model.weights[0] for part in known)

@@ -1,0 +1,198 @@
+"""Control what `GlobalBatches` serve: inside of a `fit`, in the rest of an epoch, and beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
+from tfscale.data.epochs import BatchSource, Epochs
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.slices import BatchSlices, check_slices
+from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
+
+logger = logging.getLogger("tfscale")
+
+
+# Settings that a `fit` changes, and that are put back at its end.
+
+
+@contextlib.contextmanager
+def keep_settings(data: GlobalBatches) -> Iterator[None]:
+    """Remember batch size and surplus ranks, which a `fit` that begins in here may change.
+
+    They are put back by `put_back_settings`; at once where it does not begin. Where an earlier
+    `fit` broke off, what that one began with counts.
+    """
+    data._epochs.keep()
+    try:
+        yield
+    except BaseException:
+        data._epochs.put_back()
+        raise
+
+
+def put_back_settings(data: GlobalBatches) -> None:
+    """Return to the batch size and the surplus ranks of before, if they were kept.
+
+    A batch size that was set outside of `fit` in the meantime stays.
+    """
+    data._epochs.put_back()
+
+
+def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
+    """Let batches be shared by as many ranks as `count_active` says, from the next pass on.
+
+    Args:
+        data: Needs targets, and serves sample weights from now on.
+        weighs_samples: Serve one weight for each sample. False: one for the whole batch, which
+            suits losses of any shape.
+    """
+    data._epochs.allow_surplus_ranks(weighs_samples)
+
+
+# The rest of an epoch that was interrupted.
+
+
+def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None) -> None:
+    """Let the data of a running `fit`, if it is `GlobalBatches`, resume an epoch.
+
+    Args:
+        data: What `fit` trains on.
+        state: `GlobalBatches.state()` of then, if there was one.
+        first_step: Of the epoch; one that has begun is cut as it was, another may be cut again.
+            None: no epoch begins, and the batch size stays.
+
+    Raises:
+        ConfigError: The data has another length, or the ranks cannot share batches that were
+            partly trained on.
+    """
+    if state is None or not isinstance(data, GlobalBatches):
+        return
+    own = data.batch_size
+    if first_step is None:
+        state = {**state, "batch_size": own}
+    # A callback that sets the size (`kept`) goes on with its own.
+    is_told = state["batch_size"] != own and data._epochs.kept is None
+    if is_told and runtime.rank() == 0:
+        logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
+    try:
+        data.restore(state)
+    except ConfigError as error:
+        if state["samples"] != data.samples:
+            raise
+        if first_step == 0:  # the program's own size, then
+            data.restore({**state, "batch_size": own})
+            return
+        raise ConfigError(
+            f"An epoch that goes on keeps its batches of {state['batch_size']}. {error} Start with "
+            "a number of ranks that divides it, or move this checkpoint away."
+        ) from error
+
+
+def continue_epoch(epochs: Any, epoch: int, first_step: int) -> int:
+    """Let the epoch that a running `fit` is about to begin start with a later step.
+
+    Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
+    `GlobalBatches` reads none of the batches before; other data is read and dropped up to there.
+
+    Args:
+        epochs: Keras's iterator of epochs; None outside of a `fit`.
+        epoch: Its number, from that of the first epoch of training.
+        first_step: Number of the first step, 0 or more.
+
+    Returns:
+        The first step: an earlier one where other ranks' data leaves the epoch no such step.
+    """
+    return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, _rest_of)
+
+
+def _rest_of(data: Any, first_step: int) -> _Rest | None:
+    return _Rest(data, first_step) if isinstance(data, GlobalBatches) else None
+
+
+class _Rest(keras.utils.PyDataset):
+    """The batches of a data set from some step on."""
+
+    def __init__(self, data: GlobalBatches, first_step: int) -> None:
+        super().__init__()
+        self._data = data
+        self._first = first_step
+
+    @property
+    def num_batches(self) -> int:
+        return int(self._data.num_batches) - self._first
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index + self._first]
+
+    def on_epoch_begin(self) -> None:
+        self._data.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._data.on_epoch_end()
+
+
+# Batches of any size, beside what `fit` is being served.
+
+
+def read_batches(data: GlobalBatches, batch_size: int, seed: int) -> Iterator[Any]:
+    """Yield the batches of one epoch that is not trained on, in an order of its own.
+
+    Args:
+        data: Whose samples to read; what it serves does not change.
+        batch_size: Samples of a batch; all on this rank.
+        seed: Decides the order, if the data is shuffled at all.
+
+    Raises:
+        ConfigError: The batch is larger than the data.
+    """
+    slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
+    read = data._epochs.source.open_epoch(seed, 0, slices)
+    return (read(step) for step in range(slices.steps))
+
+
+def weigh_classes(data: GlobalBatches, weights: Mapping[int, float]) -> GlobalBatches:
+    """Return what `read_batches` reads with the sample weights that `fit` makes of classes.
+
+    Args:
+        data: Serves (x, y); y as `fit` wants it for `class_weight`.
+        weights: By class.
+    """
+    epochs, weighed = data._epochs, copy.copy(data)
+    source = _WeighedClasses(epochs.source, weights)
+    weighed._epochs = Epochs(source, epochs.is_shuffled, epochs.drop_remainder)
+    return weighed
+
+
+class _WeighedClasses:
+    """Batches with a weight for each sample's class."""
+
+    def __init__(self, source: BatchSource, weights: Mapping[int, float]) -> None:
+        self._source = source
+        self._weights = weights
+
+    @property
+    def samples(self) -> int:
+        return self._source.samples
+
+    def probe(self) -> list[Any]:
+        return self._source.probe()
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        read = self._source.open_epoch(seed, epoch, slices)
+
+        def read_weighed(step: int) -> tuple:
+            x, y = read(step)
+            return x, y, class_weight_to_sample_weights(y, self._weights)
+
+        return read_weighed

@@ -1,0 +1,84 @@
+"""Warn of ranks that train apart, and of metrics of one rank that are taken for those of all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfscale.comm import runtime
+from tfscale.internals.stack import KerasPass
+from tfscale.internals.traits import judge_before_averages, own_of, train_apart
+from tfscale.model_optimizers import optimizers_of
+
+logger = logging.getLogger("tfscale")
+
+_APART = (
+    "The ranks of this job train the model %s each on its own: its optimizer (%s) is not wrapped "
+    "in tfscale.DistributedOptimizer, and no tfscale.DistributedGradientTape is used. Wrap the "
+    "optimizer, or average parameters with tfscale.callbacks.ParameterAveraging. If single ranks "
+    "are to train on their own, start with tfscale.init(backend='single')."
+)
+_JUDGED = (
+    "%s sees the metrics of each rank's own samples. Unless all ranks are given the same, they may "
+    "decide differently: other learning rates, other best weights at the end. Put "
+    "MetricAverageCallback before it."
+)
+_EVALUATED = (
+    "evaluate() returns the metrics of this rank's slices of GlobalBatches, not of all samples. "
+    "Call it on all ranks with callbacks=[tfscale.callbacks.MetricAverageCallback()]."
+)
+_told: set[tuple[str, Any]] = set()
+
+
+def warn_if_unsynchronised(
+    model: Any, callbacks: Sequence[Any], has_exchanged: bool | None = None
+) -> None:
+    """Warn, once per model and on one rank, if its ranks exchange nothing.
+
+    Args:
+        model: In a running `fit`.
+        callbacks: Those of this `fit`.
+        has_exchanged: Whether gradients were exchanged in this process; None before the first
+            step, when a custom train_step may yet do so.
+    """
+    if not isinstance(model, keras.Model) or not _is_one_of_several():
+        return
+    optimizers = optimizers_of(model)
+    is_wrapped = any(hasattr(optimizer, "_self_reducer") for optimizer in optimizers)
+    is_own_step = type(model).train_step is not keras.Model.train_step
+    if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
+        return
+    if not train_apart(callbacks):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        _warn_once((id(model), model.name), _APART, model.name, names)
+
+
+def warn_of_judges(callbacks: Sequence[Any]) -> None:
+    """Warn, once and on one rank, where callbacks judge by metrics of single ranks."""
+    judge = judge_before_averages(callbacks)
+    if judge is not None:
+        _warn_once(None, _JUDGED, judge)
+
+
+def warn_of_evaluation(caller: KerasPass) -> None:
+    """Warn, once and on one rank, where an `evaluate` outside of `fit` leaves metrics as they are.
+
+    Args:
+        caller: Reads `GlobalBatches`.
+    """
+    is_of_all = any(callback.averages_metrics for callback in own_of(caller.callbacks))
+    if caller.caller == "evaluate" and caller.fit is None and not is_of_all:
+        _warn_once(None, _EVALUATED)
+
+
+def _is_one_of_several() -> bool:
+    return runtime.is_initialized() and not runtime.is_single()
+
+
+def _warn_once(about: Any, text: str, *names: str) -> None:
+    if _is_one_of_several() and runtime.rank() == 0 and (text, about) not in _told:
+        _told.add((text, about))
+        logger.warning(text, *names)

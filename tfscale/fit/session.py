@@ -1,0 +1,391 @@
+"""One running `fit`: what it was given, where this rank stands in it, and how all ranks stop."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm import objects, runtime
+from tfscale.comm.backends.base import MarkKind
+from tfscale.comm.eager import Header, exchange_headers
+from tfscale.config import ExchangeError
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.internals import stack
+from tfscale.internals.keras import put_first, put_last
+from tfscale.internals.traits import train_apart
+from tfscale.model_optimizers import accumulating, optimizers_of
+
+logger = logging.getLogger("tfscale")
+
+Answer = Literal["run", "end", "stop"]
+_ASKED = "step of fit"
+
+
+class FitSession:
+    """A `fit` on this rank, and what the other ranks are told of it. See `session_for`.
+
+    A rank that ends an epoch, stops or runs out of data sets a mark (custom_ops/comm/marks.h). A
+    rank that has begun one step more sees it, gives this step up before any variable changed, and
+    stops too, or fails with the reason. Nothing is sent per step. Where a step cannot be given up
+    (under run_eagerly, or without marks) the ranks ask each other before it, see `ask`.
+
+    Groups of local SGD exchange nothing in most steps, so they ask where epochs begin and end; in
+    between they stop after an average, see `StopTogether`. Ranks that average their parameters ask
+    there, too, and stop where an epoch ends. So do those that add up gradients of several batches,
+    if they stop in the middle of a cycle.
+
+    Attributes:
+        model: The model.
+        call: What `fit` was given; empty outside of a `fit`, where hooks are called by hand.
+        is_over: The ranks have agreed to run no further step.
+        asks_each_step: All ranks run a step or none.
+        wants_to_stop: This rank waits for a moment in which all can stop.
+        save_points: Gathers the state of optimizers before callbacks save; see `save_points`.
+    """
+
+    def __init__(self, model: keras.Model, call: stack.FitCall | None) -> None:
+        self.model = model
+        self.call = call or stack.FitCall()
+        self.is_over = False
+        self.asks_each_step = False
+        self.wants_to_stop = False
+        self.save_points: Any = None
+        self._joined: list[Any] = []
+        self._has_begun = self._stops_together = False
+        self._steps: Any = None
+        self._n_epochs = 0
+        self._marked_epoch = -1
+        self._n_steps = self._n_given_up = 0
+        self._is_apart = False
+        self._is_running = False  # an epoch has begun since training began
+        self._is_new_epoch = True
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """All callbacks of the `fit`, in the order of their calls."""
+        return self.call.callbacks
+
+    @property
+    def data(self) -> Any:
+        """The `x` of the `fit`."""
+        return self.call.data
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether the ranks exchange no gradients, but average parameters."""
+        return train_apart(self.callbacks)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether groups of ranks train apart."""
+        return isinstance(getattr(self._optimizer, "strategy", None), LocalSGD)
+
+    @property
+    def group_average(self) -> Any:
+        """The average of the groups' models; None without groups, or before they part."""
+        return getattr(self._optimizer, "group_average", None)
+
+    @property
+    def _optimizer(self) -> Any:
+        return getattr(self.model, "optimizer", None)
+
+    def put_first(self, callback: keras.callbacks.Callback) -> None:
+        """Put a callback before all others, from the next hook on."""
+        put_first(self.call.callback_list, callback)
+
+    def stop_together(self) -> None:
+        """Put a `StopTogether` after all callbacks, once."""
+        if not self._stops_together and self.call.callback_list is not None:
+            self._stops_together = True
+            stop = StopTogether(self)
+            stop.set_model(self.model)
+            put_last(self.call.callback_list, stop)
+
+    # Where the ranks stand.
+
+    def begin(self, steps: Any, n_epochs: int) -> None:
+        """Note what will be run.
+
+        Args:
+            steps: Per epoch; None if unknown.
+            n_epochs: Number of the last epoch.
+
+        Raises:
+            ExchangeError: The number of steps must be known, and is not.
+        """
+        self._has_begun = True
+        self._steps, self._n_epochs = steps, n_epochs
+        self.asks_each_step = self._must_ask()
+        self._is_apart = self.has_groups or self.trains_apart or bool(accumulating(self.model))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a callback has called `begin`."""
+        return self._has_begun
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether a step of this epoch was given up."""
+        return runtime.num_given_up() > self._n_given_up
+
+    @property
+    def is_void(self) -> bool:
+        """Whether this epoch does not count, since its first step was given up.
+
+        A rank on which training is stopped between two epochs leaves `fit` at once. The others
+        notice in the first step of the next epoch and give it up, and Keras ends this epoch as any
+        other. No rank would answer them there, so nothing may be sent.
+        """
+        return self._is_running and self._n_steps <= 1 and self.is_given_up
+
+    def begin_epoch(self) -> None:
+        """Count steps from 0. Collective under local SGD: the first call of an epoch asks."""
+        self._n_steps, self._n_given_up = 0, runtime.num_given_up()
+        self._is_running, is_first, self._is_new_epoch = True, self._is_new_epoch, False
+        # Before groups take up their own models again: an average of all would need all.
+        if is_first and self._is_apart and not runtime.is_single() and "stop" in ask("run", 0):
+            self.is_over = True
+
+    def end_epoch(self, epoch: int) -> None:
+        """Tell the others that this rank's epoch is over; the first call of an epoch counts."""
+        if runtime.is_single() or epoch == self._marked_epoch:
+            return
+        self._marked_epoch, self._is_new_epoch, is_void = epoch, True, self.is_void
+        if self.asks_each_step and not self.is_over:
+            own: Answer = "stop" if self.model.stop_training else "end"
+            if "stop" in ask(own, self._n_steps):
+                self.is_over = self.model.stop_training = True
+        # An epoch whose first step was given up has not begun on the rank that stopped before it,
+        # and all ranks set as many marks: what comes after `fit` goes by their number.
+        if not is_void:
+            self._mark()
+        if self._asks_epochs and not self.is_over:  # after the mark: others may wait in a step
+            average = self.group_average
+            wants_to = self.wants_to_stop or (
+                average is not None and bool(average.wants_to_stop.numpy())
+            )
+            own = "stop" if self.model.stop_training or wants_to else "end"
+            if "stop" in ask(own, self._n_steps):
+                self.is_over = self.model.stop_training = True
+                self._end_cycles()
+
+    def end_training(self) -> None:
+        """Tell the others that this rank's `fit` is over; the first call counts."""
+        self._is_running = False
+        if runtime.is_single() or self._marked_epoch == -1:
+            return
+        is_early = self._marked_epoch + 1 < self._n_epochs
+        self._marked_epoch = -1
+        is_early = is_early and not self.is_over and self.model.stop_training
+        if self.asks_each_step and is_early:
+            ask("stop", 0)
+        self._mark()
+        if self._asks_epochs and is_early:
+            ask("stop", 0)
+        self.asks_each_step = self.is_over = False
+
+    def _mark(self) -> None:
+        runtime.mark(MarkKind.STOP if self.model.stop_training else MarkKind.EPOCH_END)
+
+    @property
+    def _asks_epochs(self) -> bool:
+        return not (self.asks_each_step or runtime.is_single()) and self._is_apart
+
+    def _must_ask(self) -> bool:
+        if runtime.backend().has_marks:
+            return self.model.run_eagerly or tf.config.functions_run_eagerly()
+        if self._steps is None and self.model.steps_per_execution > 1:
+            raise ExchangeError(
+                "The number of batches must be known where steps are executed together and the "
+                f"backend is {runtime.backend().name}. Received: steps_per_execution="
+                f"{self.model.steps_per_execution}. Pass steps_per_epoch to fit."
+            )
+        return True
+
+    # What the guarded step calls.
+
+    def may_run_step(self) -> bool:
+        """Return whether all ranks run the next step; asks them where it cannot be given up.
+
+        Raises:
+            ExchangeError: Another rank has no data for this step.
+        """
+        self._n_steps += 1
+        if not self.is_over:
+            if not self.asks_each_step or "stop" not in ask("run", self._n_steps):
+                return True
+            self.is_over = True
+        runtime.count_given_up()
+        return False
+
+    @property
+    def has_unknown_steps(self) -> bool:
+        """Whether this rank must look for data before it tells the others that it runs a step."""
+        return self.asks_each_step and not runtime.backend().has_marks and self._steps is None
+
+    def end_of_data(self) -> None:
+        """Count no step without data; raise where the others cannot learn that it ends too early.
+
+        Raises:
+            ExchangeError: The steps per epoch were known and are not over.
+        """
+        steps, has_marks = self._steps, runtime.backend().has_marks
+        if not self.asks_each_step or has_marks or steps is None or self._n_steps > steps:
+            self._n_steps -= 1  # the one that was begun has no data
+            return
+        runtime.mark(MarkKind.LEFT)
+        raise ExchangeError(
+            f"All ranks must have data for all steps. Received: rank {runtime.rank()} has none for "
+            f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
+        )
+
+    # Cycles of `backward_passes_per_step` that a stop ends before their last batch.
+
+    def cycles(self) -> list[int]:
+        """Return what is equal on all ranks unless they are at different batches of a cycle."""
+        counts = [optimizer.n_accumulated for optimizer in accumulating(self.model)]
+        # Where ranks begin each batch together or not at all, none was given up.
+        return [0 if self.asks_each_step else runtime.num_given_up(), *counts] if counts else []
+
+    def drop_cycles(self, every: list[list[int]]) -> None:
+        """Drop the batches since the last exchange if ranks are not at the same one.
+
+        Args:
+            every: `cycles` of each rank.
+        """
+        if any(own != every[0] for own in every):
+            for optimizer in accumulating(self.model):
+                optimizer.drop_cycle()
+            logger.info(
+                "Gradients of batches since the last exchange are dropped: ranks have stopped."
+            )
+
+    def _end_cycles(self) -> None:
+        if accumulating(self.model):
+            counts = [optimizer.n_accumulated for optimizer in accumulating(self.model)]
+            own = [runtime.num_given_up(), *counts]
+            self.drop_cycles(objects.allgather_object(own, name="end of training"))
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Puts off a stop that one rank decided on until all ranks know of it; the last of callbacks.
+
+    Groups exchange nothing between two averages, so a rank that stopped at once would leave the
+    others some steps ahead. Its wish is sent with the next average, after which all stop; where the
+    epoch ends before, they stop there. In cycles of `backward_passes_per_step` a rank stops before
+    the batch that exchanges, which the others then give up.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Put off a stop, or stop if that is agreed."""
+        session, average = self._session, self._session.group_average
+        if session.asks_each_step or session.is_over:
+            return
+        if average is None:  # all ranks train together still, or average where epochs end
+            self._wait_for_exchange()
+        elif bool(average.must_stop.numpy()):
+            self.model.stop_training = True
+        elif self.model.stop_training:
+            logger.info("Training stops after the next average of the groups.")
+            self.model.stop_training = False
+            average.wants_to_stop.assign(True)
+
+    def _wait_for_exchange(self) -> None:
+        session = self._session
+        if (not session.trains_apart and self._is_before_exchange()) or runtime.num_given_up():
+            # It is told to the others, or was.
+            self.model.stop_training = self.model.stop_training or session.wants_to_stop
+        elif self.model.stop_training:
+            if session.trains_apart and not session.wants_to_stop:
+                logger.info("Training stops where the epoch ends.")
+            self.model.stop_training = False
+            session.wants_to_stop = True
+
+    def _is_before_exchange(self) -> bool:
+        waiting = accumulating(self.model)
+        some_exchange = len(waiting) < len(optimizers_of(self.model))
+        return some_exchange or any(o.is_before_exchange for o in waiting)
+
+
+def ask(own: Answer, step: int) -> set[Answer]:
+    """Tell all ranks what this one does next, and return what they do.
+
+    Collective. A step that is not traced, or that a backend without marks exchanges, cannot be
+    given up once it has begun: so all ranks begin it or none.
+
+    Args:
+        own: "run" before a step, "end" at the end of an epoch, "stop" where training ends early.
+        step: Steps of this epoch, the asked one included.
+
+    Returns:
+        The answers of all ranks. "run" comes with "stop" (then no rank runs), never with "end".
+
+    Raises:
+        ExchangeError: Some ranks begin a step and others have no data for it, all have ended
+            their epoch after unequal steps, or a rank calls another collective; on every rank.
+    """
+    headers = exchange_headers(Header(_ASKED, [own, step], [], [], "fit"), runtime.world())
+    for rank, other in enumerate(headers):
+        if other.kind != _ASKED:
+            raise ExchangeError(
+                "All ranks must call the same collectives in the same order. Received: rank "
+                f"{rank} calls {other.describe()} while rank {runtime.rank()} is in fit, step "
+                f"{step}. Give fit the same callbacks on all ranks."
+            )
+    answers: set[Answer] = {header.options[0] for header in headers}
+    ended = {r: h.options[1] for r, h in enumerate(headers) if h.options[0] == "end"}
+    # Where steps may exchange nothing, ranks learn of unequal epochs when all have ended theirs.
+    is_uneven = answers == {"end"} and len(set(ended.values())) > 1
+    if is_uneven or {"run", "end"} <= answers:
+        rank = min(ended, key=lambda r: ended[r])
+        raise ExchangeError(
+            f"All ranks must have as many batches. Received: rank {rank} ended its epoch after "
+            f"step {ended[rank]}, and others have more. Give every rank as many batches, for "
+            "example with tfscale.data.GlobalBatches."
+        )
+    return answers
+
+
+# The sessions of models, by their ids; held by callbacks only. A session keeps its model alive.
+_sessions: weakref.WeakValueDictionary[int, FitSession] = weakref.WeakValueDictionary()
+
+
+def session_for(model: keras.Model, joining: Any = None) -> FitSession:
+    """Return the session of the `fit` that runs around the caller.
+
+    Outside of a `fit`, callbacks of one model whose hooks are called by hand share one.
+
+    Args:
+        model: The model.
+        joining: A callback whose training begins; it joins a session once.
+    """
+    call, session = stack.running_fit(), _sessions.get(id(model))
+    call = call if call is not None and call.model is model else None
+    is_same = session is not None and session.call.callback_list is (call and call.callback_list)
+    if session is None or not is_same or (joining is not None and joining in session._joined):
+        session = FitSession(model, call)
+        _sessions[id(model)] = session
+    if joining is not None:
+        session._joined.append(joining)
+    return session
+
+
+def session_of(model: Any) -> FitSession | None:
+    """Return the last session of a model, if there is one; a step has no other way to ask."""
+    return _sessions.get(id(model))
+
+
+def running_session() -> FitSession | None:
+    """Return the session of the innermost `fit` that runs around the caller, of any model."""
+    call = stack.running_fit()
+    session = None if call is None else _sessions.get(id(call.model))
+    is_its = session is not None and session.call.callback_list is call.callback_list  # type: ignore[union-attr]
+    return session if is_its else None

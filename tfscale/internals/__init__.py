@@ -1,0 +1,1 @@
+"""Private names of Keras and TensorFlow, patches of their objects, and reads of the stack."""

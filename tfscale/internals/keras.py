@@ -1,0 +1,291 @@
+"""Private names of Keras and TensorFlow, and the patches of their objects.
+
+All names were checked on Keras 3.10 and 3.15 with TensorFlow 2.18 and 2.21; what differs between
+them is said where it is used. A name that goes away fails here and nowhere else.
+
+Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`;
+`Model._resolve_auto_jit_compile`, `_symbolic_build`, `_get_metrics_result_or_logs`;
+`Optimizer._learning_rate`, `_iterations`, `_trainable_variables`, `_accumulated_gradients`;
+`TextVectorization._lookup_layer`; `CallbackList._async_train`;
+`EpochIterator._enumerate_iterator`, `_get_iterator`, `_distributed_dataset`, `_current_iterator`,
+`_num_batches`, `_steps_seen`; `PyDatasetAdapter._output_signature`;
+`keras.src.utils.io_utils.print_msg`, `data_adapter_utils.class_weight_to_sample_weights`.
+Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
+from keras.src.utils.io_utils import print_msg
+
+from tfscale.internals import stack
+
+__all__ = ["class_weight_to_sample_weights", "print_msg"]
+
+# Keras 3.10 counts an execution by its first step, later ones by the first and the last.
+_HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
+
+
+# Layers, models and optimizers.
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    """Return a model and all layers inside of it, each once."""
+    return list(model._flatten_layers())
+
+
+def weights_of(layer: Any) -> list[keras.Variable]:
+    """Return the layer's own weights, frozen ones too, which `trainable_variables` leaves out."""
+    return list(layer._trainable_variables)
+
+
+def state_of(layer: Any) -> list[keras.Variable]:
+    """Return what the layer itself changes in a step beside its weights."""
+    return list(layer._non_trainable_variables)
+
+
+def is_xla_automatic(model: keras.Model) -> bool:
+    """Return whether jit_compile="auto" may switch XLA on for a model, not the user."""
+    return bool(model._resolve_auto_jit_compile())
+
+
+def build_from_batch(model: keras.Model, batch: Any) -> None:
+    """Build model, losses and metrics.
+
+    Args:
+        model: Compiled.
+        batch: Symbols of a batch.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def lookup_layer(layer: Any) -> Any:
+    """Return the layer inside of a text layer that holds its vocabulary; None of other layers."""
+    return getattr(layer, "_lookup_layer", None)
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Return the learning rate as it is held: a variable, a schedule or a function."""
+    return optimizer._learning_rate
+
+
+def n_updates(optimizer: Any) -> int:
+    """Return the number with which a schedule is called; micro-batches, where these add up."""
+    return int(keras.ops.convert_to_numpy(optimizer._iterations))
+
+
+def trained_by(optimizer: Any) -> list[keras.Variable]:
+    """Return the variables on which an optimizer was built."""
+    return list(optimizer._trainable_variables)
+
+
+def gradient_sums(optimizer: Any) -> list[keras.Variable]:
+    """Return Keras's sums of gradients under `gradient_accumulation_steps`."""
+    return list(getattr(optimizer, "_accumulated_gradients", None) or ())
+
+
+# Patches of a model.
+
+
+def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: type) -> None:
+    """Let all train functions of a model be wrapped, once each.
+
+    Args:
+        model: Compiled.
+        wrap: Returns an instance of `kind` that calls its argument.
+        kind: Tells a function that is wrapped.
+    """
+    if isinstance(model.train_function, kind):
+        return
+    if model.train_function is not None:
+        model.train_function = wrap(model.train_function)
+    if "make_train_function" in vars(model):
+        return
+    make = model.make_train_function
+
+    def make_wrapped(force: bool = False) -> Any:
+        make(force=force)
+        if not isinstance(model.train_function, kind):
+            model.train_function = wrap(model.train_function)
+        return model.train_function
+
+    model.make_train_function = make_wrapped
+
+
+def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
+    """Let the running `evaluate` return other results.
+
+    Keras gives `on_test_end` a copy of what `evaluate` returns, so that changes made there would be
+    lost.
+
+    Args:
+        model: Whose `evaluate` runs; nothing is done if it does not.
+        change: Takes the results of Keras, returns those to be returned.
+    """
+    if stack.current_pass().caller != "evaluate":
+        return
+    original = type(model)._get_metrics_result_or_logs
+    own = weakref.ref(stack.running_passes()[0])
+
+    def changed_results(logs: dict[str, Any]) -> Any:
+        running = stack.running_passes()
+        is_own = bool(running) and running[0] is own()
+        if is_own or own() not in running:  # ended or failed; else another runs inside it
+            give_back_results(model)
+        # Other ranks need not be in another one.
+        return change(original(model, logs)) if is_own else original(model, logs)
+
+    model.__dict__["_get_metrics_result_or_logs"] = changed_results
+
+
+def give_back_results(model: keras.Model) -> None:
+    """Let a model make its results as Keras does, also where an `evaluate` failed midway."""
+    model.__dict__.pop("_get_metrics_result_or_logs", None)
+
+
+# The callbacks of a `fit`.
+
+
+def put_first(callback_list: Any, callback: keras.callbacks.Callback) -> None:
+    """Put a callback in front of the others; it gets the hooks that come after the present one.
+
+    Hooks of batches then run on the main thread, where Keras would otherwise use others if all
+    callbacks let it.
+    """
+    # A new list: the present one is being walked through.
+    callback_list.callbacks = [callback, *callback_list.callbacks]
+    callback_list._async_train = False
+
+
+def put_last(callback_list: Any, callback: keras.callbacks.Callback) -> None:
+    """Put a callback after the others; see `put_first`."""
+    callback_list.callbacks = [*callback_list.callbacks, callback]
+    callback_list._async_train = False
+
+
+# Keras's iterator of epochs, which serves the batches of one `fit`.
+
+
+def steps_until(model: keras.Model, batch: int) -> int:
+    """Return how many steps of an epoch there were, given the number in `on_train_batch_end`."""
+    return batch + (1 if _HAS_LAST_STEP else model.steps_per_execution)
+
+
+def batch_spec_of(epochs: Any) -> Any:
+    """Return the element spec of what serves the batches: a dataset, whatever Keras calls it."""
+    return epochs._get_iterator().element_spec
+
+
+def serve_again(epochs: Any) -> None:
+    """Look again at the parts of a batch.
+
+    Keras looks at two batches when `fit` is called, before any callback may change the data.
+    """
+    adapter = epochs.data_adapter
+    adapter._output_signature = None
+    epochs._distributed_dataset = adapter.get_tf_dataset()
+
+
+def begin_epoch_at(
+    epochs: Any, epoch: int, first_step: int, rest_of: Callable[[Any, int], Any]
+) -> int:
+    """Let the epoch that is about to begin start with a later step.
+
+    Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
+
+    Args:
+        epochs: Keras's iterator of epochs.
+        epoch: Its number, from that of the first epoch of training.
+        first_step: Number of the first step, 0 or more.
+        rest_of: Takes a PyDataset and a step, returns the batches from there on as another one;
+            None for those whose batches must be read and dropped.
+
+    Returns:
+        The first step: an earlier one where the data leaves the epoch no such step.
+    """
+    adapter = epochs.data_adapter
+    data = getattr(adapter, "py_dataset", None)
+    is_cut = rest_of(data, 0) is not None  # its steps are known to the data only, by then
+    place, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
+    if steps is not None and first_step >= steps:
+        first_step = max(0, steps - epochs.steps_per_execution)
+    n_dropped = place + first_step
+    if n_dropped == 0:
+        return 0
+    usual = epochs._enumerate_iterator
+
+    def rest() -> Iterator[tuple[Any, ...]]:
+        # Keras asks once per epoch; the next one is a usual one.
+        epochs._enumerate_iterator = usual
+        adapter.on_epoch_begin()
+        if is_cut:
+            adapter.py_dataset = rest_of(data, first_step)
+            try:
+                yield from _steps(epochs, first_step, 0)
+            finally:
+                adapter.py_dataset = data
+        else:
+            yield from _steps(epochs, first_step, n_dropped)
+        adapter.on_epoch_end()
+
+    epochs._enumerate_iterator = rest
+    return first_step
+
+
+def _place_in_pass(epochs: Any, epoch: int) -> tuple[int, int | None]:
+    """Return how many batches epochs before have taken of the same pass, and this one's steps."""
+    n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
+    if not n_batches or not per_epoch:
+        return 0, per_epoch or n_batches
+    stride = epochs.steps_per_execution
+    taken = math.ceil(per_epoch / stride) * stride
+    place = epoch % math.ceil(n_batches / taken) * taken
+    return place, min(per_epoch, n_batches - place)
+
+
+def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:
+    stride = epochs.steps_per_execution
+    stop = epochs.steps_per_epoch or epochs._num_batches
+    dataset = epochs._get_iterator()
+    iterator = iter(dataset.skip(n_dropped) if n_dropped else dataset)
+    epochs._current_iterator, epochs._steps_seen = iterator, n_dropped or first
+    # Where a pass has several epochs, Keras keeps its iterator, and makes another at the end.
+    length = epochs._num_batches if epochs.steps_per_epoch else None
+    numbers = range(first, int(stop), stride) if stop else itertools.count(first, stride)
+    for step in numbers:
+        if length and epochs._steps_seen >= length:
+            break
+        epochs._steps_seen += stride
+        yield (step, *([step + stride - 1] if _HAS_LAST_STEP else []), iterator)
+    if length and epochs._steps_seen >= length:
+        epochs._current_iterator, epochs._steps_seen = iter(dataset), 0
+
+
+# Steps of a tf.data.Dataset.
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[Any]:
+    """Return the datasets that a dataset is made of."""
+    return list(dataset._inputs())
+
+
+def drawn_with(dataset: tf.data.Dataset) -> tuple[int, int] | None:
+    """Return the seeds with which this step of a dataset shuffles or draws; None if it does not.
+
+    TensorFlow's global seed is one of each pair; (0, 0) where each pass, or each rank, draws anew.
+    """
+    name = type(dataset).__name__
+    if not any(word in name for word in ("Shuffle", "Random")) or not hasattr(dataset, "_seed"):
+        return None
+    is_renewed = getattr(dataset, "_reshuffle_each_iteration", "Shuffle" in name) is not False
+    if is_renewed or getattr(dataset, "_rerandomize", False):
+        return 0, 0
+    return int(dataset._seed), int(dataset._seed2)

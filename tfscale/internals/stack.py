@@ -1,0 +1,195 @@
+"""Reads of the Python stack: the `fit`, `evaluate` or `predict` that runs around the caller.
+
+Keras tells a PyDataset that a pass begins, but not what for, and tells a callback nothing of the
+data. An evaluation must not move the order of the training epochs, an epoch number given by
+`initial_epoch` must be kept, and both must come out the same on all ranks whatever runs in between.
+The call stack is the one place where this is known exactly.
+
+Read are the local variables `self`, `x`, `batch_size`, `validation_data`, `class_weight`,
+`initial_epoch`, `callbacks`, `epoch_iterator` and `epoch` of `Model.fit`, `callbacks` and
+`epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters.
+Checked with Keras 3.10 and 3.15.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import keras
+
+from tfscale.config import ConfigError
+
+_ADAPTER_METHODS = ("on_epoch_begin", "on_epoch_end", "num_batches", "get_tf_dataset")
+_TRAINERS = {
+    inspect.unwrap(getattr(keras.Model, name)).__code__: name
+    for name in ("fit", "evaluate", "predict")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FitCall:
+    """A running `fit`: what it was given, and what Keras made of it.
+
+    Attributes:
+        model: The model.
+        data: Its `x`.
+        batch_size: As given.
+        validation_data: As given.
+        class_weight: As given.
+        initial_epoch: As given, until the first epoch begins.
+        epochs: Keras's iterator of epochs; None before it is made.
+        callback_list: Keras's list; what the user gave before it is made.
+    """
+
+    model: Any = None
+    data: Any = None
+    batch_size: int | None = None
+    validation_data: Any = None
+    class_weight: Any = None
+    initial_epoch: int = 0
+    epochs: Any = None
+    callback_list: Any = None
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """All callbacks, in the order of their calls."""
+        return list(_callbacks_in(self.callback_list))
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasPass:
+    """One pass over data, which begins or ends.
+
+    Attributes:
+        adapter: Keras's adapter between the data and its loop; None if user code called.
+        caller: "fit", "evaluate", "predict": the innermost that runs; None without one.
+        callbacks: Those of the caller.
+        epoch: Keras's number of the epoch; None unless `fit` is in its epoch loop.
+        refused: Name of an argument of `fit` that contradicts the data; None if there is none.
+        fit: The innermost `fit`, perhaps around an evaluation; None without one.
+    """
+
+    adapter: Any = None
+    caller: str | None = None
+    callbacks: tuple[Any, ...] = ()
+    epoch: int | None = None
+    refused: str | None = None
+    fit: FitCall | None = None
+
+    def keep_order(self) -> None:
+        """Stop Keras from shuffling the steps: it would do so differently on each rank.
+
+        Keras 3.5 decides when it builds its pipeline, later versions in each pass: this
+        is called at the earliest and at the last moment, when Keras asks for the number
+        of batches and when a pass begins.
+        """
+        if self.adapter is not None:
+            self.adapter.shuffle = False
+
+    def require_whole_epochs(self) -> None:
+        """Raise where an argument of `fit` contradicts the data.
+
+        Raises:
+            ConfigError: It cuts batches or epochs of its own.
+        """
+        if self.refused is not None:
+            raise ConfigError(
+                "An epoch is one pass over the data, in the data's own batches. Received: "
+                f"{self.refused}. Leave it out, and give GlobalBatches what you need."
+            )
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the samples of this pass are trained on."""
+        if self.caller is None:
+            return True
+        return self.caller == "fit" and self.epoch is not None
+
+
+def current_pass() -> KerasPass:
+    """Return the innermost adapter, trainer method and `fit` that run around the caller."""
+    adapter: Any = None
+    found: dict[str, Any] = {"fit": running_fit()}
+    for frame in _frames():
+        name = _TRAINERS.get(frame.f_code)
+        if name is not None:
+            given = frame.f_locals
+            found |= {"caller": name, "callbacks": _callbacks_in(given.get("callbacks"))}
+            if name == "fit":
+                found |= {"epoch": given.get("epoch"), "refused": _refused(given)}
+            break
+        adapter = adapter or _adapter_of(frame)
+    return KerasPass(adapter, **found)
+
+
+def running_fit() -> FitCall | None:
+    """Return the innermost `fit` that runs around the caller; None without one."""
+    for frame in _frames():
+        if _TRAINERS.get(frame.f_code) == "fit":
+            given = frame.f_locals
+            return FitCall(
+                given["self"],
+                given.get("x"),
+                given.get("batch_size"),
+                given.get("validation_data"),
+                given.get("class_weight"),
+                given.get("initial_epoch") or 0,
+                given.get("epoch_iterator"),
+                given.get("callbacks"),
+            )
+    return None
+
+
+def running_passes() -> list[Any]:
+    """Return Keras's iterators of epochs of all that runs, the innermost first.
+
+    Each belongs to one call of `fit`, `evaluate` or `predict`.
+    """
+    running = [frame for frame in _frames() if frame.f_code in _TRAINERS]
+    found = [frame.f_locals.get("epoch_iterator") for frame in running]
+    return [iterator for iterator in found if iterator is not None]
+
+
+def callbacks_of_fit() -> list[keras.callbacks.Callback]:
+    """Return the callbacks of the innermost running `fit`; none outside of one."""
+    fit = running_fit()
+    return [] if fit is None else fit.callbacks
+
+
+def data_of_fit() -> Any:
+    """Return the `x` that the innermost running `fit` was given, or None outside of one."""
+    fit = running_fit()
+    return None if fit is None else fit.data
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _callbacks_in(callback_list: Any) -> tuple[Any, ...]:
+    return tuple(getattr(callback_list, "callbacks", ()))
+
+
+def _refused(given: dict[str, Any]) -> str | None:
+    if getattr(given.get("epoch_iterator"), "steps_per_epoch", None):
+        return "steps_per_epoch"
+    return "batch_size" if given.get("batch_size") is not None else None
+
+
+def _adapter_of(frame: FrameType) -> Any:
+    """Return the Keras adapter whose method runs in `frame`, or None.
+
+    Only these frames' locals are read: reading them keeps what they hold alive.
+    """
+    if frame.f_code.co_name not in _ADAPTER_METHODS:
+        return None
+    owner = frame.f_locals.get("self")
+    return owner if isinstance(getattr(owner, "py_dataset", None), keras.utils.PyDataset) else None
