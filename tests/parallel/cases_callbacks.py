@@ -21,8 +21,8 @@ from tests.parallel.callback_models import (
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
-    model_state,
 )
+from tfscale.checkpoints import state as model_state
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):

@@ -8,8 +8,8 @@ import numpy as np
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.callbacks import (
     building,
-    model_state,
 )
+from tfscale.checkpoints import state as model_state
 
 
 class Deferred(keras.Model):

@@ -30,8 +30,8 @@ from tfscale.callbacks import (
     Checkpoint,
     LearningRateScheduleCallback,
 )
-from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.checkpoints import saver as module
 from tfscale.comm import runtime
 from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
@@ -42,17 +42,34 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
     newest = list_checkpoints(tmp_path)[0]
     assert newest.step == 6
-    content = bytearray((newest.path / "rank-00000.npz").read_bytes())
+    content = bytearray((newest.path / "rank-00000.safetensors").read_bytes())
     content[len(content) // 2] ^= 4
-    (newest.path / "rank-00000.npz").write_bytes(content)
+    (newest.path / "rank-00000.safetensors").write_bytes(content)
     (tmp_path / "step-0000000007-00000000").mkdir()
     with caplog.at_level(logging.WARNING, logger="tfscale"):
         model, batches = fit(Checkpoint(tmp_path, 2))
     assert len(batches) == 12 - 4
     require_equal(model, whole)
-    assert "rank-00000.npz does not match its checksum" in caplog.text
+    assert "rank-00000.safetensors does not match its checksum" in caplog.text
     assert "no rank has finished its part" in caplog.text
     assert (tmp_path / f"damaged-{newest.path.name}").exists()
+
+
+def test_an_archive_behind_a_link_stays(tmp_path):
+    """A checkpoint that was moved and linked back is read, but neither deleted nor counted."""
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    whole, _ = fit(None, epochs=2)
+    fit(Checkpoint(folder, 4), epochs=1)
+    (link,) = folder.glob("step-*")
+    link.rename(archive)
+    link.symlink_to(archive, target_is_directory=True)
+    before = {path.name: path.read_bytes() for path in archive.iterdir()}
+    model, batches = fit(Checkpoint(folder, 1, keep=2), epochs=2)
+    assert len(batches) == 4
+    require_equal(model, whole)
+    assert link.is_symlink()
+    assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
+    assert len(list(folder.glob("step-*"))) == 1 + 2
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
@@ -63,12 +80,12 @@ def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
     read = Path.open
 
     def refuse(path, *arguments, **options):
-        if path.parent == newest.path and path.suffix == ".npz":
+        if path.parent == newest.path and path.suffix == ".safetensors":
             raise OSError(number, os.strerror(number))
         return read(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    text = rf"read a checkpoint.*rank 0: rank-00000.npz: {os.strerror(number)}"
+    text = rf"read a checkpoint.*rank 0: rank-00000.safetensors: {os.strerror(number)}"
     with pytest.raises(ConfigError, match=text):
         fit(Checkpoint(tmp_path, 2))
     assert [found.path for found in list_checkpoints(tmp_path)] == [
@@ -83,7 +100,7 @@ def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
 def test_all_damaged_is_an_error(tmp_path):
     fit(Checkpoint(tmp_path, 2), Act(5, interrupt))
     for found in list_checkpoints(tmp_path):
-        (found.path / "rank-00000.npz").write_bytes(b"")
+        (found.path / "rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"damaged ones only: step-0000000004.*0 bytes instead"):
         fit(Checkpoint(tmp_path, 2))
     assert len(list_checkpoints(tmp_path)) == 2

@@ -35,7 +35,8 @@ FORBIDDEN = {
     "launcher": (*FRAMEWORKS, "mpi4py", "tfscale.comm.runtime", "tfscale.backends", *UPPER),
     "doctor": (*FRAMEWORKS, "mpi4py"),
     "cluster": (*FRAMEWORKS, "mpi4py"),
-    "checkpoints": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
+    "files": (*FRAMEWORKS, "mpi4py", "tfscale."),
+    "checkpoints": ("mpi4py", "tfscale.backends", "tfscale.callbacks", "tfscale.keras"),
     "preemption": (*FRAMEWORKS, "mpi4py"),
     "native": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
     "backends": ("tfscale.exchange", "tfscale.data", *UPPER),
@@ -72,6 +73,17 @@ def test_imports_point_downwards():
             for forbidden in FORBIDDEN.get(room, ()):
                 if name == forbidden or name.startswith(f"{forbidden.rstrip('.')}."):
                     wrong.append(f"{relative(path)} imports {name}")
+    assert not wrong
+
+
+def test_files_of_checkpoints_are_read_without_frameworks():
+    """`tfscale run` and other programs look at them, too."""
+    allowed = ("tfscale.files.", "tfscale.checkpoints.files.")
+    wrong = []
+    for name in ("files", "checkpoints/__init__", "checkpoints/files"):
+        for imported in imported_names(ROOT / "tfscale" / f"{name}.py"):
+            if imported.startswith((*FRAMEWORKS, "tfscale.")) and not imported.startswith(allowed):
+                wrong.append(f"{name} imports {imported}")
     assert not wrong
 
 

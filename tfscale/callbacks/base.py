@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from tfscale.callbacks import save_points
-from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.checkpoints.resumable import Resumable, resumables
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
+from tfscale.config import ConfigError
+from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.data.own_metrics import warn_of_judges
 from tfscale.data.step_count import StepCount
 from tfscale.fit import cycles
@@ -29,9 +32,11 @@ class Callback(keras.callbacks.Callback):
 
     Attributes:
         compared: Names of attributes that must be equal on all ranks when training begins.
+        companions: Callbacks inside of this one, whose hooks it calls.
     """
 
     compared: tuple[str, ...] = ()
+    companions: Sequence[Any] = ()
 
     def set_model(self, model: keras.Model) -> None:
         """Prepare the model; see `tfscale.prepare` and `finite_state.keep_finite`."""
@@ -42,6 +47,11 @@ class Callback(keras.callbacks.Callback):
             make_checkpoints_safe()
         progress_of(model).expect_training()
 
+    def resumables(self) -> list[Resumable]:
+        """Return the callbacks whose states checkpoints keep: this one and companions."""
+        own = [self] if isinstance(self, Resumable) else []
+        return [*own, *resumables(self.companions)]
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Agree on the number of steps and epochs, and on when to save. Collective.
 
@@ -51,7 +61,7 @@ class Callback(keras.callbacks.Callback):
             ExchangeError: They differ between ranks.
         """
         if not runtime.is_single():
-            refuse_plain_backup()
+            _refuse_plain_backup()
         if progress_of(self.model).begin(self.params or {}):
             require_averages(self.model)
             save_points.agree(self.model)
@@ -75,3 +85,12 @@ class Callback(keras.callbacks.Callback):
         steps = (self.params or {}).get("steps")
         if isinstance(steps, StepCount):  # `History` has the same dict, which people write as JSON
             self.params["steps"] = int(steps)
+
+
+def _refuse_plain_backup() -> None:
+    for callback in callbacks_of_fit():
+        if type(callback) is keras.callbacks.BackupAndRestore:
+            raise ConfigError(
+                "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
+                "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
+            )

@@ -7,11 +7,12 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks import building, model_state
+from tfscale.callbacks import building
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.non_trainable import NonTrainableState
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
 from tfscale.optimizer import is_distributed

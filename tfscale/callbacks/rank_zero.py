@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfscale.callbacks.base import Callback
+from tfscale.checkpoints.resumable import OnRankZero, Resumable
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -49,6 +50,10 @@ class RankZero(Callback):
                 "Give it to fit() on all ranks, behind MetricAverageCallback."
             )
         self.callback = callback
+
+    def resumables(self) -> list[Resumable]:
+        """Return the callback inside if checkpoints keep its state, which is rank 0's."""
+        return [OnRankZero(self.callback)] if isinstance(self.callback, Resumable) else []
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Forward the parameters on rank 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.progress import progress_of
 from tfscale.model_optimizers import optimizers_of, sharded_states
 
-_SILENT = "_tfscale_is_silent"
-_Checkpoint, _Backup = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
-_SAVING = (_Checkpoint, _Backup)
+_KEY = "_tfscale_save_points"  # attribute of callbacks that save: the point, and who writes
+_Checkpoint = keras.callbacks.ModelCheckpoint
 
 
 class SavePoints(keras.callbacks.Callback):
@@ -57,16 +55,13 @@ class SavePoints(keras.callbacks.Callback):
         self._n_steps += 1
         self.is_given_up = runtime.num_given_up() > self._n_given_up
         self._is_void = self.is_given_up and self._n_steps == 1
-        due = [_is_due(point, batch) for point in self._points]
+        due = [_Checkpoint._should_save_on_batch(point, batch) for point in self._points]
         if any(due) and not self.is_given_up:
             self._gather()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Gather, if a callback saves at the end of epochs."""
         progress_of(self.model).end_epoch(epoch)  # Ranks that wait in a step must learn of it.
-        for point in self._points:
-            if point.is_backup:
-                point._last_batch_seen = 0  # as the callback does
         is_due = any(point.save_freq == "epoch" for point in self._points)
         if is_due and not self._is_void:
             self.is_given_up = False
@@ -74,14 +69,11 @@ class SavePoints(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Let saves outside of `fit` be agreed on one by one."""
-        _save_points.pop(self.model, None)
+        _forget()
 
     def _gather(self) -> None:
         for kept in sharded_states(self.model):
             kept.gather(is_kept=self._is_keeper)
-
-
-_save_points: weakref.WeakKeyDictionary[keras.Model, SavePoints] = weakref.WeakKeyDictionary()
 
 
 def agree(model: keras.Model) -> None:
@@ -95,15 +87,15 @@ def agree(model: keras.Model) -> None:
     Raises:
         ConfigError: A callback needs the state on each rank.
     """
-    _save_points.pop(model, None)
+    _forget()
     _require_averages_saved(model)
     optimizers = optimizers_of(model)
     sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
     later = [o for o in optimizers if getattr(o, "may_share_state", False)]
     if not sharing and not later:
         return
-    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
-    saving = [c for c in callbacks if isinstance(c, _SAVING)]
+    callbacks = _callbacks()
+    saving = [c for c in callbacks if isinstance(c, _Checkpoint)]
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     own = [_point(callback) for callback in saving]
     process_set = (sharing or later)[0].sharing_set
@@ -120,19 +112,18 @@ def agree(model: keras.Model) -> None:
             for point in rank_points:
                 writers.setdefault(point["path"], place)
         place = process_set.rank()
-        for callback, point in zip(saving, own, strict=True):
-            setattr(callback, _SILENT, writers[point["path"]] != place)
         save_points = SavePoints(points, place in writers.values())
+        for callback, point in zip(saving, own, strict=True):
+            callback.__dict__[_KEY] = save_points, writers[point["path"]] != place
         save_points.set_model(model)
         put_first(save_points)
-        _save_points[model] = save_points
 
 
 def _require_averages_saved(model: keras.Model) -> None:
     """Refuse callbacks that would show or save one group's model as that of all."""
     if not isinstance(getattr(getattr(model, "optimizer", None), "strategy", None), LocalSGD):
         return
-    callbacks = [getattr(c, "callback", c) for c in callbacks_of_fit()]
+    callbacks = _callbacks()
     text = ""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
@@ -150,31 +141,31 @@ def _require_averages_saved(model: keras.Model) -> None:
         )
 
 
-def is_given_up(model: Any) -> bool:
+def _callbacks() -> list[Any]:
+    return [getattr(c, "callback", c) for c in callbacks_of_fit()]  # those inside of RankZero
+
+
+def _forget() -> None:
+    for callback in _callbacks():
+        callback.__dict__.pop(_KEY, None)
+
+
+def is_given_up(callback: Any) -> bool:
     """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
-    is_model = isinstance(model, keras.Model)
-    return is_model and model in _save_points and _save_points[model].is_given_up
+    save_points, _ = callback.__dict__.get(_KEY, (None, False))
+    return save_points is not None and bool(save_points.is_given_up)
 
 
 def is_silent(callback: Any) -> bool:
     """Return whether another rank writes what a callback saves."""
-    return bool(getattr(callback, _SILENT, False))
+    return bool(callback.__dict__.get(_KEY, (None, False))[1])
 
 
 def _point(callback: Any) -> dict[str, Any]:
     """Describe when a callback saves, and where; it may have counted batches before."""
-    is_backup = isinstance(callback, _Backup)
-    # Of a backup only rank 0 writes, wherever the others think that the folder is.
-    path = "backup on rank 0" if is_backup else callback.filepath
     return {
         "save_freq": callback.save_freq,
-        "path": path,
-        "is_backup": is_backup,
+        "path": callback.filepath,
         "_batches_seen_since_last_saving": callback._batches_seen_since_last_saving,
         "_last_batch_seen": callback._last_batch_seen,
     }
-
-
-def _is_due(point: Any, batch: int) -> bool:
-    kind = _Backup if point.is_backup else _Checkpoint
-    return kind._should_save_on_batch(point, batch)

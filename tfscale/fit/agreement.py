@@ -63,8 +63,7 @@ def describe(model: Any) -> dict[str, Any]:
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
     # These look themselves, if there is nothing to restore.
-    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_of_fit())
-    is_compared = "Checkpoint" not in names and not restores
+    is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     return {
         **topics,
         "ranks": beginnings.ranks_of(model),

@@ -96,6 +96,11 @@ class Progress:
         return True
 
     @property
+    def asks_before_epochs(self) -> bool:
+        """Whether ranks ask each other before each epoch, so that all begin it or none."""
+        return self._is_apart and not runtime.is_single()
+
+    @property
     def is_over(self) -> bool:
         """Whether the ranks have agreed to run no further step."""
         return self._is_over
@@ -112,7 +117,7 @@ class Progress:
             return
         self._is_begun = True
         # Before groups take up their own models again: an average of all would need all.
-        if self._is_apart and not runtime.is_single() and "stop" in ask("run", 0):
+        if self.asks_before_epochs and "stop" in ask("run", 0):
             self._is_over = True
 
     def end_epoch(self, epoch: int) -> None:
