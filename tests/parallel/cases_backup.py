@@ -19,6 +19,7 @@ from tfscale.callbacks import (
     Checkpoint,
     RankZero,
 )
+from tfscale.checkpoints import list_checkpoints
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -130,6 +131,40 @@ def case_a_later_fit_goes_on_with_its_order():
     assert rest == numbers[2:]
     for own, value in zip(restored, expected, strict=True):
         np.testing.assert_array_equal(own, value)
+
+
+class StopAlone(keras.callbacks.Callback):
+    """Stops training on the last rank: where the second epoch ends, or after its third step."""
+
+    def __init__(self, step=None):
+        super().__init__()
+        self.step, self.epochs = step, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epochs[-1], batch) == (1, self.step):
+            self.model.stop_training = runtime.rank() == runtime.size() - 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        if (epoch, None) == (1, self.step):
+            self.model.stop_training = runtime.rank() == runtime.size() - 1
+
+
+@sizes(2, 3, timeout_s=120)
+def case_one_rank_stops_where_a_backup_is_due():
+    """The others are about to begin a step: parts are sent by all ranks, or by none."""
+    for step, save_freq in ((None, "epoch"), (2, 4)):
+        folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+        backup = BackupAndRestore(folder, save_freq, delete_checkpoint=False)
+        train([backup, StopAlone(step)], 1)
+        found = list_checkpoints(folder)[0]
+        # Training was not broken off amid an epoch, or the last backup before that counts.
+        assert (found.is_finished, found.step) == (True, 10 if step is None else 4)
+        again = StopAlone(99)
+        train([BackupAndRestore(folder), again], 1)
+        assert again.epochs == ([2, 3] if step is None else [0, 1, 2, 3])
 
 
 @sizes(2)

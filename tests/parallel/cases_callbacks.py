@@ -22,8 +22,8 @@ from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
     Synchronize,
-    model_state,
 )
+from tfscale.checkpoints import state as model_state
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):

@@ -13,8 +13,8 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tfscale import preemption
-from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.checkpoints import saver as module
 from tfscale.comm import runtime
 
 N_STEPS = 15
@@ -130,11 +130,11 @@ def case_one_rank_finds_damage():
             for found in list_checkpoints(folder):
                 damage(found)
         tfscale.barrier()
-        require_error(lambda: run.train(folder), "damaged ones only", "rank-00001.npz")
+        require_error(lambda: run.train(folder), "damaged ones only", "rank-00001.safetensors")
 
 
 def damage(found):
-    path = found.path / "rank-00001.npz"
+    path = found.path / "rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
@@ -149,7 +149,7 @@ def case_parts_of_other_ranks():
         newest, second = sorted(folder.glob("step-*"), reverse=True)[:2]
         if tfscale.rank() == 0:
             swap(newest, "rank-00000.manifest", "rank-00001.manifest")
-            for kind in (".manifest", ".npz"):  # both files of one rank in the place of another's
+            for kind in (".manifest", ".safetensors"):  # both files of one rank for another's
                 shutil.copy(second / f"rank-00000{kind}", second / f"rank-00001{kind}")
         tfscale.barrier()
         rest, later = run.train(folder, keep=99)

@@ -1,7 +1,6 @@
 """A backup taken amid an interval of local SGD: groups, phase and state go on."""
 
 import tempfile
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 import tfscale
 from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, network, train
+from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, train
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import BackupAndRestore, ModelDistance
 from tfscale.comm import runtime
@@ -84,22 +83,12 @@ def begun(folder, groups, save_freq, **options):
     return followed.begin
 
 
-def require_average(folder, every):
-    """The file of weights, which plain Keras reads, holds the mean of two groups."""
-    model = network()
-    model.load_weights(Path(folder) / "latest.weights.h5")
-    for own, *values in zip(model.get_weights(), *every, strict=True):
-        np.testing.assert_allclose(own, np.mean(values, axis=0), rtol=0, atol=1e-12)
-
-
 @sizes(2, timeout_s=120)
 def case_a_backup_between_steps():
     with float64():
-        folder, ends = interrupted(4)  # steps 4 and 8 of 10; Keras begins the epoch again
+        folder, ends = interrupted(4)  # steps 4 and 8 of 10
         every = tfscale.allgather_object(ends[7][1])
         assert not np.array_equal(every[0][0], every[1][0])
-        if tfscale.rank() == 0:
-            require_average(folder, every)
         since, weights = begun(folder, 2, 4)
         assert since == ends[7][0] == 1
         for own, value in zip(weights, ends[7][1], strict=True):
@@ -111,8 +100,6 @@ def case_other_groups_begin_with_the_average():
     with float64():
         folder, ends = interrupted("epoch")
         every = tfscale.allgather_object(ends[4][1])
-        if tfscale.rank() == 0:
-            require_average(folder, [every[0], every[2]])
         since, weights = begun(folder, 4, "epoch")
         assert since == 0 and runtime.size() == len(every)
         assert not np.array_equal(every[0][0], every[2][0])

@@ -92,8 +92,6 @@ def case_a_model_without_call_is_sharded_and_resumed():
     def trained(callback, epochs):
         keras.utils.set_random_seed(tfscale.rank())
         model = Autoencoder()
-        # Keras saves no weights of a model that is not marked so.
-        model.built = isinstance(callback, BackupAndRestore)
         rule = keras.optimizers.Adam(0.01)
         model.compile(hvd.DistributedOptimizer(rule, exchange=tfscale.Sharded()))
         start = BroadcastGlobalVariablesCallback(0)

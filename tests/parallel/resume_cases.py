@@ -139,14 +139,13 @@ def back_up():
 
 
 def restore():
-    """Go on with the epoch that was under way: after four steps, or after six."""
+    """Go on where the backup was taken: after four steps, or after six, amid an epoch."""
     with float64():
         x, y = all_data()
-        for save_freq, n_before in (("epoch", 4), (3, 6)):
+        for save_freq in ("epoch", 3):
             model = fit_with_backup(save_freq)
             single = compiled(keras.optimizers.Adam(0.01))
-            steps = [*range(n_before), *range(STEPS_PER_EPOCH, N_EPOCHS * STEPS_PER_EPOCH)]
-            for step in steps:
+            for step in range(N_EPOCHS * STEPS_PER_EPOCH):
                 place = step % STEPS_PER_EPOCH
                 single.train_on_batch(x[place], y[place])
             require_state(model, state_of(single), save_freq)

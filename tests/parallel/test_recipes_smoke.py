@@ -133,13 +133,13 @@ def test_a_resumed_run_goes_on_where_it_ended(tmp_path, data_dir):
 import os, sys, keras
 sys.argv[0] = {script!r}
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
-end = keras.callbacks.BackupAndRestore.on_epoch_begin
-def interrupted(self, epoch, logs=None):
-    if epoch == 2:
-        raise SystemExit(0)
-    end(self, epoch, logs)
 import tfscale
-tfscale.callbacks.BackupAndRestore.on_epoch_begin = interrupted
+begin = tfscale.callbacks.BackupAndRestore.on_train_batch_begin
+def interrupted(self, batch, logs=None):
+    begin(self, batch, logs)
+    if self._position.epoch == 2:
+        raise SystemExit(0)
+tfscale.callbacks.BackupAndRestore.on_train_batch_begin = interrupted
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {{"__name__": "__main__"}})
 """
     script = tmp_path / "stopped.py"

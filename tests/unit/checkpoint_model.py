@@ -80,7 +80,7 @@ def fit(first, act=None, model=None, epochs=3, data=None, more=()):
     except Interruption:
         for checkpoint in first:
             if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
-                checkpoint._writer.wait()
+                checkpoint._saver.wait()
                 checkpoint._handler.remove()
     return model, act.batches
 

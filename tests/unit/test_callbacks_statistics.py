@@ -19,8 +19,8 @@ from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     ConsistencyCheck,
     NonTrainableState,
-    model_state,
 )
+from tfscale.checkpoints import state as model_state
 from tfscale.config import ConfigError, ExchangeError
 
 

@@ -19,8 +19,8 @@ from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     Checkpoint,
-    checkpoint_callbacks,
 )
+from tfscale.checkpoints.resumable import read_counters
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data.control import restore_data
@@ -51,7 +51,7 @@ def test_the_best_epoch_is_sought_anew_where_its_weights_are_lost(tmp_path, capl
     # Neither epoch 0, whose weights are gone, nor the first of this run.
     for own, wanted in zip(model.get_weights(), scores.weights[2], strict=True):
         np.testing.assert_array_equal(own, wanted)
-    assert "EarlyStopping on rank 0 seeks the best epoch anew" in caplog.text
+    assert "EarlyStopping on rank 0 seeks the best epoch again" in caplog.text
 
 
 def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
@@ -66,12 +66,11 @@ def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
     require_equal(train(BackupAndRestore(str(tmp_path))), whole)
 
 
-def test_at_the_end_of_training_weights_and_averages_are_not_exchanged(monkeypatch):
+def test_at_the_end_of_training_weights_and_averages_are_not_exchanged():
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     swap._ema_weights_in_model = True
-    monkeypatch.setattr(checkpoint_callbacks, "callbacks_of_fit", lambda: [swap])
     for is_end, expected in ((False, True), (True, False)):
-        (state,) = checkpoint_callbacks.read_keras_callbacks(is_end)
+        (state,) = read_counters([swap], is_end)
         assert bool(state["numbers"]["_ema_weights_in_model"]) == expected
 
 

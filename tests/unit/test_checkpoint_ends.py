@@ -17,7 +17,8 @@ from tests.unit.checkpoint_model import (
     steps_in,
 )
 from tfscale import preemption
-from tfscale.callbacks import Checkpoint, checkpoint_agreement
+from tfscale.callbacks import Checkpoint
+from tfscale.checkpoints import agreement
 from tfscale.data import GlobalBatches
 
 
@@ -64,14 +65,14 @@ def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):
 
 def test_what_one_rank_says_counts_for_all(monkeypatch):
     """Each sees its own share of the data, and some have weights of their own."""
-    agree = checkpoint_agreement.agree_on_end
+    agree = agreement.agree_on_end
     for others, expected in {
         (True, False, False): (True, False),
         (True, False, True): (False, False),
         (False, True, True): (False, True),
     }.items():
         monkeypatch.setattr(
-            checkpoint_agreement.objects,
+            agreement.objects,
             "allgather_object",
             lambda own, name, others=others: [own, others],
         )

@@ -30,8 +30,8 @@ from tfscale.callbacks import (
     Checkpoint,
     LearningRateScheduleCallback,
 )
-from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.checkpoints import saver as module
 from tfscale.comm import runtime, start
 from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
@@ -42,15 +42,15 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
     newest = list_checkpoints(tmp_path)[0]
     assert newest.step == 6
-    content = bytearray((newest.path / "rank-00000.npz").read_bytes())
+    content = bytearray((newest.path / "rank-00000.safetensors").read_bytes())
     content[len(content) // 2] ^= 4
-    (newest.path / "rank-00000.npz").write_bytes(content)
+    (newest.path / "rank-00000.safetensors").write_bytes(content)
     (tmp_path / "step-0000000007-00000000").mkdir()
     with caplog.at_level(logging.WARNING, logger="tfscale"):
         model, batches = fit(Checkpoint(tmp_path, 2))
     assert len(batches) == 12 - 4
     require_equal(model, whole)
-    assert "rank-00000.npz does not match its checksum" in caplog.text
+    assert "rank-00000.safetensors does not match its checksum" in caplog.text
     assert "no rank has finished its part" in caplog.text
     assert (tmp_path / f"damaged-{newest.path.name}").exists()
 
@@ -80,12 +80,12 @@ def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
     read = Path.open
 
     def refuse(path, *arguments, **options):
-        if path.parent == newest.path and path.suffix == ".npz":
+        if path.parent == newest.path and path.suffix == ".safetensors":
             raise OSError(number, os.strerror(number))
         return read(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    text = rf"read a checkpoint.*rank 0: rank-00000.npz: {os.strerror(number)}"
+    text = rf"read a checkpoint.*rank 0: rank-00000.safetensors: {os.strerror(number)}"
     with pytest.raises(ConfigError, match=text):
         fit(Checkpoint(tmp_path, 2))
     assert [found.path for found in list_checkpoints(tmp_path)] == [
@@ -100,7 +100,7 @@ def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
 def test_all_damaged_is_an_error(tmp_path):
     fit(Checkpoint(tmp_path, 2), Act(5, interrupt))
     for found in list_checkpoints(tmp_path):
-        (found.path / "rank-00000.npz").write_bytes(b"")
+        (found.path / "rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"damaged ones only: step-0000000004.*0 bytes instead"):
         fit(Checkpoint(tmp_path, 2))
     assert len(list_checkpoints(tmp_path)) == 2

@@ -1,6 +1,7 @@
-"""Files of checkpoints: complete or not there, never half-loaded. No TensorFlow."""
+"""Files of checkpoints: complete or not there, never half-loaded."""
 
 import errno
+import json
 import random
 import shutil
 import signal
@@ -13,18 +14,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import tfscale
+from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints.background import BackgroundWriter
-from tfscale.checkpoints.folders import folder_name, prune, set_aside
-from tfscale.checkpoints.parts import (
-    Arrays,
+from tfscale.checkpoints.files import (
     DamagedError,
     Part,
+    StoredPart,
     check_file,
+    delete_all,
+    folder_name,
+    prune,
     read_manifest,
+    set_aside,
     write_part,
 )
-from tfscale.checkpoints.reader import Reader
+from tfscale.checkpoints.restore import Reader
+from tfscale.checkpoints.saver import Saver
 
 RUN = "0123abcd"
 
@@ -47,25 +53,42 @@ def test_arrays_of_all_types_come_back(tmp_path):
         "a/3": np.arange(5).astype(ml_dtypes.bfloat16),
         "a/4": np.array([True, False]),
         "a/5": np.array(0.5, ml_dtypes.float8_e4m3fn),
+        "a/6": np.arange(3).astype(ml_dtypes.float8_e4m3b11fnuz),  # no type of safetensors
+        "a/7": np.array([["one", ""], ["two", "three"]]),
+        "a/8": np.arange(4, dtype=">i4"),
+        "a/9": np.arange(12.0).reshape(3, 4).T,
     }
     write_part(tmp_path, 3, Part({"x": [1, None, "y"]}, arrays))
     manifest = read_manifest(tmp_path, 3)
     check_file(tmp_path, manifest)
     assert manifest["info"] == {"x": [1, None, "y"]}
-    file = Arrays(tmp_path, manifest)
-    assert file.names == set(arrays)
+    part = StoredPart(tmp_path, manifest)
+    assert set(part.arrays) == set(arrays)
     for name, array in arrays.items():
-        assert file[name].dtype == array.dtype
-        np.testing.assert_array_equal(file[name], array)
+        assert part.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(part.arrays[name], array)
+        np.testing.assert_array_equal(part.slice(name, 1, 3), array.reshape(-1)[1:3])
     with pytest.raises(DamagedError, match="rank-00003"):
-        file["b"]
+        part.arrays["b"]
 
 
-def test_nothing_is_unpickled(tmp_path):
-    write_part(tmp_path, 0, Part({}, {"a": np.zeros(2)}))
-    np.savez(tmp_path / "rank-00000.npz", a=np.array([print], dtype=object))
-    with pytest.raises(DamagedError, match="allow_pickle=False"):
-        Arrays(tmp_path, read_manifest(tmp_path, 0))["a"]
+def test_the_format_is_that_of_safetensors(tmp_path):
+    """Length and text of a header in JSON, then the bytes of the arrays in its order."""
+    write_part(tmp_path, 0, Part({}, {"x": np.arange(4, dtype=np.int32), "y": np.zeros(1)}))
+    content = (tmp_path / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0 and json.loads(content[8 : 8 + length]) == {
+        "__metadata__": {},
+        "x": {"dtype": "I32", "shape": [4], "data_offsets": [0, 16]},
+        "y": {"dtype": "F64", "shape": [1], "data_offsets": [16, 24]},
+    }
+    assert content[8 + length :] == np.arange(4, dtype=np.int32).tobytes() + bytes(8)
+
+
+def test_objects_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="objects cannot be saved. Received: a"):
+        write_part(tmp_path, 0, Part({}, {"a": np.array([print], dtype=object)}))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_cut_and_flipped_at_random_places_are_refused(tmp_path):
@@ -100,12 +123,12 @@ def test_files_cut_and_flipped_at_random_places_are_refused(tmp_path):
 
 def test_missing_and_foreign_parts_are_refused(tmp_path):
     folder = write(tmp_path, 7)
-    (folder / "rank-00001.npz").unlink()
-    with pytest.raises(DamagedError, match="rank-00001.npz: No such file"):
+    (folder / "rank-00001.safetensors").unlink()
+    with pytest.raises(DamagedError, match="rank-00001.safetensors: No such file"):
         list_checkpoints(tmp_path)[0].check((0, 2))  # also by the rank that checks another file
     write(tmp_path, 7, ranks=[1], size=2, run="ffffffff")
     other = tmp_path / folder_name(7, "ffffffff")
-    shutil.copy(other / "rank-00001.npz", folder)
+    shutil.copy(other / "rank-00001.safetensors", folder)
     shutil.copy(other / "rank-00001.manifest", folder)
     with pytest.raises(DamagedError, match="ranks 0 and 1 do not belong together"):
         next(f for f in list_checkpoints(tmp_path) if f.path == folder).check()
@@ -128,11 +151,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     folder = write(tmp_path, 5)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
 
-    def fill(file, **arrays):
-        file.write(b"some")
+    def fill(arrays):
+        yield b"some"
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", fill)
+    monkeypatch.setattr(module, "_blocks", fill)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, 5)
     with pytest.raises(OSError, match="No space left"):
@@ -145,7 +168,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 WRITE_ON = """
 import sys, numpy as np
 from pathlib import Path
-from tfscale.checkpoints.parts import Part, write_part
+from tfscale.checkpoints.files import Part, write_part
 directory = Path(sys.argv[1])
 for step in range(100000):
     info = {"run": "00000000", "step": step, "size": 2, "groups": [[0, 1]]}
@@ -177,7 +200,7 @@ def test_killed_while_writing(tmp_path):
         for checkpoint in finished:
             manifests = checkpoint.check()
             for manifest in manifests:
-                assert np.all(Arrays(checkpoint.path, manifest)["a"] == checkpoint.step)
+                assert np.all(StoredPart(checkpoint.path, manifest).arrays["a"] == checkpoint.step)
         n_unfinished += len(found) - len(finished)
         shutil.rmtree(directory)
     assert n_unfinished  # some were hit amid a checkpoint
@@ -188,12 +211,52 @@ def test_keep(tmp_path):
         write(tmp_path, step)
     write(tmp_path, 15, ranks=[0])  # an older run's, never finished
     write(tmp_path, 50, ranks=[1])  # being written
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, RUN)
     assert [f.step for f in list_checkpoints(tmp_path)] == [50, 40, 30]
-    new = set_aside(list_checkpoints(tmp_path)[1])
+    new = set_aside(list_checkpoints(tmp_path)[1].path)
     assert new.name == f"damaged-{folder_name(40, RUN)}"
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, RUN)
     assert [f.step for f in list_checkpoints(tmp_path)] == [50, 30] and new.exists()
+
+
+def test_what_other_runs_left_unfinished_is_deleted(tmp_path):
+    """On a full disk each start would leave some more, and nothing newer would be finished."""
+    write(tmp_path, 10)
+    for run in ("11111111", "22222222", RUN):
+        write(tmp_path, 20, ranks=[0], run=run)
+    (tmp_path / folder_name(30, "33333333")).mkdir()
+    prune(tmp_path, 3, RUN)
+    left = [folder_name(10, RUN), folder_name(20, RUN)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_taken_name_of_a_damaged_checkpoint(tmp_path, monkeypatch):
+    for number in ("", "2-", "3-"):
+        folder = write(tmp_path, 7)
+        assert set_aside(folder) == tmp_path / f"damaged-{number}{folder.name}"
+    folder = write(tmp_path, 7)
+
+    def refuse(path, target):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert set_aside(folder) is None and folder.exists()
+
+
+def test_all_are_deleted_but_what_is_elsewhere(tmp_path):
+    folder = tmp_path / "run"
+    archive = write(tmp_path / "archive", 5)
+    for step in (10, 20):
+        write(folder, step)
+    write(folder, 30, ranks=[1])
+    link = folder / folder_name(5, RUN)
+    link.symlink_to(archive, target_is_directory=True)
+    delete_all(folder)
+    assert list(folder.iterdir()) == [link] and len(list(archive.iterdir())) == 4
+    link.unlink()
+    delete_all(folder)
+    delete_all(folder)
+    assert not folder.exists()
 
 
 def test_parts_are_put_together_and_cut(tmp_path):
@@ -205,35 +268,41 @@ def test_parts_are_put_together_and_cut(tmp_path):
             "ranges": {"0/1": [start, stop]},
         }  # fmt: skip
         write_part(tmp_path, rank, Part(info, {"part0/1": whole[start:stop]}))
-    reader = Reader(tmp_path, [read_manifest(tmp_path, rank) for rank in range(3)])
+    reader = Reader([StoredPart(tmp_path, read_manifest(tmp_path, rank)) for rank in range(3)])
     np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], None), whole)
     for want in ((0, 10), (2, 5), (3, 3), (4, 9), (0, 1)):
         np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], want), whole[want[0] : want[1]])
-    with pytest.raises(DamagedError, match="nobody wrote optimizer variable 0/2"):
+    with pytest.raises(DamagedError, match="no rank wrote optimizer variable 0/2"):
         reader.slot("0/2", [0, 1, 2], None)
-    reader.close()
+    for ranks in ([1, 2], [0, 1]):
+        with pytest.raises(DamagedError, match="0/1 do not fit together"):
+            reader.slot("0/1", ranks, (0, 10))
 
 
 def test_means(tmp_path):
     write(tmp_path, 1)
-    reader = Reader(tmp_path / folder_name(1, RUN), list_checkpoints(tmp_path)[0].check())
-    mean = reader.mean([0, 1], reader.getter("weight/0"))
+    (found,) = list_checkpoints(tmp_path)
+    reader = Reader([StoredPart(found.path, manifest) for manifest in found.check()])
+    mean = reader.mean([0, 1], lambda rank: reader.get(rank, "weight/0"))
     np.testing.assert_array_equal(mean, np.arange(40.0) + 0.5)
-    seeds = reader.mean([1, 0], reader.getter("seed/0"))
+    seeds = reader.mean([1, 0], lambda rank: reader.get(rank, "seed/0"))
     np.testing.assert_array_equal(seeds, [1, 3])
     third = reader.mean([0, 0, 0], lambda rank: np.array([0.1], np.float32))
     assert third.dtype == np.float32 and third[0] == np.float32(0.1)
 
 
 @pytest.mark.parametrize("uses_thread", [True, False])
-def test_the_writer_tells_what_went_wrong_once(uses_thread):
-    writer, done = BackgroundWriter(uses_thread), []
+def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, uses_thread):
+    tfscale.init()
+    saver = Saver(tmp_path, 1, is_shared=True, uses_thread=uses_thread)
+    part = Part({"run": RUN, "step": 4, "size": 1, "groups": [[0]]}, {})
+    saver.start(part, RUN)
+    assert saver.wait() == "" and list_checkpoints(tmp_path)[0].is_finished
 
-    def fail():
+    def fail(folder, rank, part):
         raise OSError("full")
 
-    writer.start(lambda: done.append(1))
-    assert writer.wait() == "" and done == [1]
-    writer.start(fail)
-    assert writer.wait() == "OSError: full"
-    assert writer.wait() == "" and not writer.has_failed
+    monkeypatch.setattr("tfscale.checkpoints.saver.write_part", fail)
+    saver.start(part, RUN)
+    assert saver.wait() == "OSError: full"
+    assert saver.wait() == "" and not saver.has_failed

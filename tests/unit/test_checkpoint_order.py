@@ -16,16 +16,15 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tests.unit.test_backup_state import Count
+from tests.unit.test_backup import Count
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     Checkpoint,
     ParameterAveraging,
     RankZero,
-    checkpoint_order,
 )
-from tfscale.callbacks.backup_state import begun_before
+from tfscale.callbacks import checkpoint as module
 from tfscale.config import ConfigError
 
 
@@ -80,34 +79,33 @@ def test_best_weights_that_are_put_back_in_front(tmp_path):
 
 
 def test_a_state_that_would_come_too_late_is_refused(tmp_path):
-    for restoring, early, text in (
-        (Checkpoint(tmp_path), Begins(), "Received: Begins with it. Put it first"),
-        (BackupAndRestore(tmp_path), Begins(), "Begins in front of BackupAndRestore"),
-        (BackupAndRestore(tmp_path), ParameterAveraging(), "ParameterAveraging in front"),
-        (BackupAndRestore(tmp_path), RankZero(Begins()), r"RankZero\(Begins\) in front"),
+    for restore, early, name in (
+        (Checkpoint, Begins(), "Begins"),
+        (BackupAndRestore, ParameterAveraging(), "ParameterAveraging"),
+        (BackupAndRestore, RankZero(Begins()), "RankZero"),
+        (BackupAndRestore, BroadcastGlobalVariablesCallback(0), "BroadcastGlobalVariables"),
     ):
+        text = f"{restore.__name__} comes before .* Received: {name}.* with it. Put it first"
         with pytest.raises(ConfigError, match=text):
-            fit([early, restoring])
+            fit([early, restore(tmp_path)])
+    with pytest.raises(ConfigError, match="no other one is with it. Received: BackupAndRestore"):
+        fit([Checkpoint(tmp_path), BackupAndRestore(tmp_path)])
 
 
 def test_a_state_that_does_not_come_too_late(tmp_path):
-    """Some do nothing when training begins; others have a state with groups only."""
+    """Some do nothing when training begins."""
     for restore in (Checkpoint, BackupAndRestore):
         for act in (Act(9, interrupt), None):
             count = Count()
             fit([count, restore(tmp_path / restore.__name__)], act)
         assert (count.n, count.restored_at) == (3, 2)
-    fit([BroadcastGlobalVariablesCallback(0), BackupAndRestore(tmp_path / "backup")])
-    groups = [BroadcastGlobalVariablesCallback(0)]
-    assert begun_before(groups, has_groups=False) == []
-    assert begun_before(groups, has_groups=True) == ["LocalModels"]
 
 
-def test_the_order_on_another_rank_is_refused_on_all(monkeypatch):
+def test_the_order_on_another_rank_is_refused_on_all(tmp_path, monkeypatch):
     every = [[], ["Begins"]]
-    monkeypatch.setattr(checkpoint_order.objects, "allgather_object", lambda own, name: every)
+    monkeypatch.setattr(module.objects, "allgather_object", lambda own, name: every)
     with pytest.raises(ConfigError, match="Received: Begins"):
-        checkpoint_order.require_order([])
+        Checkpoint(tmp_path)._require_order([])
 
 
 def test_a_state_inside_of_rank_zero_is_in_the_checkpoint(tmp_path):

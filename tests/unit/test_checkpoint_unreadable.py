@@ -12,12 +12,11 @@ from tests.unit.checkpoint_model import (
     job,  # noqa: F401
     steps_in,
 )
-from tests.unit.test_checkpoint_files import write
+from tests.unit.test_checkpoint_files import RUN, write
 from tfscale.callbacks import Checkpoint
-from tfscale.checkpoints import folders as module
+from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints.folders import prune
-from tfscale.checkpoints.parts import UnreadableError
+from tfscale.checkpoints.files import UnreadableError, prune
 from tfscale.config import ConfigError
 
 
@@ -64,15 +63,15 @@ def test_nothing_is_deleted_that_cannot_be_listed(tmp_path, monkeypatch):
         seen[1].check()
     monkeypatch.undo()  # from now on they could be
     monkeypatch.setattr(module, "list_checkpoints", lambda directory: seen)
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, RUN)
     monkeypatch.undo()
     assert steps_in(tmp_path) == [40, 30, 10]
     refuse(monkeypatch, errno.EIO, tmp_path)
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, RUN)
     with pytest.raises(UnreadableError, match="Input/output error"):
         list_checkpoints(tmp_path)
     monkeypatch.undo()
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, RUN)
     assert steps_in(tmp_path) == [40]
 
 
@@ -85,5 +84,5 @@ def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "unlink", refuse_to_delete)
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, RUN)
     assert steps_in(tmp_path) == [20, 10]

@@ -55,35 +55,20 @@ UPWARD: set[str] = {
     "tfscale.gradients -> tfscale.measure.auto",
 }
 # Packages with more than MAX_MODULES.
-LARGE: dict[str, int] = {"tfscale.callbacks": 33, "tfscale.exchange": 21}
+LARGE: dict[str, int] = {"tfscale.exchange": 21}
 # Modules under MIN_LINES with a single importer.
 SATELLITES: set[str] = {
-    "tfscale.callbacks.checkpoint_average",
-    "tfscale.callbacks.checkpoint_order",
-    "tfscale.callbacks.checkpoint_rhythm",
     "tfscale.callbacks.finite_state",
-    "tfscale.checkpoints.background",
     "tfscale.comm.backends.single",
     "tfscale.exchange.clipping",
     "tfscale.exchange.means",
     "tfscale.exchange.state_nodes",
     "tfscale.measure.memory",
+    "tfscale.parameters.group_view",
     "tfscale.parameters.waits",
     "tfscale.proxy",
 }
-CIRCLES: list[set[str]] = [
-    {
-        "tfscale.callbacks.backup_agreement",
-        "tfscale.callbacks.backup_and_restore",
-        "tfscale.callbacks.backup_groups",
-        "tfscale.callbacks.backup_state",
-        "tfscale.callbacks.base",
-        "tfscale.callbacks.checkpoint_callbacks",
-        "tfscale.callbacks.checkpoint_restore",
-        "tfscale.callbacks.checkpoint_state",
-        "tfscale.callbacks.rank_zero",
-    },
-]
+CIRCLES: list[set[str]] = []
 
 
 def dotted(path: Path) -> str:

@@ -18,7 +18,9 @@ PURE = (
     "config",
     "plan",
     "launcher",
-    "checkpoints",
+    "checkpoints/files",
+    "checkpoints/preemption",
+    "files",
     "comm/process",
     "comm/native",
     "comm/chrome",
@@ -47,6 +49,17 @@ def test_pure_modules_import_no_framework():
         for file in files:  # one that was renamed is an error here
             names = [name.split(".")[0] for name in imported_names(file)]
             wrong += [f"{relative(file)} imports {name}" for name in names if name in FRAMEWORKS]
+    assert not wrong
+
+
+def test_files_of_checkpoints_are_read_without_frameworks():
+    """`tfscale run` and other programs look at them, too."""
+    allowed = ("tfscale.files.", "tfscale.checkpoints.files.")
+    wrong = []
+    for name in ("files", "checkpoints/__init__", "checkpoints/files"):
+        for imported in imported_names(ROOT / "tfscale" / f"{name}.py"):
+            if imported.startswith((*FRAMEWORKS, "tfscale.")) and not imported.startswith(allowed):
+                wrong.append(f"{name} imports {imported}")
     assert not wrong
 
 
@@ -208,28 +221,21 @@ def test_versions_agree():
 
 INTERNALS = "tfscale/internals/"
 # Where the stack and private names of Keras and TensorFlow are still used elsewhere: to be moved.
-STACK_READERS = {"tfscale/update/loss_scale.py"}
+STACK_READERS = {
+    "tfscale/update/loss_scale.py",
+}
 # Callers of `internals.stack` besides `fit/session.py`, and of the pass over data.
 STACK_CALLERS = {
-    "tfscale/callbacks/backup_agreement.py",
-    "tfscale/callbacks/backup_and_restore.py",
-    "tfscale/callbacks/backup_groups.py",
-    "tfscale/callbacks/backup_state.py",
     "tfscale/callbacks/checkpoint.py",
-    "tfscale/callbacks/checkpoint_callbacks.py",
-    "tfscale/callbacks/checkpoint_order.py",
     "tfscale/measure/auto.py",
     "tfscale/update/dense_routes.py",
 }
 PRIVATE_READERS = {
-    "tfscale/comm/backends/horovod.py",
-    "tfscale/callbacks/backup_and_restore.py",
-    "tfscale/callbacks/backup_state.py",
     "tfscale/callbacks/checkpoint.py",
-    "tfscale/callbacks/checkpoint_state.py",
     "tfscale/callbacks/model_checkpoint.py",
-    "tfscale/callbacks/model_state.py",
     "tfscale/callbacks/save_points.py",
+    "tfscale/checkpoints/state.py",
+    "tfscale/comm/backends/horovod.py",
     "tfscale/exchange/averaging.py",
     "tfscale/exchange/chunked.py",
     "tfscale/exchange/dense.py",
@@ -237,14 +243,14 @@ PRIVATE_READERS = {
     "tfscale/exchange/provenance.py",
     "tfscale/exchange/shard_state.py",
     "tfscale/gradients.py",
+    "tfscale/launcher/tune/scripts.py",
+    "tfscale/measure/auto.py",
+    "tfscale/measure/model_layers.py",
     "tfscale/model_optimizers.py",
     "tfscale/optimizer.py",
     "tfscale/optimizer_sharing.py",
     "tfscale/optimizers/lars.py",
     "tfscale/parameters/retracing.py",
-    "tfscale/measure/auto.py",
-    "tfscale/launcher/tune/scripts.py",
-    "tfscale/measure/model_layers.py",
     "tfscale/update/accumulation.py",
     "tfscale/update/delayed_layer.py",
     "tfscale/update/dense_routes.py",
@@ -256,12 +262,13 @@ PRIVATE_READERS = {
 PATCHERS = {
     "tfscale/callbacks/finite_state.py": ["train_step"],
     "tfscale/callbacks/model_checkpoint.py": ["_save_model"],
+    "tfscale/callbacks/save_points.py": ["a name"],
     "tfscale/exchange/chunked.py": ["call"],
     "tfscale/exchange/plans.py": ["call"],
+    "tfscale/measure/model_layers.py": ["call"],
     "tfscale/model_optimizers.py": ["_learning_rate"],
     "tfscale/parameters/futures.py": ["__class__", "export"],
     "tfscale/parameters/shared_saves.py": ["a name"],
-    "tfscale/measure/model_layers.py": ["call"],
     "tfscale/update/accumulation.py": ["a name"],
     "tfscale/update/dense_routes.py": ["call"],
     "tfscale/update/rebuilding.py": ["_use_weight_decay"],
@@ -358,11 +365,11 @@ def test_objects_of_keras_are_patched_in_one_place():
 def test_weak_dictionaries_of_modules_stand_in_a_list():
     """What a function keeps aside of its arguments is a channel that no reader sees."""
     allowed = {
-        "tfscale/fit/session.py": ["_sessions"],
+        "tfscale/comm/events.py": ["_listeners"],
         "tfscale/exchange/dense_uses.py": ["_uses"],
         "tfscale/exchange/factors.py": ["_names"],
         "tfscale/exchange/provenance.py": ["_noted"],
-        "tfscale/comm/events.py": ["_listeners"],
+        "tfscale/fit/session.py": ["_sessions"],
     }
     found: dict[str, list[str]] = {}
     for path in LIBRARY:

@@ -9,11 +9,12 @@ from typing import Any
 import keras
 
 from tfscale.callbacks import save_points
-from tfscale.callbacks.backup_and_restore import refuse_plain_backup
 from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
+from tfscale.checkpoints.resumable import Resumable, resumables
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
+from tfscale.config import ConfigError
 from tfscale.data.epochs import StepCount
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_judges
 from tfscale.fit import agreement
@@ -53,6 +54,11 @@ class Callback(Traits):
         if not runtime.is_single():
             make_checkpoints_safe()
 
+    def resumables(self) -> list[Resumable]:
+        """Return the callbacks whose states checkpoints keep: this one and companions."""
+        own = [self] if isinstance(self, Resumable) else []
+        return [*own, *resumables(self.companions)]
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Agree on the number of steps and epochs, and on when to save. Collective.
 
@@ -63,7 +69,7 @@ class Callback(Traits):
         """
         self._session = session = session_for(self.model, joining=self)
         if not runtime.is_single():
-            refuse_plain_backup()
+            _refuse_plain_backup(session)
         if agreement.begin(session, self.params or {}):
             save_points.agree(session)
             if accumulating(self.model):
@@ -168,3 +174,12 @@ for _name in (
 def may_communicate() -> bool:
     """Tell whether this is the main thread; hooks of batches may run on others."""
     return threading.current_thread() is threading.main_thread()
+
+
+def _refuse_plain_backup(session: FitSession) -> None:
+    for callback in session.callbacks:
+        if type(callback) is keras.callbacks.BackupAndRestore:
+            raise ConfigError(
+                "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
+                "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
+            )

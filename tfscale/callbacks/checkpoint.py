@@ -1,4 +1,4 @@
-"""Checkpoints to go on from: everything that a run is, written by all ranks at once."""
+"""Save all that a run is now and then, and resume it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.callbacks.base import Callback
-from tfscale.callbacks.checkpoint_agreement import (
-    StepRounds,
-    Wishes,
-    agree_on_end,
-    name_run,
-    newest_readable,
-    raise_together,
-    require_shared,
-)
-from tfscale.callbacks.checkpoint_callbacks import (
-    read_keras_callbacks,
-    restore_callbacks,
-    restore_keras_callbacks,
-)
-from tfscale.callbacks.checkpoint_order import go_first, require_order
-from tfscale.callbacks.checkpoint_restore import Restore
-from tfscale.callbacks.checkpoint_rhythm import Rhythm
-from tfscale.callbacks.checkpoint_state import Position, Snapshot, is_broken
 from tfscale.checkpoints import preemption
-from tfscale.checkpoints.background import BackgroundWriter
-from tfscale.checkpoints.folders import folder_name, prune
-from tfscale.checkpoints.parts import write_part
-from tfscale.checkpoints.reader import Reader
-from tfscale.comm import runtime
-from tfscale.config import PREEMPTED
+from tfscale.checkpoints.agreement import (
+    Requests,
+    StepRounds,
+    agree_on_end,
+    all_are_at,
+    make_directory,
+    name_run,
+    newest_sound,
+)
+from tfscale.checkpoints.restore import Reader, Restore
+from tfscale.checkpoints.resumable import begun, restore_callbacks, restore_counters
+from tfscale.checkpoints.saver import Saver, Schedule
+from tfscale.checkpoints.state import Position, group_of, is_broken, take_snapshot
+from tfscale.comm import objects, runtime
+from tfscale.config import PREEMPTED, ConfigError
 from tfscale.data.control import continue_epoch, restore_data
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_integer
@@ -60,12 +51,14 @@ class Checkpoint(Callback):
     with a state of their own. A directory belongs to one `fit` of a program.
 
     Args:
-        directory: On a file system that all ranks share; made if need be.
+        directory: On a file system that all ranks share, unless `shared` is False; made if need be.
         every_n_steps: Training steps between two checkpoints.
         every_n_epochs: Epochs between two; 1 if nothing else is given.
         every_seconds: Seconds between two, looked at about once a second.
         keep: Finished checkpoints that stay, 1 or more; one more is there while it is written.
         asynchronous: Write on a thread. False lets training wait for the files.
+        shared: False sends the parts of all ranks to rank 0, which writes and reads them for all:
+            no other rank needs the directory. For small models.
 
     Raises:
         ConfigError: An argument does not fit. When training begins: ranks do not share the
@@ -83,17 +76,19 @@ class Checkpoint(Callback):
         every_seconds: float | None = None,
         keep: int = 3,
         asynchronous: bool = True,
+        shared: bool = True,
     ) -> None:
         super().__init__()
         self.directory = Path(os.path.abspath(directory))
         self.keep = check_integer("keep", keep, 1)
-        self._rhythm = Rhythm(every_n_steps, every_n_epochs, every_seconds)
-        self._writer = BackgroundWriter(asynchronous)
+        self.shared = shared
+        self._schedule = Schedule(every_n_steps, every_n_epochs, every_seconds)
+        self._saver = Saver(self.directory, self.keep, shared, asynchronous)
         self._handler = preemption.TermHandler(lambda: self in callbacks_of_fit())
         self._restart()
 
     def _restart(self) -> None:
-        self._writer.wait()  # for what a `fit` that ended by an error began
+        self._saver.wait()  # for what a `fit` that ended by an error began
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
         self._rounds = StepRounds()
@@ -101,27 +96,55 @@ class Checkpoint(Callback):
         self._restored: Restore | None = None  # until the first step begins
         self._n_given_up = self._n_batches = 0
         self._is_void = self._is_cut = False  # as in EpochCallback; ended before its last step
-        self._is_due = self._is_stopping = self._has_begun = False
+        self._is_due = self._is_stopping = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest checkpoint; it is restored when the epoch begins. Collective."""
-        early = go_first(self)
+        early = self._go_first()
         super().on_train_begin(logs)
-        require_order(early)
+        self._require_order(early)
         self._restart()
-        self.model._initial_epoch, self._run = None, name_run()
+        self.model._initial_epoch, self._saver.run = None, name_run()
         self._first_epoch = self.session.call.initial_epoch
-        require_shared(self.directory, self._run)
-        self._reader = newest_readable(self.directory)
-        if self._reader is not None:
-            self._position = Position(**self._reader.infos[0]["position"])
+        make_directory(self.directory, self._saver.run, self.shared)
+        parts = newest_sound(self.directory, self.shared)
+        if parts is not None:
+            self._reader = Reader(parts)
+            self._position = Position(**self._reader.info["position"])
             self._saved = self._position.n_steps
             self.model._initial_epoch = self._position.epoch
-            restore_callbacks(self._reader)
+            leader = group_of(self._reader.source, self._reader.groups)[0]
+            restore_callbacks(self.session.callbacks, parts, leader)
         else:
             compare_weights(self.model)
-        self._rhythm.start_clock()
+        self._schedule.start_clock()
         self._handler.install()
+
+    def _go_first(self) -> list[str]:
+        """Move this callback in front of all others; return those that were before it wrongly.
+
+        Keras's callbacks may stand before it in the list. After it they set their learning rates
+        when the checkpoint's was restored, and at the end of an epoch it sees whether training had
+        been stopped before, amid the epoch.
+        """
+        callbacks = self.session.callbacks
+        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        if before:  # in a new list: the present one is being walked through
+            rest = [c for c in callbacks if c is not self]
+            self.session.call.callback_list.callbacks = [self, *rest]
+        others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
+        own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
+        return own or begun(before)
+
+    def _require_order(self, early: list[str]) -> None:
+        every = objects.allgather_object(early, name="order of callbacks")
+        wrong: list[str] = next(filter(None, every), [])
+        if wrong:
+            raise ConfigError(
+                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
+                "a state of their own, and no other one is with it. Received: "
+                f"{', '.join(wrong)} with it. Put it first."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Restore what was found, before the other callbacks begin the epoch."""
@@ -134,13 +157,14 @@ class Checkpoint(Callback):
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Return the first step of the epoch."""
         self._reader = None
-        restore_keras_callbacks(reader)
-        position = self._position
+        rank, position = runtime.rank(), self._position
+        counters = reader.parts[reader.source].info["keras_callbacks"]
+        restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
         first_step = position.step if epoch == position.epoch else 0
         restore_data(self.session.data, position.data, first_step)
         building.when_built(self.model, lambda: self._restore(reader))
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
-        if runtime.rank() == 0:
+        if rank == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
 
@@ -152,15 +176,16 @@ class Checkpoint(Callback):
         """Copy what is due, now that all callbacks have ended the step before."""
         super().on_train_batch_begin(batch, logs)
         if self._restored is not None:
-            self._restored.settle()
+            self._restored.finish()
             if self._position.step > 0:
+                building.build_from_data(self.model)  # the variables of metrics
                 self._restored.restore_metrics()
             self._restored = None
-        self._has_begun = True
         if self._is_stopping:
             self._save_last(self._position.n_steps > self._saved, is_end=False)
+        self._agree_on_due("step")
         if self._is_due:
-            self._save(self._run)
+            self._save(self._saver.run)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count, and agree on what is due. Collective about once a second."""
@@ -174,31 +199,33 @@ class Checkpoint(Callback):
         step = min(step, int((self.params or {}).get("steps") or step))
         self._position.n_steps += step - self._position.step
         self._position.step = step
-        is_due = self._rhythm.is_due_after_steps(before, self._position.n_steps)
-        wishes = self._rounds.end_step(
-            Wishes(preemption.is_requested(), self._writer.has_failed, self._rhythm.is_time())
-        )
-        self._is_stopping |= wishes.stops
-        if is_due or wishes.is_time:
+        is_due = self._schedule.is_due_after_steps(before, self._position.n_steps)
+        own = Requests(preemption.is_requested(), self._saver.has_failed, self._schedule.is_time())
+        every = self._rounds.end_step(own)
+        self._is_stopping |= every.stops
+        if is_due or every.is_time:
             self._make_due()
-        elif wishes.has_failed:
-            self._finish()
+        elif every.has_failed:
+            self._saver.finish()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a checkpoint be taken once all callbacks have ended the epoch."""
+        self._agree_on_due("epoch")  # before others are told that this rank's epoch is over
         super().on_epoch_end(epoch, logs)
         if self._is_void:
             return
         steps = (self.params or {}).get("steps")
-        # Where nobody knows the number of steps: whoever stops training in a batch cuts the epoch.
+        # Where the number of steps is unknown: one that stops training in a batch cuts the epoch.
         is_stopped = bool(self.model.stop_training)
         self._is_cut = is_stopped if steps is None else self._position.step < int(steps)
         self._position.epoch, self._position.step = epoch + 1, 0
-        if self._rhythm.is_due_after_epoch(epoch):
+        if self._schedule.is_due_after_epoch(epoch):
             self._make_due()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the end of training, unless an epoch was cut or the model broken. Collective."""
+        if not self.session.asks_before_epochs:
+            self._agree_on_due("end")
         super().on_train_end(logs)
         reader = self._reader
         if reader is not None:  # there was no epoch to begin
@@ -209,41 +236,37 @@ class Checkpoint(Callback):
         self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
 
     def _make_due(self) -> None:
-        self._finish()
+        self._saver.finish()
         self._is_due = True
 
+    def _agree_on_due(self, place: str) -> None:
+        """Leave out what is due if parts must be sent, and some rank ends an epoch or training.
+
+        Where one rank stops training, they meet here from different hooks.
+        """
+        if self._is_due and not self.shared and not self._is_stopping:
+            is_over = self.session.is_over  # which all ranks know then
+            self._is_due = not is_over and all_are_at(place)
+
     def _save(self, run: str, is_end: bool = False) -> None:
-        """Copy this rank's part and begin to write it. Nothing is sent."""
+        """Copy this rank's part and begin to write it. Collective if the folder is not shared."""
         self._is_due = False
         data = self.session.data
         self._position.data = data.state() if isinstance(data, GlobalBatches) else None
-        part = Snapshot(self.model, self._position, run).take()
-        part.info["keras_callbacks"] = read_keras_callbacks(is_end)
-        part.info["is_end"] = is_end  # no callback has begun the epoch that comes next
-        folder = self.directory / folder_name(self._position.n_steps, run)
-        rank = runtime.rank()
-        self._writer.start(lambda: write_part(folder, rank, part))
+        part = take_snapshot(self.model, self.session.callbacks, self._position, run, is_end)
+        self._saver.start(part, run)
         self._saved = self._position.n_steps
-        self._rhythm.start_clock()
-
-    def _finish(self) -> None:
-        """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
-        raise_together(self._writer.wait(), "parts of a checkpoint")
-        if runtime.rank() == 0:
-            prune(self.directory, self.keep)
+        self._schedule.start_clock()
 
     def _save_last(self, is_new: bool, is_end: bool) -> None:
         """Save what is new on some rank; alike wherever in `fit` ranks are. Collective."""
-        self._finish()
+        self._saver.finish()
         is_new, stops = agree_on_end(is_new, preemption.is_requested(), is_broken(self.model))
         self._is_stopping |= stops
         if is_new:  # under another name: some rank may have begun a checkpoint of this step
             self._save(name_run(), is_end)
-            self._finish()
+            self._saver.finish()
             self._is_stopping |= agree_on_end(False, preemption.is_requested())[1]
-        self._end()
-
-    def _end(self) -> None:
         self._handler.remove()
         if self._is_stopping:
             preemption.forget_request()

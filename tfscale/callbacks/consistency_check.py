@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale.callbacks import model_state
 from tfscale.callbacks.base import Callback, may_communicate
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
 from tfscale.model_optimizers import passes_per_update

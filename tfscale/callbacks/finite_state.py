@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.callbacks.model_state import non_trainable_state
+from tfscale.checkpoints.state import non_trainable_state
 from tfscale.model_optimizers import optimizers_of
 
 _Pairs = Sequence[tuple[keras.Variable, tf.Tensor]]

@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfscale.checkpoints.state import metric_states, metrics_of
 from tfscale.comm import collectives, objects, runtime
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ExchangeError
 
 REDUCE = {
     "sum": runtime.Sum,
@@ -52,7 +53,7 @@ def take_snapshot(model: keras.Model) -> Snapshot:
     Raises:
         ConfigError: A metric's `tfscale_reduce` is unknown.
     """
-    states = states_of(model)
+    states = metric_states(model)
     variables = [variable for variable, _, _ in states]
     return Snapshot(
         variables=variables,
@@ -60,28 +61,8 @@ def take_snapshot(model: keras.Model) -> Snapshot:
         modes=[mode for _, mode, _ in states],
         labels=[label for _, _, label in states],
         results=scalars(model.get_metrics_result()),
-        stateless=frozenset(m.name for m in _leaves(model) if not m.variables),
+        stateless=frozenset(m.name for m in metrics_of(model) if not m.variables),
     )
-
-
-def states_of(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
-    """Return each state variable of the metrics, how it is reduced over ranks, and its label.
-
-    Raises:
-        ConfigError: A metric's `tfscale_reduce` is unknown.
-    """
-    states: dict[int, tuple[keras.Variable, str, str]] = {}
-    for metric in _leaves(model):
-        mode = getattr(metric, "tfscale_reduce", "sum")
-        if mode not in REDUCE:
-            raise ConfigError(
-                f"tfscale_reduce of a metric must be one of {', '.join(map(repr, REDUCE))}. "
-                f"Received: {mode!r} for metric {metric.name!r}. Leave it out for states that add."
-            )
-        for variable in metric.variables:
-            label = f"{metric.name}/{variable.name}{tuple(variable.shape)} {mode}"
-            states.setdefault(id(variable), (variable, mode, label))
-    return list(states.values())
 
 
 def reduce_results(model: keras.Model, snapshot: Snapshot) -> dict[str, Any]:
@@ -154,15 +135,6 @@ def average_logs(model: keras.Model, logs: dict[str, Any], snapshots: dict[str, 
 def _is_number(value: Any) -> bool:
     """Tell whether a value is a number, or an array of them."""
     return np.asarray(value).dtype.kind in "fiu"
-
-
-def _leaves(model: keras.Model) -> list[keras.metrics.Metric]:
-    """List the metrics, those that compile() holds together in one object taken apart."""
-    leaves: list[keras.metrics.Metric] = []
-    for metric in model.metrics:
-        parts = getattr(metric, "metrics", None)
-        leaves.extend(parts if isinstance(parts, list) else [metric])
-    return leaves
 
 
 def _reduce(snapshot: Snapshot) -> list[np.ndarray]:

@@ -47,7 +47,7 @@ def make_checkpoints_safe() -> None:
 def _agreed(save_model: Any) -> Any:
     @functools.wraps(save_model)
     def save_as_agreed(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
-        if save_points.is_given_up(self.model):
+        if save_points.is_given_up(self):
             return
         if save_points.is_silent(self):
             _decide(self, lambda: save_model(self, epoch, batch, logs))

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import model_state
 from tfscale.callbacks.base import BeforeValidation
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError

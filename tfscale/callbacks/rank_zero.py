@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from tfscale.callbacks.base import Callback, Container
+from tfscale.checkpoints.resumable import OnRankZero, Resumable
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -50,3 +51,7 @@ class RankZero(Container):
     def parts(self) -> list[keras.callbacks.Callback]:
         """Return the callback, on rank 0."""
         return [self.callback] if runtime.rank() == 0 else []
+
+    def resumables(self) -> list[Resumable]:
+        """Return the callback inside if checkpoints keep its state, which is rank 0's."""
+        return [OnRankZero(self.callback)] if isinstance(self.callback, Resumable) else []

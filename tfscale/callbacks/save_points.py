@@ -9,12 +9,11 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
-from tfscale.fit.session import FitSession, session_of
+from tfscale.fit.session import FitSession
 from tfscale.model_optimizers import optimizers_of, sharded_states
 
-_SILENT = "_tfscale_is_silent"
-_Checkpoint, _Backup = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
-_SAVING = (_Checkpoint, _Backup)
+_KEY = "_tfscale_save_points"  # attribute of callbacks that save: the point, and who writes
+_Checkpoint = keras.callbacks.ModelCheckpoint
 
 
 class SavePoints(keras.callbacks.Callback):
@@ -56,16 +55,13 @@ class SavePoints(keras.callbacks.Callback):
         self._n_steps += 1
         self.is_given_up = runtime.num_given_up() > self._n_given_up
         self._is_void = self.is_given_up and self._n_steps == 1
-        due = [_is_due(point, batch) for point in self._points]
+        due = [_Checkpoint._should_save_on_batch(point, batch) for point in self._points]
         if any(due) and not self.is_given_up:
             self._gather()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Gather, if a callback saves at the end of epochs."""
         self._session.end_epoch(epoch)  # Ranks that wait in a step must learn of it.
-        for point in self._points:
-            if point.is_backup:
-                point._last_batch_seen = 0  # as the callback does
         is_due = any(point.save_freq == "epoch" for point in self._points)
         if is_due and not self._is_void:
             self.is_given_up = False
@@ -73,7 +69,7 @@ class SavePoints(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Let saves outside of `fit` be agreed on one by one."""
-        self._session.save_points = None
+        _forget(self._session)
 
     def _gather(self) -> None:
         for kept in sharded_states(self.model):
@@ -91,15 +87,15 @@ def agree(session: FitSession) -> None:
     Raises:
         ConfigError: A callback needs the state on each rank.
     """
-    session.save_points = None
+    _forget(session)
     _require_averages_saved(session)
     optimizers = optimizers_of(session.model)
     sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
     later = [o for o in optimizers if getattr(o, "may_share_state", False)]
     if not sharing and not later:
         return
-    callbacks = [getattr(c, "callback", c) for c in session.callbacks]
-    saving = [c for c in callbacks if isinstance(c, _SAVING)]
+    callbacks = _callbacks(session)
+    saving = [c for c in callbacks if isinstance(c, _Checkpoint)]
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     own = [_point(callback) for callback in saving]
     process_set = (sharing or later)[0].sharing_set
@@ -116,19 +112,18 @@ def agree(session: FitSession) -> None:
             for point in rank_points:
                 writers.setdefault(point["path"], place)
         place = process_set.rank()
-        for callback, point in zip(saving, own, strict=True):
-            setattr(callback, _SILENT, writers[point["path"]] != place)
         save_points = SavePoints(session, points, place in writers.values())
+        for callback, point in zip(saving, own, strict=True):
+            callback.__dict__[_KEY] = save_points, writers[point["path"]] != place
         save_points.set_model(session.model)
         session.put_first(save_points)
-        session.save_points = save_points
 
 
 def _require_averages_saved(session: FitSession) -> None:
     """Refuse callbacks that would show or save one group's model as that of all."""
     if not session.has_groups:
         return
-    callbacks = [getattr(c, "callback", c) for c in session.callbacks]
+    callbacks = _callbacks(session)
     text = ""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
@@ -146,33 +141,31 @@ def _require_averages_saved(session: FitSession) -> None:
         )
 
 
-def is_given_up(model: Any) -> bool:
+def _callbacks(session: FitSession) -> list[Any]:
+    return [getattr(c, "callback", c) for c in session.callbacks]  # those inside of RankZero
+
+
+def _forget(session: FitSession) -> None:
+    for callback in _callbacks(session):
+        callback.__dict__.pop(_KEY, None)
+
+
+def is_given_up(callback: Any) -> bool:
     """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
-    session = session_of(model)
-    return (
-        session is not None and session.save_points is not None and session.save_points.is_given_up
-    )
+    save_points, _ = callback.__dict__.get(_KEY, (None, False))
+    return save_points is not None and bool(save_points.is_given_up)
 
 
 def is_silent(callback: Any) -> bool:
     """Return whether another rank writes what a callback saves."""
-    return bool(getattr(callback, _SILENT, False))
+    return bool(callback.__dict__.get(_KEY, (None, False))[1])
 
 
 def _point(callback: Any) -> dict[str, Any]:
     """Describe when a callback saves, and where; it may have counted batches before."""
-    is_backup = isinstance(callback, _Backup)
-    # Of a backup only rank 0 writes, wherever the others think that the folder is.
-    path = "backup on rank 0" if is_backup else callback.filepath
     return {
         "save_freq": callback.save_freq,
-        "path": path,
-        "is_backup": is_backup,
+        "path": callback.filepath,
         "_batches_seen_since_last_saving": callback._batches_seen_since_last_saving,
         "_last_batch_seen": callback._last_batch_seen,
     }
-
-
-def _is_due(point: Any, batch: int) -> bool:
-    kind = _Backup if point.is_backup else _Checkpoint
-    return kind._should_save_on_batch(point, batch)

@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks import model_state
 from tfscale.callbacks.base import Callback, Container
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.non_trainable import NonTrainableState
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers, building

@@ -1,5 +1,5 @@
-"""Files of checkpoints: written aside, checked by a checksum, read by any number of ranks."""
+"""Checkpoints: their files, what they hold, writing them in the background and resuming."""
 
-from tfscale.checkpoints.folders import Found, list_checkpoints
+from tfscale.checkpoints.files import Found, list_checkpoints
 
 __all__ = ["Found", "list_checkpoints"]

@@ -132,8 +132,7 @@ def describe(session: FitSession) -> dict[str, Any]:
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
     # These look themselves, if there is nothing to restore.
-    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in session.callbacks)
-    is_compared = "Checkpoint" not in names and not restores
+    is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     return {
         **topics,
         "ranks": _ranks_of(model),

@@ -44,7 +44,6 @@ class FitSession:
         is_over: The ranks have agreed to run no further step.
         asks_each_step: All ranks run a step or none.
         wants_to_stop: This rank waits for a moment in which all can stop.
-        save_points: Gathers the state of optimizers before callbacks save; see `save_points`.
     """
 
     def __init__(self, model: keras.Model, call: stack.FitCall | None) -> None:
@@ -53,7 +52,6 @@ class FitSession:
         self.is_over = False
         self.asks_each_step = False
         self.wants_to_stop = False
-        self.save_points: Any = None
         self._joined: list[Any] = []
         self._has_begun = self._stops_together = False
         self._steps: Any = None
@@ -123,6 +121,11 @@ class FitSession:
         self._is_apart = self.has_groups or self.trains_apart or bool(accumulating(self.model))
 
     @property
+    def asks_before_epochs(self) -> bool:
+        """Whether ranks ask each other before each epoch, so that all begin it or none."""
+        return self._is_apart and not runtime.is_single()
+
+    @property
     def has_begun(self) -> bool:
         """Whether a callback has called `begin`."""
         return self._has_begun
@@ -147,7 +150,7 @@ class FitSession:
         self._n_steps, self._n_given_up = 0, runtime.num_given_up()
         self._is_running, is_first, self._is_new_epoch = True, self._is_new_epoch, False
         # Before groups take up their own models again: an average of all would need all.
-        if is_first and self._is_apart and not runtime.is_single() and "stop" in ask("run", 0):
+        if is_first and self.asks_before_epochs and "stop" in ask("run", 0):
             self.is_over = True
 
     def end_epoch(self, epoch: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale.callbacks import model_state
+from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import count_active

@@ -1,0 +1,51 @@
+"""Atomic writes, digests and files of JSON lines."""
+
+import hashlib
+import math
+
+import pytest
+
+from tfscale.files import (
+    append_json_line,
+    read_json_lines,
+    sha256,
+    write_atomically,
+    write_json_lines,
+)
+
+
+def test_a_file_is_complete_or_the_one_before(tmp_path):
+    path = tmp_path / "file"
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError("full")
+
+    for before in (None, "before"):
+        if before:
+            write_atomically(path, before)
+        with pytest.raises(OSError, match="full"):
+            write_atomically(path, fail)
+        assert [p.read_text() for p in tmp_path.iterdir()] == ([before] if before else [])
+    for content in (b"bytes", "text", lambda file: file.write(b"written")):
+        write_atomically(path, content)
+    assert path.read_bytes() == b"written"
+
+
+def test_digests(tmp_path):
+    content = bytes(range(256)) * 5000  # more than a block
+    (tmp_path / "file").write_bytes(content)
+    assert sha256(content) == sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "new" / "lines.jsonl"
+    assert read_json_lines(path) == []
+    append_json_line(path, {"loss": math.nan, "parts": [1.5, math.inf]})
+    append_json_line(path, {"n": 1})
+    with path.open("a") as file:
+        file.write('{"n": 2, "cu')
+    records = [{"loss": None, "parts": [1.5, None]}, {"n": 1}]
+    assert read_json_lines(path) == records
+    write_json_lines(path, records[1:])
+    assert path.read_text() == '{"n": 1}\n'

@@ -1,0 +1,205 @@
+"""The states of callbacks: the protocol `Resumable`, and counters of Keras's own callbacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import keras
+import numpy as np
+
+from tfscale.checkpoints.files import Part
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
+
+logger = logging.getLogger("tfscale")
+
+State = dict[str, Any]
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A callback with a state that a checkpoint keeps.
+
+    Between ranks whose models are equal, arrays are equal too.
+    """
+
+    def backup_state(self) -> State:
+        """Return the state: JSON, and arrays in an optional list "arrays"."""
+
+    def restore_state(self, state: State, epoch: int) -> None:
+        """Take a state over, before `on_train_begin` of a run that resumes.
+
+        Args:
+            state: What `backup_state` returned.
+            epoch: The first one that is trained, counted from 0.
+        """
+
+
+@runtime_checkable
+class Mergeable(Resumable, Protocol):
+    """A `Resumable` whose state differs between ranks. Of others rank 0's state counts."""
+
+    def merge_states(self, states: Sequence[State]) -> State:
+        """Return the state for another number of ranks, given the states of all, without arrays."""
+
+
+@runtime_checkable
+class HasResumables(Protocol):
+    """A callback that stands for others, or for itself, as `tfscale.callbacks.Callback` does."""
+
+    def resumables(self) -> list[Resumable]:
+        """Return the callbacks whose states are kept."""
+
+
+class OnRankZero:
+    """A `Resumable` of which only rank 0 has a state: other ranks do not call it."""
+
+    def __init__(self, callback: Resumable) -> None:
+        """Wrap a callback."""
+        self.callback = callback
+
+    def backup_state(self) -> State:
+        """Return the state on rank 0, elsewhere none."""
+        return dict(self.callback.backup_state()) if runtime.rank() == 0 else {}
+
+    def restore_state(self, state: State, epoch: int) -> None:
+        """Restore the state on rank 0."""
+        if runtime.rank() == 0:
+            self.callback.restore_state(state, epoch)
+
+
+def resumables(callbacks: Sequence[Any]) -> list[Resumable]:
+    """Return the callbacks of a list that have a state, those inside of others included."""
+    found: list[Resumable] = []
+    for callback in callbacks:
+        if isinstance(callback, HasResumables):
+            found += callback.resumables()
+        elif isinstance(callback, Resumable):
+            found.append(callback)
+    return found
+
+
+def kind_of(callback: Resumable) -> str:
+    """Return the name of a callback's class for messages and checkpoints."""
+    if isinstance(callback, OnRankZero):
+        return f"RankZero({kind_of(callback.callback)})"
+    return type(callback).__name__
+
+
+def begun(callbacks: Sequence[Any]) -> list[str]:
+    """Return which of some callbacks use their state when training begins."""
+    plain = keras.callbacks.Callback.on_train_begin
+    inner = [(c.callback if isinstance(c, OnRankZero) else c, c) for c in resumables(callbacks)]
+    return [
+        kind_of(c) for own, c in inner if getattr(type(own), "on_train_begin", plain) is not plain
+    ]
+
+
+def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
+    """Give callbacks their states, before their `on_train_begin`.
+
+    At another number of ranks than before each gets rank 0's state, or the merged one.
+
+    Args:
+        callbacks: Of the running `fit`.
+        parts: Of the checkpoint, in rank order.
+        leader: The rank that wrote the arrays of this one's group.
+
+    Raises:
+        ConfigError: They are not those of before.
+    """
+    own = resumables(callbacks)
+    written = [state["kind"] for state in parts[0].info["callbacks"]]
+    given = [kind_of(callback) for callback in own]
+    if given != written:
+        raise ConfigError(
+            f"A run goes on with the callbacks it began with. Received: {given}; the checkpoint "
+            f"has the states of {written}. Pass the same callbacks, or another directory."
+        )
+    is_same_size, epoch = len(parts) == runtime.size(), parts[0].info["position"]["epoch"]
+    for j, callback in enumerate(own):
+        states = [part.info["callbacks"][j]["state"] for part in parts]
+        if is_same_size:
+            state = states[runtime.rank()]
+        else:
+            state = callback.merge_states(states) if isinstance(callback, Mergeable) else states[0]
+        arrays: list[np.ndarray] = []
+        kept = parts[leader].arrays
+        while f"callback{j}/{len(arrays)}" in kept:
+            arrays.append(kept[f"callback{j}/{len(arrays)}"])
+        callback.restore_state({**state, "arrays": arrays} if arrays else dict(state), epoch)
+
+
+_SWAPPED = "_ema_weights_in_model"
+
+# What Keras's callbacks count and compare with, and set to its initial value in on_train_begin.
+_COUNTERS = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+    # Weights and averages may be exchanged where a checkpoint is taken, as validation wants them.
+    keras.callbacks.SwapEMAWeights: (_SWAPPED,),
+}
+
+
+def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]:
+    """Return class and numbers of Keras's callbacks in a list, as JSON.
+
+    Args:
+        callbacks: Of the running `fit`.
+        is_end: Training ends, and the optimizer has made weights of averages: none are exchanged.
+    """
+    return [
+        {
+            "kind": type(callback).__name__,
+            "numbers": {
+                name: 0 if is_end and name == _SWAPPED else _plain(getattr(callback, name, None))
+                for name in names
+            },
+        }
+        for callback, names in _counting(callbacks)
+    ]
+
+
+def restore_counters(callbacks: Sequence[Any], states: Sequence[State], is_own: bool) -> None:
+    """Give the k-th callback of each class the numbers of the k-th of that class.
+
+    Ranks may have different callbacks, so each warns of its own that find no partner.
+
+    Args:
+        callbacks: Of the running `fit`.
+        states: What `read_counters` returned.
+        is_own: On this rank. Another one may have had callbacks that this one never had.
+    """
+    left = list(states)
+    for callback, _ in _counting(callbacks):
+        kind = type(callback).__name__
+        state = next((state for state in left if state["kind"] == kind), None)
+        if state is None:
+            text = "%s on rank %d counts from 0: its numbers were not saved."
+            logger.warning(text, kind, runtime.rank())
+            continue
+        left.remove(state)
+        numbers = state["numbers"]
+        if getattr(callback, "restore_best_weights", False) and numbers.get("best") is not None:
+            # Otherwise the next epoch's weights would stand for the best ones, unbeaten.
+            text = "%s on rank %d seeks the best epoch again: best weights are not saved."
+            logger.warning(text, kind, runtime.rank())
+            numbers = {name: numbers[name] for name in numbers.keys() - {"best", "best_epoch"}}
+        for name, value in numbers.items():
+            if value is not None:
+                setattr(callback, name, value)
+    for state in left if is_own else ():
+        text = "The numbers of %s on rank %d are not used: fit has no such callback."
+        logger.warning(text, state["kind"], runtime.rank())
+
+
+def _counting(callbacks: Sequence[Any]) -> list[tuple[Any, tuple[str, ...]]]:
+    inner = [getattr(c, "callback", c) for c in callbacks]  # of RankZero
+    return [(c, names) for c in inner for kind, names in _COUNTERS.items() if isinstance(c, kind)]
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int) else float(value)
