@@ -1,4 +1,4 @@
-# make train | test | test-cpp | test-wheel | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | wheel | bazel | test-versions | format | clean
+# make train | test | test-cpp | test-wheel | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-cpp test-wheel test-ranks check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
-        adaptive-study local-sgd-study soak faults faults-random leaks clean format
+        adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format
 
 venv: $(VENV)/.installed
 
@@ -130,6 +130,14 @@ faults: build
 # Growth of resident memory per step under each exchange.
 leaks: build
 	@$(BIN)/tfscale run -np 2 $(BIN)/python -m tests.faults.leaks --steps $(or $(STEPS),2000)
+
+# Plans and bits of tiny models under each exchange, here and at a commit; for rebuilding without a change
+# of results. What a commit changes on purpose: EXPECT="lstm/sharded/* *:labels". Each exchange on each
+# number of ranks, half an hour: ARGS_REPLAY=--all
+BASE ?= HEAD
+replay-quick: QUICK := --quick
+replay replay-quick: build
+	@$(BIN)/python tools/replay.py --base $(BASE) $(QUICK) --expect "$(EXPECT)" $(ARGS_REPLAY)
 
 # kill -9 of a random rank at 20 random moments; CI does three.
 faults-random: build

@@ -32,9 +32,9 @@ from tfscale.comm.runtime import (
     size,
 )
 from tfscale.comm.timeline import start_timeline, stop_timeline
-from tfscale.optimizer import DistributedOptimizer
-from tfscale.partial import PartialDistributedOptimizer
-from tfscale.saving import load_model
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.partial import PartialDistributedOptimizer
+from tfscale.optimizer.saving import load_model
 
 __all__ = [
     "Average",

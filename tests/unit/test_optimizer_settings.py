@@ -13,8 +13,7 @@ from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore, model_state
 from tfscale.config import ConfigError
 from tfscale.fit import agreement
-from tfscale.model_optimizers import optimizers_of
-from tfscale.update.rebuilding import unbuilt
+from tfscale.internals.optimizers import optimizers_of, unbuilt
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 

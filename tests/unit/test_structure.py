@@ -41,10 +41,9 @@ FORBIDDEN = {
     "backends": ("tfscale.exchange", "tfscale.data", *UPPER),
     "exchange": ("tfscale.data", *UPPER),
     "data": ("tfscale.exchange", "tfscale.backends", *UPPER),
-    "optimizer": ("tfscale.callbacks", "tfscale.data"),
+    "internals": ("tfscale.",),
+    "optimizer": ("tfscale.callbacks", "tfscale.data", "tfscale.fit", "tfscale.keras"),
     "fit": ("tfscale.callbacks", "tfscale.keras"),
-    "update": ("tfscale.callbacks", "tfscale.fit", "tfscale.keras"),
-    "parameters": ("tfscale.exchange", "tfscale.update", "tfscale.data", "tfscale.fit", *UPPER),
 }
 
 # The fields of tfscale.config.Settings; each is read from TFSCALE_ and its name in capitals.

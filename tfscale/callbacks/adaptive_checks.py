@@ -16,8 +16,8 @@ from tfscale.data.active_ranks import count_active
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
 from tfscale.data.own_metrics import early_judge
+from tfscale.internals.optimizers import update_rule
 from tfscale.measure.growth import GrowthSettings
-from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
@@ -182,7 +182,7 @@ def check_rate(name: str, model: keras.Model) -> None:
     Raises:
         ConfigError: It is a schedule without a wrapper.
     """
-    rate = unwrap(model.optimizer)._learning_rate
+    rate = update_rule(model.optimizer)._learning_rate
     if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
         raise ConfigError(
             f"{name} changes the learning rate, which a schedule counted in steps would not "

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfscale.callbacks.rate import Rate
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 from tfscale.scalable_schedule import ScalableSchedule
 
 
@@ -21,7 +21,7 @@ class AdaptiveRate:
 
     def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
         self._optimizer = model.optimizer
-        rate = unwrap(self._optimizer)._learning_rate
+        rate = update_rule(self._optimizer)._learning_rate
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
@@ -48,7 +48,7 @@ class AdaptiveRate:
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
             # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
-            step = int(keras.ops.convert_to_numpy(unwrap(self._optimizer)._iterations))
+            step = int(keras.ops.convert_to_numpy(update_rule(self._optimizer)._iterations))
             self._schedule.rescale(scale, stretch, step)
             if scale != before[0]:
                 self._rate.correct(scale / before[0])

@@ -12,7 +12,7 @@ from tfscale.callbacks.backup_state import begun_before
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
-from tfscale.model_optimizers import optimizers_of
+from tfscale.internals.optimizers import optimizers_of
 
 
 def require_order(backup: Any, has_groups: bool) -> None:

@@ -25,7 +25,7 @@ from tfscale.fit import adapted_layers
 from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
-from tfscale.model_optimizers import accumulating
+from tfscale.optimizer.model_optimizers import accumulating
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):

@@ -22,8 +22,8 @@ import keras
 
 from tfscale.checkpoints.parts import ASIDE, write_aside
 from tfscale.config import ConfigError
-from tfscale.model_optimizers import unwrap
-from tfscale.parameters.shared_saves import save_beside
+from tfscale.internals.optimizers import update_rule
+from tfscale.optimizer.saving import save_beside
 
 logger = logging.getLogger("tfscale")
 
@@ -62,7 +62,7 @@ def may_exist(path: str) -> bool:
 def iterations_of(model: keras.Model) -> int:
     """Return the updates that the model's optimizer has made; weights are saved with them."""
     optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(unwrap(optimizer).iterations)
+    return 0 if optimizer is None else int(update_rule(optimizer).iterations)
 
 
 def find_place(folder: str, iterations: int, told: Place | None) -> Place:

@@ -26,7 +26,6 @@ from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.unsynchronised import trains_apart
-from tfscale.parameters.group_view import average_models
 
 
 def has_groups(model: keras.Model) -> bool:
@@ -69,7 +68,7 @@ def averaged(model: keras.Model) -> Iterator[None]:
     if getattr(optimizer, "kept_state", None):
         optimizer.full_state()  # the first rank keeps it
     has_average = getattr(optimizer, "group_average", None) is not None
-    own = average_models(optimizer) if has_average else None
+    own = optimizer.show_average() if has_average else None
     yield
     if own is not None:
         optimizer.set_own(own)

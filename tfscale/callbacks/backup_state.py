@@ -22,7 +22,7 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import callbacks_of_fit, data_of_fit
-from tfscale.model_optimizers import accumulating
+from tfscale.optimizer.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")
 

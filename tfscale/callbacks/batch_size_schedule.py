@@ -14,7 +14,7 @@ from tfscale.data.changes import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.keras_pass import data_of_fit
 from tfscale.data.slices import check_integer
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 
 
 class BatchSizeSchedule(Callback):
@@ -65,7 +65,7 @@ class BatchSizeSchedule(Callback):
             check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
 
     def _check_rate(self) -> None:
-        rate = unwrap(self.model.optimizer)._learning_rate
+        rate = update_rule(self.model.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 "Larger batches make fewer steps of an epoch, which a schedule counted in steps "

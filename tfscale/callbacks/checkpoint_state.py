@@ -15,8 +15,8 @@ from tfscale.callbacks.random_state import read_random_state
 from tfscale.checkpoints.parts import Part
 from tfscale.comm import runtime
 from tfscale.comm.runtime import global_process_set
-from tfscale.model_optimizers import optimizers_of
-from tfscale.optimizer import is_distributed
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.distributed import is_distributed
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Snapshot:
             average = getattr(optimizer, "group_average", None)
             if average is not None and (kept or is_leader):
                 self._add(f"average{k}", average.variables)
-            accumulator = getattr(optimizer, "_self_accumulator", None)
+            accumulator = getattr(optimizer, "accumulator", None)
             count, sums = (accumulator and accumulator.state()) or (0, [])
             self.info["accumulated"].append(count)
             self.arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}

@@ -13,7 +13,7 @@ from tfscale.callbacks import model_state
 from tfscale.callbacks.epochs import EpochCallback, may_communicate
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
-from tfscale.model_optimizers import passes_per_update
+from tfscale.optimizer.model_optimizers import passes_per_update
 
 NAMES_SHOWN = 3
 

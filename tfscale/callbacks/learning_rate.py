@@ -10,7 +10,7 @@ import keras
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.rate import Rate
 from tfscale.config import ConfigError
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 
 Multiplier = Callable[[float], float]
 
@@ -68,7 +68,7 @@ class LearningRateScheduleCallback(Callback):
         """Refuse what the callback cannot control."""
         super().on_train_begin(logs)
         self._variable = None
-        rate = unwrap(self.model.optimizer)._learning_rate
+        rate = update_rule(self.model.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 f"{type(self).__name__} sets the learning rate, so the optimizer's must be a "

@@ -16,7 +16,6 @@ from tfscale.data.continued_epoch import steps_until
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
 from tfscale.fit.progress import progress_of
-from tfscale.parameters.group_view import average_models
 
 logger = logging.getLogger("tfscale")
 
@@ -91,7 +90,7 @@ class LocalModels(BeforeValidation):
         """Put the average into the model."""
         average = getattr(self.model.optimizer, "group_average", None)
         if self._strategy is not None and average is not None:
-            self._own = average_models(self.model.optimizer)
+            self._own = self.model.optimizer.show_average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adapt the interval."""

@@ -15,7 +15,7 @@ from tfscale.callbacks.epochs import BeforeValidation
 from tfscale.callbacks.stop_of_groups import put_off_stops
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
-from tfscale.optimizer import is_distributed
+from tfscale.optimizer.distributed import is_distributed
 
 logger = logging.getLogger("tfscale")
 

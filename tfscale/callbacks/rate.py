@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 from tfscale.optimizers import LARS
 
 # Rules whose velocities add up steps, each times the rate of then. Muon's, which are called
@@ -48,7 +48,7 @@ class Rate:
         Args:
             factor: New learning rate divided by the old one.
         """
-        slots = _velocities(unwrap(self._optimizer)) if self._corrects else []
+        slots = _velocities(update_rule(self._optimizer)) if self._corrects else []
         if not slots:
             return
         if [id(s) for s in slots] != [id(s) for s in self._slots]:  # a change of plan makes others

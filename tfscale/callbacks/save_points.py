@@ -13,7 +13,8 @@ from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit, put_first
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit.progress import progress_of
-from tfscale.model_optimizers import optimizers_of, sharded_states
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.model_optimizers import sharded_states
 
 _SILENT = "_tfscale_is_silent"
 _Checkpoint, _Backup = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore

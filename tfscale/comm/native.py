@@ -184,7 +184,7 @@ def find_tensorflow(cache_dir: Path) -> TensorFlow:
     return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
 
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARY_NAME = "libtfscale.so"
 STAMP_NAME = "build.json"
 _OPTIMISED = ("-O3", "-DNDEBUG")

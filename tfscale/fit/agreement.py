@@ -17,8 +17,8 @@ from tfscale.comm.versions import versions
 from tfscale.config import ExchangeError
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.fit import adapted_layers, beginnings
-from tfscale.model_optimizers import config_of
-from tfscale.update.loss_scale import scaled_by
+from tfscale.internals.optimizers import config_of, scaled_by
+from tfscale.optimizer.distributed import distributed_of
 
 # These set the learning rate of all ranks when training begins.
 _LOADING = ("BroadcastGlobalVariablesCallback", "Checkpoint")
@@ -151,14 +151,14 @@ def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
 
 
 def _exchange(optimizer: Any) -> dict[str, str]:
-    reducer = getattr(optimizer, "_self_reducer", None)
-    if reducer is None:
+    distributed = distributed_of(optimizer)
+    if distributed is None:
         return {"exchange": "none: not a DistributedOptimizer"}
-    accumulator, options = optimizer._self_accumulator, reducer.options
+    accumulator, options = distributed.accumulator, distributed.options
     return {
-        "exchange": _text(optimizer.strategy),
-        "nonfinite": optimizer._self_nonfinite.policy,
-        "backward_passes_per_step": str(getattr(accumulator, "passes", 1)),
+        "exchange": _text(distributed.strategy),
+        "nonfinite": distributed.nonfinite,
+        "backward_passes_per_step": str(1 if accumulator is None else accumulator.passes),
         "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),
         **{key: str(getattr(options, key)) for key in ("op", "predivide", "sparse_as_dense")},

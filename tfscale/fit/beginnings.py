@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfscale.comm import objects, runtime
 from tfscale.data.keras_pass import argument_of_fit
 from tfscale.fit import adapted_layers
+from tfscale.optimizer.distributed import is_distributed
 
 logger = logging.getLogger("tfscale")
 
@@ -57,8 +58,7 @@ def first_weights(model: Any, callbacks: set[str]) -> str:
         weights. The same text for all models that have trained.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    is_united = hasattr(optimizer, "_self_reducer")
-    if not is_united or callbacks & _EQUALISING:
+    if not is_distributed(optimizer) or callbacks & _EQUALISING:
         return ""
     if int(optimizer.iterations.numpy()) > 0:
         return "trained"

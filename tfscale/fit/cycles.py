@@ -13,7 +13,8 @@ from typing import Any
 import keras
 
 from tfscale.comm import objects, runtime
-from tfscale.model_optimizers import accumulating, optimizers_of
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")
 

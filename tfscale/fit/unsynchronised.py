@@ -13,7 +13,8 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.keras_pass import callbacks_of_fit
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.model_optimizers import optimizers_of
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.distributed import is_distributed
 
 logger = logging.getLogger("tfscale")
 
@@ -69,7 +70,7 @@ def warn_if_unsynchronised(model: Any, has_exchanged: bool | None = None) -> Non
     if model in _told or runtime.rank() != 0:
         return
     optimizers = optimizers_of(model)
-    is_wrapped = any(hasattr(optimizer, "_self_reducer") for optimizer in optimizers)
+    is_wrapped = any(is_distributed(optimizer) for optimizer in optimizers)
     is_own_step = type(model).train_step is not keras.Model.train_step
     if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
         return

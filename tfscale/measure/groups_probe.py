@@ -24,8 +24,8 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.continued_epoch import steps_until
 from tfscale.fit.unsynchronised import unites_groups
+from tfscale.internals.optimizers import update_rule
 from tfscale.measure.script import FILES_AND_STOPS, RATES_AND_SIZES, arguments_of, as_main
-from tfscale.model_optimizers import unwrap
 
 
 class _StepsDone(Exception):
@@ -134,7 +134,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
         )
     n = settings["groups"]
     factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
-    inner: Any = unwrap(optimizer)
+    inner: Any = update_rule(optimizer)
     is_number = isinstance(inner._learning_rate, keras.Variable)
     if not (is_number or settings["learning_rate"]):
         raise ConfigError(
@@ -147,7 +147,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     else:  # Keras does not let a number take the place of a schedule
         inner._learning_rate = keras.Variable(rate * factor, name="learning_rate", trainable=False)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
-    op = optimizer._self_reducer.options.op
+    op = optimizer.options.op
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfscale
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.exchange.plans import per_layer
+from tfscale.exchange.auto import per_layer
 from tfscale.measure.forecast import read_numbers
 from tfscale.measure.layers import (
     LayerMeasurement,

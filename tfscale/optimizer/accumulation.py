@@ -1,0 +1,204 @@
+"""Several backward passes per exchange and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.config import ConfigError
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.plan import name_of
+from tfscale.internals.optimizers import averages_begin_within, iterations_of
+from tfscale.internals.trace import run_either
+
+
+class _Cycle:
+    """Sums over the batches of one set of variables."""
+
+    def __init__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        self.variables = list(variables)  # kept, so that no other gets the same id
+        self.has_gradient = [g is not None for g in gradients]
+        with tf.init_scope():
+            self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.sums = [
+                tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
+                for g, v in zip(gradients, variables, strict=True)
+                if g is not None
+            ]
+
+    def require_same(self, gradients: Sequence[Any]) -> None:
+        """Check that each batch has gradients of the same variables.
+
+        Raises:
+            ConfigError: One has come or gone: ranks would exchange at different batches.
+        """
+        given = [g is not None for g in gradients]
+        if given == self.has_gradient:
+            return
+        i = next(i for i, had in enumerate(self.has_gradient) if had != given[i])
+        raise ConfigError(
+            "With backward_passes_per_step all batches must have gradients of the same variables. "
+            f"Received: {'a' if given[i] else 'no'} gradient of {name_of(self.variables[i])}, "
+            "unlike the first batch. Let all layers take part in the loss of each batch."
+        )
+
+    def drop(self, passes: int) -> int:
+        n_dropped = int(self.count.numpy()) % passes
+        self.count.assign_sub(n_dropped)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+        return n_dropped
+
+
+class Accumulator:
+    """Adds up gradients of `passes` batches and hands the sum on after the last one.
+
+    The sums are reset by assignment, so that an infinite gradient of one cycle is gone in the
+    next. Sparse gradients are added as dense ones. Each set of variables that is trained, as
+    before and after some are frozen, has a cycle of its own.
+    """
+
+    def __init__(self, passes: int, is_mean: bool) -> None:
+        """Sum over cycles of `passes` batches, or average with `is_mean`."""
+        self.passes = passes
+        self._is_mean = is_mean
+        self._cycles: dict[tuple[int, ...], _Cycle] = {}
+        self._current: _Cycle | None = None
+        self._restored: tuple[int, Sequence[np.ndarray]] | None = None
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The sums, once there are some."""
+        return [total for cycle in self._cycles.values() for total in cycle.sums]
+
+    def state(self) -> tuple[int, list[np.ndarray]] | None:
+        """Return batches and sums of the variables trained last, or None before the first batch."""
+        if self._current is None:
+            return None
+        return int(self._current.count.numpy()), [np.array(v.numpy()) for v in self._current.sums]
+
+    def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
+        """Resume from a `state`, now or once the first batch has told which sums there are."""
+        self._restored = count, sums
+        if self._current is not None:
+            self._take_restored(self._current)
+
+    def _take_restored(self, cycle: _Cycle) -> None:
+        assert self._restored is not None
+        (count, sums), self._restored = self._restored, None
+        cycle.count.assign(count)
+        for variable, value in zip(cycle.sums, sums, strict=True):
+            variable.assign(value)
+
+    @property
+    def n_waiting(self) -> int:
+        """Batches seen since the last exchange."""
+        return sum(int(c.count.numpy()) % self.passes for c in self._cycles.values())
+
+    @property
+    def is_before_exchange(self) -> bool:
+        """Whether the next batch is the last of the cycle of the variables trained last."""
+        if self._current is None:
+            return False
+        return int(self._current.count.numpy()) % self.passes == self.passes - 1
+
+    def drop_cycle(self) -> int:
+        """Forget the batches since the last exchange, and return how many they were."""
+        return sum(cycle.drop(self.passes) for cycle in self._cycles.values())
+
+    def copy_empty(self) -> Accumulator:
+        """Return one of the same length at the beginning of a cycle."""
+        return Accumulator(self.passes, self._is_mean)
+
+    def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
+        key = tuple(map(id, variables))
+        if key not in self._cycles:
+            self._cycles[key] = _Cycle(gradients, variables)
+            if self._restored is not None:
+                with tf.init_scope():
+                    self._take_restored(self._cycles[key])
+        self._cycles[key].require_same(gradients)
+        return self._cycles[key]
+
+    def add(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        rule: Any,
+        on_full: Callable[[list[Any]], None],
+    ) -> None:
+        """Add the gradients of one batch.
+
+        Args:
+            gradients: One per variable; None stays None.
+            variables: What they belong to.
+            rule: The Keras optimizer that updates, whose `iterations` the other batches of a cycle
+                advance here, unless the last one's update is skipped.
+            on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
+                it advances `iterations` once they have arrived.
+        """
+        self._current = cycle = self._cycle_of(gradients, variables)
+        sums, count, iterations = cycle.sums, cycle.count, iterations_of(rule)
+        dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
+        places = iter(sums)
+        targets = [None if g is None else next(places) for g in gradients]
+
+        def full() -> None:
+            factor = 1.0 / self.passes if self._is_mean else 1.0
+            before = tf.convert_to_tensor(iterations)
+            with averages_begin_within(rule, self.passes):
+                on_full([None if t is None else t.read_value() * factor for t in targets])
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            # A cycle whose update was skipped leaves no trace, or averages would begin too late.
+            iterations.assign_sub((self.passes - 1) * tf.cast(iterations == before, before.dtype))
+            # A batch whose exchange was given up, because another rank stopped, does not count.
+            with tf.control_dependencies([tf.convert_to_tensor(iterations)]):
+                count.assign_add(1)
+
+        def other() -> None:
+            iterations.assign_add(1)
+            count.assign_add(1)
+
+        with tf.control_dependencies([] if tf.executing_eagerly() else [a.op for a in added]):
+            is_last = tf.equal((count.read_value() + 1) % self.passes, 0)
+        run_either(is_last, full, other)
+
+
+def refuse_accumulating(rule: Any) -> None:
+    """Raise where Keras would add up gradients, too.
+
+    Args:
+        rule: A Keras optimizer.
+
+    Raises:
+        ConfigError: It does.
+    """
+    steps = rule.gradient_accumulation_steps
+    if steps:
+        raise ConfigError(
+            "Gradients are added up before they are sent (backward_passes_per_step) or after it "
+            f"(Keras's gradient_accumulation_steps). Received: both, the latter {steps}. Multiply "
+            "backward_passes_per_step by it and leave it out."
+        )
+
+
+def refuse_replicated(exchange: Exchange) -> None:
+    """Raise where layers would exchange in every pass.
+
+    Args:
+        exchange: The strategy, inside of groups if there are any.
+
+    Raises:
+        ConfigError: Its dense layers exchange activations.
+    """
+    if exchange.needs_prepared:
+        raise ConfigError(
+            "Dense layers exchange activations in every backward pass. Received: "
+            f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
+            "Sharded(dense='weights')."
+        )

@@ -1,0 +1,258 @@
+"""Variables with a pending all-gather; reads wait for it.
+
+A step of a sharded exchange ends with gathers that are posted and not waited for
+(`Backend.post_gather`). The class of each parameter is replaced by a subclass, `Awaited`, which
+waits before anything reads or writes: eagerly, or by an op that becomes part of the graph that is
+being traced. TensorFlow orders that op by the variable's handle, so layer 1 can begin while layer 2
+waits for its parameters.
+
+Checked with Keras 3.10 and 3.15: `Variable._value`, `_direct_assign`, `_restore_from_tensors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Backend, raw_variable
+from tfscale.comm.eager import raise_own_errors
+from tfscale.config import ExchangeError
+from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
+
+OnAssign = Callable[[Any, Any], None]
+
+_FUTURE = "_tfscale_future"
+
+
+@dataclass(frozen=True)
+class _Future:
+    """The backend that gathers an awaited variable, and the call that follows an assignment."""
+
+    backend: Backend
+    on_assign: OnAssign | None
+
+
+class Awaited:
+    """Mixed into the class of a variable whose next value may be pending."""
+
+    @property
+    def value(self: Any) -> Any:
+        """The variable or, where Keras casts or replaces it, a tensor; not before it is there.
+
+        Raises:
+            ExchangeError: The gather failed, or XLA compiles the function that reads.
+        """
+        _wait([self])
+        return _base(self).value
+
+    @property
+    def handle(self: Any) -> tf.Tensor:
+        """The resource handle; what it leads to is there."""
+        _wait([self])
+        return self._value.handle
+
+    def _direct_assign(self: Any, value: Any) -> None:
+        future = getattr(self, _FUTURE)
+        _wait([self], is_write=True)
+        _base(self)._direct_assign(value)
+        if future.on_assign is not None:
+            future.on_assign(self, value)
+
+    def _restore_from_tensors(self: Any, restored_tensors: Any) -> Any:
+        future = getattr(self, _FUTURE)
+        _wait([self], is_write=True)
+        restored = _base(self)._restore_from_tensors(restored_tensors)
+        if future.on_assign is not None:
+            future.on_assign(self, tf.convert_to_tensor(self._value))
+        return restored
+
+    def __repr__(self: Any) -> str:
+        """Show the value, unless its gather failed."""
+        try:
+            _wait([self])
+        except ExchangeError as error:
+            return f"<Variable path={self.path}, shape={self.shape}, error={error}>"
+        return _base(self).__repr__()
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle and copy as a variable of the original class, with the value that comes."""
+        _wait([self])
+        state = {k: v for k, v in vars(self).items() if k != _FUTURE}
+        return _new_instance, (_plain_class(self),), state
+
+
+def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
+    """Let every read of some variables wait for gathers that are under way.
+
+    Functions traced before would not wait: see `attach`, which has them traced again.
+
+    Args:
+        variables: Keras variables that have values. Those that are futures already get the new
+            `on_assign`.
+        on_assign: Called with a variable and its new value after each assignment through Keras
+            (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced.
+    """
+    future = _Future(runtime.backend(), on_assign)
+    for variable in variables:
+        object.__setattr__(variable, _FUTURE, future)
+        if not isinstance(variable, Awaited):
+            variable.__class__ = _awaited_class(variable)
+
+
+def assignment_hook(variable: Any) -> OnAssign | None:
+    """Return the call that follows assignments to a variable; None if it is no future."""
+    return getattr(variable, _FUTURE).on_assign if isinstance(variable, Awaited) else None
+
+
+def release(variables: Sequence[Any]) -> None:
+    """Make variables ordinary again, after what is under way has arrived.
+
+    Args:
+        variables: Those that are no futures are left alone.
+
+    Raises:
+        ExchangeError: A gather failed; the variables are ordinary nevertheless.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    try:
+        drain(awaited)
+    finally:
+        for variable in awaited:
+            object.__delattr__(variable, _FUTURE)
+            variable.__class__ = _plain_class(variable)
+
+
+def drain(variables: Sequence[Any]) -> None:
+    """Wait until nothing is under way for some variables; from any thread.
+
+    Args:
+        variables: Keras variables.
+
+    Raises:
+        ExchangeError: A gather failed or was given up.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    with tf.init_scope():
+        _wait(awaited)
+
+
+@contextlib.contextmanager
+def plain(variables: Sequence[Any]) -> Iterator[None]:
+    """Make variables ordinary within a block, which must not train nor assign.
+
+    What is traced within does not wait and holds no op of tfscale: saved functions (export,
+    `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
+
+    Args:
+        variables: Keras variables.
+
+    Raises:
+        ExchangeError: A gather failed.
+    """
+    awaited = [v for v in variables if isinstance(v, Awaited)]
+    drain(awaited)
+    for variable in awaited:
+        variable.__class__ = _plain_class(variable)
+    try:
+        yield
+    finally:
+        for variable in awaited:
+            variable.__class__ = _awaited_class(variable)
+
+
+def attach(
+    model: keras.Model,
+    variables: Sequence[Any],
+    on_assign: OnAssign | None = None,
+) -> list[str]:
+    """Make variables of a model futures, and mend what would not wait for them.
+
+    Every tf.function that was traced with one of the variables is traced again at its next call;
+    `model.export` runs under `plain`.
+
+    Args:
+        model: The model, with all its variables built.
+        variables: Keras variables of the model, or of its optimizer.
+        on_assign: As for `make_futures`.
+
+    Returns:
+        Names of the functions that will be traced again. Concrete functions that a user keeps
+        cannot be: they go on reading without waiting.
+    """
+    make_futures(variables, on_assign)
+    if not hasattr(model.export, _FUTURE):
+        export = model.export
+
+        @functools.wraps(export)
+        def export_plain(*args: Any, **kwargs: Any) -> Any:
+            with plain(model.variables):
+                return export(*args, **kwargs)
+
+        setattr(export_plain, _FUTURE, True)
+        model.export = export_plain
+    return drop_traces([raw_variable(v) for v in variables])
+
+
+def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
+    """Wait for pending gathers, now or where the function that is being traced will run.
+
+    Args:
+        variables: Futures.
+        is_write: They are about to be written, so that errors do not matter.
+
+    Raises:
+        ExchangeError: A gather failed, or XLA compiles the function.
+    """
+
+    def wait() -> None:
+        own: dict[Backend, list[tf.Tensor]] = {}
+        for v in variables:
+            own.setdefault(getattr(v, _FUTURE).backend, []).append(raw_variable(v).handle)
+        for backend, handles in own.items():
+            backend.await_variables(handles, is_write)
+
+    if not variables:
+        return
+    graph = current_graph()
+    if graph is None:
+        raise_own_errors(wait)
+        return
+    if not is_function(graph):
+        return
+    if is_compiled_by_xla(graph):
+        raise ExchangeError(
+            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
+            f"for {graph.name}, which reads {variables[0].path}. Compile with "
+            "jit_compile=False, or call and trace it within "
+            "tfscale.optimizer.futures.plain(model.variables)."
+        )
+    wait()  # not once per graph: a function that it calls may have posted in between
+
+
+def _base(variable: Any) -> Any:
+    """Return what the original class makes of an awaited variable: `super()` for mypy."""
+    return super(Awaited, variable)
+
+
+def _awaited_class(variable: Any) -> type:
+    return _subclass(variable.__class__)
+
+
+@functools.cache
+def _subclass(cls: Any) -> type:
+    return type(f"Awaited{cls.__name__}", (Awaited, cls), {"__module__": __name__})
+
+
+def _new_instance(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _plain_class(variable: Any) -> type:
+    return variable.__class__.__mro__[2]

@@ -1,0 +1,112 @@
+"""Norms of each rank's gradient and of their mean, taken while they are exchanged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.runtime import Average
+from tfscale.comm.sparse import deduplicate
+from tfscale.config import ConfigError
+from tfscale.exchange.dense import use_of
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.optimizer.distributed import distributed_of
+
+
+class GradientNorms:
+    """Sums of squared norms over steps, from what an exchange sees anyway: nothing is sent.
+
+    Dense layers whose gradient is that of the whole batch on every rank (`replicated_dense`) are
+    left out, and so are steps with gradients that are not finite.
+    """
+
+    def __init__(self) -> None:
+        # Squared norm of this rank's gradient, of the mean over ranks; number of steps.
+        self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+
+    def watch(self, model: keras.Model) -> None:
+        """Look at the gradients of a model from the next tracing on.
+
+        Args:
+            model: Compiled with a DistributedOptimizer.
+
+        Raises:
+            ConfigError: No two gradients can be compared here.
+        """
+        optimizer: Any = model.optimizer
+        if runtime.size() < 2:
+            raise ConfigError(
+                "The gradient noise scale is estimated from gradients of several ranks. Received: "
+                "one process. Start two ranks or more, or use signal='theta'."
+            )
+        distributed = distributed_of(optimizer)
+        if distributed is None:
+            raise ConfigError(
+                "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
+                f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
+            )
+        strategy, executor = distributed.strategy, distributed.executor
+        accumulates = distributed.accumulator is not None
+        is_all = executor.process_set.size() == runtime.size()
+        is_cut = strategy.is_sharding or isinstance(strategy, LocalSGD)
+        if is_cut or accumulates or not is_all:
+            raise ConfigError(
+                "The gradient noise scale needs the sum of all ranks' whole gradients in every "
+                f"step. Received: exchange={strategy}, backward_passes_per_step "
+                f"{'above' if accumulates else '='} 1, {executor.process_set.size()} of "
+                f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
+                "signal='theta'."
+            )
+        scale = 1 if executor.options.op == Average else executor.process_set.size()
+        executor.observer = functools.partial(self._add, scale)
+        model.train_function = None  # one that was traced before would not look
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self._sums.assign(tf.zeros(3, tf.float64))
+
+    def take(self) -> list[float]:
+        """Return what was summed since the last call: own, mean, steps; and begin again."""
+        sums = self.values()
+        self.reset()
+        return sums
+
+    def values(self) -> list[float]:
+        """Return what was summed so far: own, mean, steps."""
+        return [float(value) for value in self._sums.numpy()]
+
+    def restore(self, values: Sequence[float]) -> None:
+        """Go on with what `values` returned."""
+        self._sums.assign(values)
+
+    def _add(
+        self, scale: int, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "plain"]
+        local = _square([own[i] for i in chosen])
+        mean = _square([reduced[i] for i in chosen]) / scale**2
+        values = tf.stack([local, mean, tf.ones((), tf.float64)])
+        self._sums.assign_add(
+            tf.where(tf.reduce_all(tf.math.is_finite(values)), values, tf.zeros_like(values))
+        )
+
+
+def _square(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the squared L2 norm of all gradients together."""
+    squares = [tf.zeros((), tf.float64)]
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = deduplicate(gradient).values
+        square = tf.reduce_sum(tf.square(tf.cast(gradient, _wide(gradient.dtype))))
+        squares.append(tf.cast(square, tf.float64))
+    return tf.add_n(squares)
+
+
+def _wide(dtype: tf.DType) -> tf.DType:
+    """Return the type to add up squares in: float16 would overflow."""
+    return dtype if dtype == tf.float64 else tf.float32

@@ -1,0 +1,397 @@
+"""Local SGD: groups of ranks that train apart, and the averaging of their models in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
+from tfscale.config import ConfigError
+from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.plan import values_of
+from tfscale.internals.optimizers import rate_of, slots_of, trained_by, update_rule
+from tfscale.optimizer.rules import ELEMENTWISE
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+
+
+class LocalGroups:
+    """The groups of one optimizer: they exchange gradients inside, and average now and then.
+
+    Attributes:
+        strategy: Groups and intervals.
+        groups: Ranks of each group; all ranks in one while they still train together.
+        is_apart: Whether groups train apart.
+        average: Counts steps and averages; None until it is built.
+    """
+
+    def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
+        """Form groups, unless they start later. Collective.
+
+        Args:
+            strategy: Groups and intervals.
+            executor: Exchanges within a group from now on.
+
+        Raises:
+            ConfigError: The groups do not fit the ranks.
+        """
+        if executor.process_set is not global_process_set:
+            raise ConfigError(
+                f"Local SGD forms groups of all ranks. Received: {executor.process_set!r}. "
+                "Leave process_set out."
+            )
+        self.strategy = strategy
+        self.is_apart = False
+        self.average: GroupAverage | None = None
+        self._members = strategy.members(runtime.size())
+        self.groups: list[list[int]] = [list(range(runtime.size()))]
+        self._across: ProcessSet = global_process_set
+        if strategy.start == "immediately":
+            self.form(executor)
+
+    def form(self, executor: Executor) -> None:
+        """Let an executor exchange within this rank's group. Collective.
+
+        Makes process sets: of a group's ranks, and of ranks with the same place in their groups.
+        """
+        rank, m = runtime.rank(), len(self._members[0])
+        sets = [own_process_set(ranks) for ranks in self._members]
+        alike = [[group[i] for group in self._members] for i in range(m)]
+        across = [own_process_set(ranks) for ranks in alike]
+        self.groups, self.is_apart = self._members, True
+        executor.process_set = sets[rank // m]
+        self._across = across[rank % m]
+
+    def build(self, optimizer: Any, executor: Executor) -> None:
+        """Begin to average what an optimizer updates, once groups train apart. Collective.
+
+        Args:
+            optimizer: A built Keras optimizer.
+            executor: Exchanges within this rank's group.
+
+        Raises:
+            ConfigError: The optimizer does not fit the strategy.
+        """
+        if not self.is_apart or self.average is not None:
+            return
+        rule, shards = update_rule(optimizer), executor.shards
+        self._require_unscaled(optimizer, rule)
+        self._require_plain(rule)
+        if shards is None:
+            targets = [v for v in trained_by(rule) if not executor.is_local(v)]
+        else:
+            _require_elementwise(self.strategy.outer)
+            targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
+        is_counted = shards is not None or executor.process_set.rank() == 0
+        across, compression = self._across.group(), executor.options.compression
+        self.average = GroupAverage(self.strategy, across, is_counted, compression)
+        has_state = self.strategy.average_state
+        states = _shared_state(rule, executor.is_local) if has_state else []
+        self.average.build(rule, targets, states)
+
+    def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
+        """Average in the traced step if it is due. Collective.
+
+        Args:
+            reduced: What was updated.
+            gradients: This rank's own, before they were reduced.
+        """
+        if self.average is None:
+            return
+        # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
+        # does not wait for one: on some ranks, steps would be counted that none makes. A gradient
+        # of this rank's own needs a batch, and is there without waiting for others.
+        own = [values_of(g) for g in gradients if g is not None][-1:]
+        pairs = zip(reduced.targets, reduced.gradients, strict=True)
+        chosen = [(target, g) for target, g in pairs if g is not None]
+        with tf.control_dependencies([] if tf.executing_eagerly() else own):
+            self.average.after_update([t for t, _ in chosen], [g for _, g in chosen])
+
+    def _require_unscaled(self, optimizer: Any, rule: Any) -> None:
+        is_scaled = rule is not optimizer or rule.loss_scale_factor is not None
+        if is_scaled and self.strategy.average == "gradients":
+            raise ConfigError(
+                "Gradients are added up over an interval, and a loss scale may change within it. "
+                f"Received: average='gradients' with {type(optimizer).__name__} and "
+                f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
+                "without a loss scale (mixed_bfloat16)."
+            )
+
+    def _require_plain(self, rule: Any) -> None:
+        named = ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay")
+        used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
+        if used and self.strategy.average == "gradients":
+            raise ConfigError(
+                "The common model moves by gradients as the ranks have them: what the optimizer "
+                f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
+                "average='parameters', or leave that out."
+            )
+
+
+class GroupAverage:
+    """Counts steps and, when an average is due, averages over the groups what this rank updates.
+
+    Attributes:
+        across: This rank and those of the other groups that update the same.
+        targets: What this rank updates.
+        interval: Steps between two averages: a variable, so that it may change without tracing.
+        since: Steps since the last average.
+        distance: Mean over groups of the distance between a group's parameters and the average,
+            measured at the last average ([L] eq. 9).
+        wants_to_stop: Set on a rank that is to stop training; it travels with the next average.
+        must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
+        n_averages: Averages taken in steps so far.
+    """
+
+    def __init__(
+        self, strategy: LocalSGD, across: Group, is_counted: bool, compression: Any
+    ) -> None:
+        """Begin with an average just taken.
+
+        Args:
+            strategy: What is averaged how.
+            across: See above.
+            is_counted: Whether this rank's part counts for the distance; False on all but one of
+                several ranks that update the same.
+            compression: For changes of parameters and sums of gradients. States are always sent
+                whole: squares of gradients need the range.
+        """
+        self._strategy = strategy
+        self._compression = compression
+        self.across = across
+        self._is_counted = is_counted
+        with tf.init_scope():
+            self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
+            self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.wants_to_stop = tf.Variable(False, trainable=False)
+            self.must_stop = tf.Variable(False, trainable=False)
+            self.n_averages = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.targets: list[keras.Variable] = []
+        self._states: list[Any] = []
+        self._common: list[keras.Variable] = []
+        self._sums: list[keras.Variable] = []
+        self._rule: Any = None
+        self._outer: Any = None
+
+    def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
+        """Keep what this rank updates, whole variables or pieces, and copies of it. Collective."""
+        self._rule = rule
+        self.targets = list(variables)
+        if self._strategy.average_state:
+            self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
+        with tf.init_scope():
+            if self._needs_common:
+                self._common = [_like(v, self._first_of(v)) for v in self.targets]
+                for common, variable in zip(self._common, self.targets, strict=True):
+                    common.constraint = variable.constraint  # an outer optimizer obeys it
+            if self._strategy.average == "gradients":
+                self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
+            if self._strategy.outer is not None:
+                # One of its own: a strategy may be given to several optimizers.
+                outer = self._strategy.outer
+                self._outer = type(outer).from_config(outer.get_config())
+                self._outer.build(self._common)
+
+    def _first_of(self, variable: keras.Variable) -> np.ndarray:
+        """Return the first group's value: groups whose changes begin elsewhere never meet."""
+        value = tf.convert_to_tensor(variable.value)
+        if self.across.size > 1:
+            call = Call(self.across, f"common {variable.path}")
+            value = runtime.backend().broadcast(value, 0, call)
+        return np.array(value.numpy())
+
+    @property
+    def _needs_common(self) -> bool:
+        # Few bits say more about how far a parameter has moved than about where it is.
+        is_compressed = self._compression is not Compression.none
+        strategy = self._strategy
+        return is_compressed or strategy.outer is not None or strategy.average == "gradients"
+
+    @property
+    def variables(self) -> list[Any]:
+        """All that a run must keep to go on exactly: counters, common parameters, sums."""
+        slots = self._outer.variables if self._outer is not None else ()
+        own = [*self._common, *self._sums, *slots]
+        return [self.interval, self.since, *own]
+
+    def start_from_here(self) -> None:
+        """Take the present parameters, equal in all groups, as the last average."""
+        self.since.assign(0)
+        self.wants_to_stop.assign(False)
+        self.must_stop.assign(False)
+        for common, variable in zip(self._common, self.targets, strict=False):
+            common.assign(variable.value)
+        for total in self._sums:
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+    def average_now(self) -> None:
+        """Average what this rank updates over the groups, eagerly. Collective."""
+        for variable in self.targets:
+            value = tf.convert_to_tensor(variable.value)
+            _set(variable, mean_over(self.across, [value], variable.path)[0])
+
+    def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Average if it is due. Called in the traced step, behind the update.
+
+        Args:
+            targets: What was updated.
+            gradients: With which gradients, equal within a group.
+        """
+        places = {id(v): i for i, v in enumerate(self.targets)}
+        if self._sums:
+            for target, gradient in zip(targets, gradients, strict=True):
+                if id(target) in places:
+                    self._sums[places[id(target)]].assign_add(tf.convert_to_tensor(gradient))
+        reached = self.since + 1
+        is_due = reached >= self.interval
+        squares = [_when(is_due, partial(self._average, part)) for part in self._parts()]
+        for state in self._states:
+            _when(is_due, partial(self._average_state, state))
+        _when(is_due, lambda: self._measure(_sum(squares)))
+        self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
+
+    def _parts(self) -> list[list[int]]:
+        """Return what travels together; all at once where an outer optimizer takes one step."""
+        if self._strategy.outer is not None:
+            return [list(range(len(self.targets)))] if self.targets else []
+        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
+        buckets = build_buckets(specs, auto_bucket_bytes(specs))
+        return [sorted(bucket.indices) for bucket in buckets[::-1]]
+
+    def _mean_parameters(self, part: Sequence[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self._compression is Compression.none:
+            return mean_over(self.across, own, "parameters")
+        common = [self._common[i].value for i in part]
+        changes = [o - c for o, c in zip(own, common, strict=True)]
+        means = mean_over(self.across, changes, "parameters", self._compression)
+        return [c + m for c, m in zip(common, means, strict=True)]
+
+    def _average(self, part: Sequence[int]) -> tf.Tensor:
+        variables = [self.targets[i] for i in part]
+        before = [tf.identity(v.value) for v in variables]
+        if self._sums:
+            self._move_by_gradients(part)
+            means = [v.value for v in variables]
+        else:
+            means = self._mean_parameters(part, before)
+            self._take_over(part, means)
+        apart = [m - b for m, b in zip(means, before, strict=True)]
+        return _sum([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
+
+    def _take_over(self, part: Sequence[int], means: Sequence[tf.Tensor]) -> None:
+        """Set parameters to their means, or where the outer optimizer goes from there."""
+        common = [self._common[i] for i in part] if self._common else []
+        if self._outer is not None:
+            self._outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
+        else:
+            for last, mean in zip(common, means, strict=False):
+                _set(last, mean)
+        for place, i in enumerate(part):
+            if common:
+                self.targets[i].assign(common[place].value)
+            else:
+                _set(self.targets[i], means[place])
+
+    def _move_by_gradients(self, part: Sequence[int]) -> None:
+        sums = [self._sums[i].value for i in part]
+        means = mean_over(self.across, sums, "gradients", self._compression)
+        for i, mean in zip(part, means, strict=True):
+            rate = tf.cast(self._rate_of_step(), mean.dtype)
+            _set(self._common[i], self._common[i].value - rate * mean)
+            self.targets[i].assign(self._common[i].value)
+            self._sums[i].assign(tf.zeros_like(mean))
+
+    def _rate_of_step(self) -> Any:
+        """Return the rate of the update just made, behind which a schedule is a step ahead."""
+        rate = rate_of(self._rule)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            return rate(self._rule.iterations - 1)
+        return self._rule.learning_rate
+
+    def _average_state(self, state: Any) -> tf.Tensor:
+        state.assign(mean_over(self.across, [state.value], state.path)[0])
+        return tf.zeros([], tf.float64)
+
+    def _measure(self, square: tf.Tensor) -> tf.Tensor:
+        """Each group's distance travels as one number; ranks of a group add their parts up.
+
+        One more number says how many ranks want to stop.
+        """
+        n_groups, world = self.across.size, runtime.world()
+        group = self.across.rank
+        own = tf.one_hot(group, n_groups, dtype=tf.float64) * (square if self._is_counted else 0.0)
+        own = tf.concat([own, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
+        call = Call(world, "distances of models")
+        (sums,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
+        self.distance.assign(tf.reduce_mean(tf.sqrt(sums[:-1])))
+        self.must_stop.assign(sums[-1] > 0)
+        self.n_averages.assign_add(1)
+        return tf.zeros([], tf.float64)
+
+
+def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
+    # An array: Keras would share a TensorFlow variable instead of copying it.
+    return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+
+
+def _set(variable: keras.Variable, value: Any) -> None:
+    """Assign a value as a rule does: a mean may lie where a constraint lets no parameter be."""
+    variable.assign(value if variable.constraint is None else variable.constraint(value))
+
+
+def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
+    return tf.reduce_sum(tf.stack([tf.zeros([], tf.float64), *scalars]))
+
+
+def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return what `action` returns, or zero where the condition does not hold."""
+    if tf.executing_eagerly():
+        return action() if bool(condition) else tf.zeros([], tf.float64)
+    return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))
+
+
+def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:
+    """Return a rule's variables but the slots of local variables, which stay each rank's own."""
+    owners, trainable = slots_of(rule), trained_by(rule)
+    of_local = {slot for slot, index in owners.items() if is_local(trainable[index])}
+    return [variable for variable in rule.variables if id(variable) not in of_local]
+
+
+def _require_elementwise(outer: Any) -> None:
+    """Raise where an outer optimizer would take a rank's segment for the whole model.
+
+    Raises:
+        ConfigError: It looks at norms.
+    """
+    used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
+    if outer is not None and (used or type(outer) not in ELEMENTWISE):
+        raise ConfigError(
+            "With sharded parameters an outer optimizer sees a rank's segment only. Received: "
+            f"{' with '.join([type(outer).__name__, *used])}, which looks at more than one value. "
+            "Use within='allreduce', or another outer optimizer such as SGD."
+        )
+
+
+def mean_over(
+    group: Group, values: Sequence[tf.Tensor], what: str, compression: Any = Compression.none
+) -> list[tf.Tensor]:
+    """Return the means of tensors over a group, one message for each dtype. Collective."""
+    call = Call(group, f"average of {what}")
+    packed = [compression.compress(value) for value in values]
+    means: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(p.dtype for p, _ in packed):
+        places = [i for i, (p, _) in enumerate(packed) if p.dtype == dtype]
+        own = [packed[i][0] for i in places]
+        some = runtime.backend().allreduce(own, call, ReduceOp.SUM, Scaling(1.0, 1.0 / group.size))
+        means.update(zip(places, some, strict=True))
+    return [compression.decompress(means[i], context) for i, (_, context) in enumerate(packed)]

@@ -1,0 +1,167 @@
+"""Gradients that are NaN or infinite on some rank: what all ranks do about them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.dense import use_of
+from tfscale.exchange.executor import Reduced
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.plan import name_of, values_of
+from tfscale.internals.optimizers import iterations_of, scaled_by
+from tfscale.internals.trace import run_either
+from tfscale.optimizer.pieces import all_agree
+
+logger = logging.getLogger("tfscale")
+
+Policy = Literal["ignore", "raise", "skip"]
+_NAMES_SHOWN = 3
+_LOGGED = 10  # skipped steps, each; then every hundredth
+
+
+class NonFinite:
+    """What a distributed optimizer does about gradients that are not finite.
+
+    Reduced gradients are equal on all ranks, and NaN and infinity survive a sum, so the ranks
+    agree without a message; parts of sharded gradients take one number per step. Who sent what is
+    asked only in a step in which something is wrong.
+    """
+
+    def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
+        """Keep the policy.
+
+        Args:
+            policy: "ignore" looks at nothing; "raise" ends training on all ranks with an error
+                that names rank, step and parameter; "skip" leaves weights, the optimizer's state
+                and `iterations` as they were before the step. Metrics have seen it; what layers
+                keep beside their weights is the business of `callbacks.finite_state`.
+            exchange: How gradients travel.
+
+        Raises:
+            ConfigError: The policy is none of these, or does not go together with the exchange.
+        """
+        if policy not in get_args(Policy):
+            raise ConfigError(
+                f"nonfinite must be 'ignore', 'raise' or 'skip'. Received: nonfinite={policy!r}."
+            )
+        if policy == "skip" and isinstance(exchange, LocalSGD) and exchange.average == "gradients":
+            raise ConfigError(
+                "Local SGD that averages gradients adds up those of all steps. Received: "
+                "nonfinite='skip' with LocalSGD(average='gradients'). Use nonfinite='raise', or "
+                "average='parameters'."
+            )
+        self.policy = policy
+        self._skipped: tf.Variable | None = None
+
+    @property
+    def n_skipped(self) -> int:
+        """Steps skipped so far by this rank."""
+        return 0 if self._skipped is None else int(self._skipped.numpy())
+
+    def apply(
+        self,
+        optimizer: Any,
+        reduced: Reduced,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        group: Group,
+        is_cut: bool,
+    ) -> None:
+        """Let an optimizer apply reduced gradients if they are finite on all ranks.
+
+        Args:
+            optimizer: A built Keras optimizer.
+            reduced: Gradients and what is updated with them.
+            gradients: This rank's own, one for each of `variables`.
+            variables: The model's.
+            group: The ranks that exchange them.
+            is_cut: Each rank of the group sees a part of the reduced gradients.
+
+        Raises:
+            ConfigError: The optimizer scales the loss and is to raise.
+        """
+
+        def update() -> None:
+            optimizer.apply(reduced.gradients, reduced.targets)
+
+        is_scaled = scaled_by(optimizer) is not None
+        if self.policy == "ignore" or (is_scaled and self.policy == "skip"):
+            update()  # loss scaling skips such steps itself
+            return
+        if is_scaled:
+            raise ConfigError(
+                "A LossScaleOptimizer tries scales until gradients are finite. Received: "
+                "nonfinite='raise' with loss scaling. Use nonfinite='skip' or 'ignore'."
+            )
+        if self._skipped is None:
+            with tf.init_scope():
+                self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
+        checks = [_is_finite(g) for g in reduced.gradients if g is not None]
+        finite = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
+        if is_cut:
+            finite = all_agree(finite, group, "are gradients finite")
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        # Of layers that exchange activations every rank has the whole batch's gradient, which
+        # does not tell whose samples spoiled it.
+        pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
+
+        def report() -> None:
+            self._report(iterations_of(optimizer), pairs, group)
+
+        run_either(finite, update, report)
+
+    def _report(self, iterations: Any, pairs: Sequence[tuple[Any, Any]], group: Group) -> None:
+        """Ask all ranks whose gradients are not finite. Collective: all take this branch."""
+        names = [name_of(v) for _, v in pairs]
+        bad = [tf.logical_not(_is_finite(g)) for g, _ in pairs]
+        flags = tf.cast(tf.stack(bad), tf.uint8)
+        ranks = [runtime.rank()]
+        if group.size > 1 and group.rank >= 0:
+            ranks = list(group.ranks)
+            call = Call(group, "gradients that are not finite")
+            flags, _ = runtime.backend().allgather(flags, call)
+        rows = tf.reshape(flags, [len(ranks), len(names)])
+
+        def tell(iterations: tf.Tensor, every: tf.Tensor) -> None:
+            self.tell(int(iterations), every.numpy(), names, ranks)
+
+        if tf.executing_eagerly():
+            tell(iterations, rows)
+        else:
+            tf.py_function(tell, [tf.convert_to_tensor(iterations), rows], [])
+
+    def tell(self, iterations: int, rows: np.ndarray, names: list[str], ranks: list[int]) -> None:
+        """Raise or log what was found: 1 for each of `ranks` and `names` that is not finite.
+
+        Raises:
+            ExchangeError: The policy says so.
+        """
+        where = []
+        for rank, row in zip(ranks, rows, strict=True):
+            found = [names[i] for i in np.flatnonzero(row)]
+            more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
+            if found:
+                where.append(f"rank {rank} in {', '.join(found[:_NAMES_SHOWN])}{more}")
+        what = "; ".join(where) or "no rank's own gradient, only their sum: it overflows"
+        text = f"Gradients must be finite. Received: NaN or infinity in step {iterations + 1}, on "
+        if self.policy == "raise":
+            raise ExchangeError(
+                f"TFSCALE_FAILED: {text}{what}. Look at that rank's data, or use nonfinite='skip'."
+            )
+        assert self._skipped is not None
+        n = int(self._skipped.assign_add(1))
+        if n <= _LOGGED or n % 100 == 0:
+            logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
+
+
+def _is_finite(gradient: Any) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(values_of(gradient)))

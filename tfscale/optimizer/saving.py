@@ -1,0 +1,167 @@
+"""Saving a model from several ranks, each path once and whole; loading it to train on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfscale.comm import objects, runtime
+from tfscale.comm.compression import Compression
+from tfscale.config import ExchangeError
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.model_optimizers import distributed_optimizers, sharded_states
+
+logger = logging.getLogger("tfscale")
+
+_HDF5 = (".h5", ".hdf5")  # names by which Keras knows its older format
+
+
+def load_model(
+    filepath: str,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> keras.Model:
+    """Load a saved model and wrap its optimizer again.
+
+    Args:
+        filepath: A file that `model.save` wrote, with or without tfscale.
+        custom_optimizers: Classes of optimizers that Keras does not know.
+        custom_objects: Other classes and functions by name, as for keras.models.load_model.
+        compression: As for `DistributedOptimizer`.
+        legacy_opts: Ignored; kept for scripts written for Horovod.
+        **options: Further arguments of `DistributedOptimizer`.
+
+    Returns:
+        The model, compiled with a distributed optimizer that holds the saved state, or as it was
+        saved if it has no optimizer.
+
+    Raises:
+        ValueError: Keras cannot load the file.
+    """
+    del legacy_opts
+    objects = {c.__name__: c for c in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:  # one that was saved without has none
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
+    return model
+
+
+def make_saves_safe(model: keras.Model) -> None:
+    """Let several ranks save to the same path at the same time.
+
+    A plain `keras.callbacks.ModelCheckpoint` on every rank writes the same file from all ranks at
+    once, which damages `.keras` files, fails on the lock of `.h5` files and on a folder that
+    another rank has just created. Afterwards `model.save` and `model.save_weights` write beside
+    the target and rename: a file is complete when it appears, and the last one stays. Where ranks
+    share the optimizer's state they save together, see `save_together`.
+
+    Args:
+        model: The model; its methods are replaced once.
+    """
+    for name in ("save", "save_weights"):
+        if name not in model.__dict__:
+            model.__dict__[name] = _safe(model, getattr(model, name), f"model.{name}")
+
+
+def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def safe_save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+        def write() -> None:
+            with complete_for(model, filepath):
+                save_beside(save, filepath, overwrite, *args, **kwargs)
+
+        if sharded_states(model):
+            save_together(model, filepath, write, what)
+        else:
+            write()
+
+    return safe_save
+
+
+def save_beside(
+    save: Callable[..., Any], filepath: Any, overwrite: bool, *args: Any, **kwargs: Any
+) -> None:
+    """Save under another name, then rename.
+
+    Args:
+        save: Takes the other arguments.
+        filepath: Where to.
+        overwrite: Replace what is there; otherwise Keras asks first, and nothing is renamed.
+        *args: For Keras.
+        **kwargs: For Keras.
+    """
+    path = Path(filepath) if isinstance(filepath, (str, os.PathLike)) else None
+    is_file = path is not None and path.suffix in (".keras", *_HDF5) and not path.is_dir()
+    is_remote = "://" in str(filepath)
+    if path is None or not is_file or is_remote or not overwrite or args or kwargs:
+        save(filepath, overwrite, *args, **kwargs)
+        return
+    beside = path.with_name(f".rank{runtime.rank()}-{os.getpid()}-{path.name}")
+    try:
+        save(str(beside), overwrite)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def complete_for(model: keras.Model, filepath: Any) -> Any:
+    """Show complete optimizer state while Keras writes its HDF5 format, which reads variables."""
+    with contextlib.ExitStack() as stack:
+        if str(filepath).endswith(_HDF5) and not str(filepath).endswith(".weights.h5"):
+            for optimizer in distributed_optimizers(model):
+                stack.enter_context(optimizer.complete_variables())
+        yield
+
+
+def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], what: str) -> None:
+    """Save a model whose optimizer state is shared: the first rank that names a path writes it.
+
+    Collective, unless the state was gathered before (`full_state`, save points of `fit`): then
+    the rank that has it writes, and others write nothing.
+
+    Args:
+        model: With sharded optimizers.
+        filepath: Where to.
+        write: Writes the file, given that this rank has the complete state.
+        what: What the user called, for messages.
+
+    Raises:
+        ExchangeError: Not all ranks take part, or one of them could not write.
+    """
+    states = sharded_states(model)
+    if all(kept.is_gathered for kept in states):
+        if all(kept.is_here for kept in states):
+            write()
+        else:
+            logger.info("%s(%s): the rank that keeps the state writes.", what, filepath)
+        return
+    process_set = states[0].process_set
+    states[0].meet(what)
+    is_path = isinstance(filepath, (str, os.PathLike))
+    own = os.path.abspath(os.fspath(filepath)) if is_path else f"object on {runtime.rank()}"
+    paths = objects.allgather_object(own, name=what, process_set=process_set)
+    is_writer = paths.index(own) == process_set.rank()
+    for kept in states:
+        kept.gather(is_kept=is_writer)
+    error = ""
+    try:
+        if is_writer:
+            write()
+    except Exception as failure:
+        error = f"rank {runtime.rank()}: {type(failure).__name__}: {failure}"
+    for kept in states:
+        kept.forget()
+    errors = [
+        text for text in objects.allgather_object(error, what, process_set=process_set) if text
+    ]
+    if errors:
+        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}")

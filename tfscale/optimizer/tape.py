@@ -1,0 +1,130 @@
+"""DistributedGradientTape: gradients that all ranks agree on, for training loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import Average, ProcessSet, global_process_set
+from tfscale.exchange.base import GradientOptions, resolve
+from tfscale.exchange.executor import Executor
+
+
+class DistributedGradientTape(wrapt.ObjectProxy):
+    """A tf.GradientTape whose `gradient` returns gradients reduced over all ranks.
+
+    Everything else is the tape's own.
+    """
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        op: str = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        exchange: Any = "allreduce",
+    ) -> None:
+        """Wrap a tape; arguments as for `DistributedOptimizer`.
+
+        Args:
+            gradtape: The tape, before or after its `with` block.
+            device_dense: Ignored; TensorFlow places the ops.
+            device_sparse: Ignored.
+            compression: The dtype on the wire.
+            sparse_as_dense: Make sparse gradients dense before they are sent.
+            op: Average or Sum.
+            gradient_predivide_factor: Divides before the sum.
+            num_groups: Number of buckets of an allreduce; 0 chooses by size.
+            groups: Number of buckets, or lists of variables that are sent together.
+            process_set: The ranks that take part.
+            scale_local_gradients: Divide gradients of local variables by the number of ranks.
+            exchange: The strategy.
+
+        Raises:
+            ConfigError: An argument does not fit.
+        """
+        super().__init__(gradtape)
+        options = GradientOptions.of(
+            op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
+        )
+        strategy = resolve(exchange)
+        self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
+
+    def __enter__(self) -> DistributedGradientTape:
+        """Start recording."""
+        self.__wrapped__.__enter__()
+        return self
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to each rank alone."""
+        self._self_executor.keep_local([variable])
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a variable to each rank alone, by Horovod's name for it."""
+        self.register_local_var(source)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Return gradients reduced over all ranks.
+
+        Args:
+            target: What is differentiated.
+            sources: Variables, in any structure.
+            output_gradients: As in TensorFlow.
+            unconnected_gradients: As in TensorFlow.
+
+        Returns:
+            One gradient per source, in the same structure.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        flat = tf.nest.flatten(sources)
+        # Keras's variables are no tape sources; the tensors behind them are.
+        raw = [v.value if isinstance(v, keras.Variable) else v for v in flat]
+        gradients = self.__wrapped__.gradient(target, raw, output_gradients, unconnected_gradients)
+        reduced = self._self_executor.reduce(gradients, flat)
+        return tf.nest.pack_sequence_as(sources, reduced.gradients)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return gradients by who shares them, as Horovod does.
+
+        Args:
+            target: What is differentiated.
+            sources: A list of variables.
+            output_gradients: As in TensorFlow.
+            use_generic_names: Ignored.
+
+        Returns:
+            Pairs of source and gradient: those of local sources, and the others, in order.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        del use_generic_names
+        gradients = self.gradient(target, sources, output_gradients)
+        pairs = list(zip(sources, gradients, strict=True))
+        is_local = self._self_executor.is_local
+        return [p for p in pairs if is_local(p[0])], [p for p in pairs if not is_local(p[0])]
