@@ -89,15 +89,15 @@ _NAMES_BY_MODULE = {
     "exchange.sharded": ("Sharded",),
     "fit.preparation": ("prepare",),
     "keras": ("elastic",),
-    "optimizer": ("DistributedOptimizer",),
-    "partial": (
+    "optimizer.distributed": ("DistributedOptimizer",),
+    "optimizer.partial": (
         "PartialDistributedGradientTape",
         "PartialDistributedOptimizer",
     ),
-    "saving": ("load_model",),
+    "optimizer.saving": ("load_model",),
+    "optimizer.tape": ("DistributedGradientTape",),
     "scalable_schedule": ("ScalableSchedule",),
     "sync_batch_norm": ("SyncBatchNormalization",),
-    "tape": ("DistributedGradientTape",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -34,9 +34,9 @@ from tfscale.comm.software import (
 from tfscale.comm.start import init, shutdown
 from tfscale.comm.timeline import start_timeline, stop_timeline
 from tfscale.config import ConfigError
-from tfscale.optimizer import DistributedOptimizer
-from tfscale.partial import PartialDistributedOptimizer
-from tfscale.saving import load_model
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.partial import PartialDistributedOptimizer
+from tfscale.optimizer.saving import load_model
 
 
 class _Elastic:

@@ -41,13 +41,13 @@ _WITHOUT_DENSE = ("edsr",)
 
 # Small buckets and few layers in the first chunk, so that each model has several slots.
 _BUCKET_MB = 0.004
-_DENSE = ("chunked-dense", "chunked-delayed", "weights", "partial", "replicated")
-_EVERYWHERE = ("allreduce", "chunked", "chunked-dense", "chunked-delayed", "sharded", "weights")
+_DENSE = ("chunked-dense", "weights", "partial", "replicated")
+_EVERYWHERE = ("allreduce", "chunked", "chunked-dense", "sharded", "weights")
 EXCHANGES = (*_EVERYWHERE, "partial", "replicated", "auto", "local", "local-sharded")
 
 QUICK = (
     "vgg/allreduce/2",
-    "vgg/chunked-delayed/2",
+    "vgg/chunked/2",
     "vgg/partial/2",
     "resnet/sharded/2",
     "edsr/local-sharded/2",
@@ -104,8 +104,6 @@ def exchange_of(name: str, machine: str) -> Any:
         options: dict[str, Any] = {"first_chunk_layers": 2}
         if variant:
             options |= {"replicated_dense": "auto", "global_batch": GLOBAL_BATCH}
-        if variant == "delayed":
-            options["delay_dense_update"] = True
         return tfscale.Chunked(**options)
     if kind == "auto":
         return tfscale.Auto(machine=machine, replan=False)

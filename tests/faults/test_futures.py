@@ -9,7 +9,7 @@ import time
 import keras, numpy as np, tensorflow as tf
 import tfscale
 from tfscale import runtime
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 from tests.parallel.futures_model import Posts
 tfscale.init()
 rank = tfscale.rank()

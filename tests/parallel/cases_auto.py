@@ -17,7 +17,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale import Auto
 from tfscale.comm import runtime
-from tfscale.exchange.plans import Planned, PlannedShards
+from tfscale.exchange.auto import Mixed
 from tfscale.measure import auto, layers
 from tfscale.plan.machines import Machine
 
@@ -85,20 +85,18 @@ def trained(exchange) -> keras.Model:
     return model
 
 
-def agreed(model: keras.Model) -> Planned | PlannedShards:
+def agreed(model: keras.Model) -> Mixed:
     """Return the strategy, which must be the same on all ranks, explanation included."""
     strategy = model.optimizer.strategy
-    assert isinstance(strategy, Planned | PlannedShards), strategy
+    assert isinstance(strategy, Mixed), strategy
     assert strategy.outcome is not None, strategy
     every = tfscale.allgather_object((repr(strategy), strategy.outcome))
     assert all(rank == every[0] for rank in every), every
     return strategy
 
 
-def gathering(strategy: Planned | PlannedShards) -> list[str]:
+def gathering(strategy: Mixed) -> list[str]:
     """Return the dense layers that exchange activations and errors."""
-    if isinstance(strategy, Planned):
-        return list(strategy.replicated)
     return [path for path, _ in strategy.layers]
 
 

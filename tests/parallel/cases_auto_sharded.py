@@ -10,7 +10,7 @@ from tests.helpers.ranks import require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import TOLERANCE, float64
 from tfscale.callbacks import Callback
-from tfscale.exchange.plans import PlannedShards, strategy_of
+from tfscale.exchange.auto import Mixed, strategy_of
 from tfscale.measure.auto import table_of
 from tfscale.plan.parts import ExchangePlan, Part, bucketed
 
@@ -63,7 +63,7 @@ def plan_of(model: keras.Model, kinds) -> ExchangePlan:
     return ExchangePlan(tuple(reversed(parts)))
 
 
-def mixed(model: keras.Model, kinds=MIXED) -> PlannedShards:
+def mixed(model: keras.Model, kinds=MIXED) -> Mixed:
     """Return the strategy of such a plan."""
     return strategy_of(table_of(model), plan_of(model, kinds), "mixed")
 
@@ -88,8 +88,8 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
         sgd = tfscale.DistributedOptimizer(make_rule(), exchange=tfscale.Auto(global_batch=BATCH))
         model.compile(sgd, loss="mse")
         tfscale.prepare(model)
-    reducer = model.optimizer._self_reducer
-    reducer._watch, reducer._is_watched = Script(script), True
+    model.optimizer._self_watch = Script(script)
+    model.optimizer._self_is_watched = True
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
 
@@ -139,7 +139,7 @@ def case_a_mixture_is_what_it_says():
         model.evaluate(x[:BATCH], y[:BATCH], verbose=0)
         train(model, RULES["adam"], {}, slice(7, STEPS))
     optimizer = model.optimizer
-    cut = {v.path.split("/")[0] for v in optimizer._self_update.shards.variables}
+    cut = {v.path.split("/")[0] for v in optimizer.executor.shards.cut}
     assert cut == {"partly", "one", "other"}, cut
     calls = {name: type(vars(model.get_layer(name)).get("call")).__name__ for name in cut}
     assert calls["partly"] == "PartialCall" and calls["one"] == "NoneType", calls

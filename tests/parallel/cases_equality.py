@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.grid_exchange import EXCHANGES
 from tests.helpers.spawn import sizes
 
 BATCH, STEPS, TOLERANCE = 24, 10, 1e-10
@@ -115,7 +116,10 @@ def trained(build, optimizer, samples, batches, **options) -> list[np.ndarray]:
 
 
 def check(build, make_optimizer, exchange="allreduce", local_build=None, **options) -> None:
-    """Train with and without tfscale and compare; ranks must agree bit by bit."""
+    """Train with and without tfscale; compare weights and the optimizer's complete state.
+
+    Ranks must agree bit by bit.
+    """
     with float64():
         x = inputs_of(build)
         y = np.random.default_rng(8).normal(size=(len(x), 3))
@@ -123,6 +127,8 @@ def check(build, make_optimizer, exchange="allreduce", local_build=None, **optio
         wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=exchange)
         ours = trained(local_build or build, wrapped, (x, y), batches, **options)
         alone = trained(build, make_optimizer(), (x, y), None, **options)
+        n_weights = len(alone) - len(wrapped.variables)
+        ours = ours[:n_weights] + wrapped.full_state()
     require_equal(ours, alone)
 
 
@@ -147,6 +153,15 @@ def case_every_model():
     for build in (conv_model, EmbeddingModel):
         for make in OPTIMIZERS.values():
             check(build, make)
+
+
+@sizes(2, 3, 4, timeout_s=300)
+def case_every_exchange():
+    """Those of tfscale by name, and an example of one's own (docs/architecture.md)."""
+    assert set(EXCHANGES) == {"allreduce", "auto", "chunked", "sharded", "grid"}
+    for name in EXCHANGES:
+        check(conv_model, OPTIMIZERS["momentum"], exchange=name)
+        check(EmbeddingModel, OPTIMIZERS["adam"], exchange=name)
 
 
 @sizes(2, 3, timeout_s=120)

@@ -15,7 +15,7 @@ from tests.parallel.futures_model import Posts, Subject, X, Y
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import MarkKind, raw_variable
 from tfscale.comm.eager import has_stopped
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"
 

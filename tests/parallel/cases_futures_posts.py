@@ -14,7 +14,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, ReduceOp, Scaling, WaitingBackend, gather_and_assign
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 from tfscale.plan.segments import SegmentedBucket
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

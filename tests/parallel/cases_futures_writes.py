@@ -15,7 +15,7 @@ from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X, build
 from tfscale.comm import runtime
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"
 

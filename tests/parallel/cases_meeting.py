@@ -51,7 +51,7 @@ def case_a_refused_save_stays_open_through_training():
         model = compiled(sharded(Adam(0.01)))
         for number, stops in enumerate((False, True, False)):
             fit(model, 0, 2)
-            with mock.patch("tfscale.exchange.kept_state.settings", lambda: short):
+            with mock.patch("tfscale.optimizer.state.settings", lambda: short):
                 refused = tfscale.rank() == number % 2
                 text = outcome(lambda: model.save(folder / "refused.keras")) if refused else ""
             assert ("Call it on every rank" in text) == refused, text

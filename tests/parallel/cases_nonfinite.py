@@ -19,7 +19,7 @@ EXCHANGES = {
     "allreduce": Allreduce(bucket_mb=0),
     "chunked": Chunked(first_chunk_layers=1, replicated_dense=0),
     "dense": Chunked(replicated_dense=1),
-    "delayed": Chunked(replicated_dense=2, delay_dense_update=True),
+    "replicated": Chunked(replicated_dense=2),
     "sharded": Sharded(dense="weights"),
     "partial": Sharded(dense="partial"),
 }

@@ -16,11 +16,9 @@ from tests.parallel.cases_equality import (
     conv_model,
     dense_model,
     float64,
-    inputs_of,
     norm_model,
-    require_equal,
-    trained,
 )
+from tests.parallel.cases_equality import check as check_whole
 
 SHARDED = {
     "momentum without Nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -39,17 +37,7 @@ SHARDED = {
 
 def check(build, make_optimizer, strategy=None, local_build=None, **options) -> None:
     """Train sharded and in one process; compare weights and the optimizer's complete state."""
-    strategy = strategy or tfscale.Sharded()
-    with float64():
-        x = inputs_of(build)
-        y = np.random.default_rng(8).normal(size=(len(x), 3))
-        batches = tfscale.data.GlobalBatches(x, y, batch_size=24, shuffle=False)
-        wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=strategy)
-        ours = trained(local_build or build, wrapped, (x, y), batches, **options)
-        alone = trained(build, make_optimizer(), (x, y), None, **options)
-        n_weights = len(alone) - len(wrapped.variables)
-        ours = ours[:n_weights] + wrapped.full_state()
-    require_equal(ours, alone)
+    check_whole(build, make_optimizer, strategy or tfscale.Sharded(), local_build, **options)
 
 
 @sizes(2, 3, 4, timeout_s=300)

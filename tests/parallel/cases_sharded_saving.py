@@ -26,7 +26,7 @@ from tests.parallel.sharded_model import (
     state_of,
 )
 from tfscale.config import settings
-from tfscale.parameters import shared_saves
+from tfscale.optimizer import saving
 
 LSO = keras.optimizers.LossScaleOptimizer
 
@@ -49,9 +49,7 @@ def case_files_load_where_tfscale_is_not():
         new_model(tfscale.DistributedOptimizer(Adam(0.01))).save(folder / f"{tfscale.rank()}.keras")
         if tfscale.rank() == 0:
             (folder / "0.keras").rename(folder / "fresh.keras")
-        with mock.patch.object(
-            shared_saves, "save_beside", wraps=shared_saves.save_beside
-        ) as written:
+        with mock.patch.object(saving, "save_beside", wraps=saving.save_beside) as written:
             model.save(folder / "model.keras")
             model.save(folder / "model.h5")
             model.save_weights(folder / "model.weights.h5")
@@ -116,9 +114,7 @@ def case_the_best_model_follows_rank_0():
         best = keras.callbacks.ModelCheckpoint(
             str(folder / "best.keras"), monitor="loss", save_best_only=True
         )
-        with mock.patch.object(
-            shared_saves, "save_beside", wraps=shared_saves.save_beside
-        ) as written:
+        with mock.patch.object(saving, "save_beside", wraps=saving.save_beside) as written:
             losses = fit(model, 0, 2, [best], epochs=5).history["loss"]
         n_better = sum(loss < min(losses[:i], default=np.inf) for i, loss in enumerate(losses))
         assert n_better > 0
@@ -176,7 +172,7 @@ def case_a_save_on_one_rank_is_refused_in_time():
     last = tfscale.size() - 1
     with (
         shared_folder() as folder,
-        mock.patch("tfscale.exchange.kept_state.settings", lambda: short),
+        mock.patch("tfscale.optimizer.state.settings", lambda: short),
     ):
         path = folder / "model.keras"
         checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfscale
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import SegmentedBucket, build_segments
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.parallel.futures_model import X, Y, build
-from tfscale.parameters import futures
+from tfscale.optimizer import futures
 
 NUMBER = r"-?\d+\.\d*(?:e[-+]\d+)?"
 WAYS: dict[str, Callable[[keras.Model], Any]] = {}

@@ -6,10 +6,11 @@ import pytest
 
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
-from tfscale.exchange.auto import Auto
-from tfscale.exchange.plans import strategy_of
-from tfscale.exchange.strategies import resolve
+from tfscale.exchange.auto import Auto, strategy_of
+from tfscale.exchange.base import resolve
+from tfscale.exchange.plan import Parameter, Table
 from tfscale.measure.layers import LayerMeasurement, StepTimer, calibrated, fitted, measured_machine
 from tfscale.measure.links import fit_line
 from tfscale.plan.buckets import GradientSpec
@@ -50,12 +51,15 @@ def test_one_process_trains_as_without():
 def test_a_plan_becomes_a_strategy():
     table = LayerTable("t", (dense("a", 4, 5), dense("b", 5, 6), dense("c", 6, 7)))
     strategy = strategy_of(table, chunked(table, 1, 2, replicated=1), "words")
-    assert strategy.replicated == ("a",) and strategy.replicated_dense == 1
-    assert set(strategy.groups) == {("c/bias", "c/kernel"), ("b/bias", "b/kernel")}
+    assert strategy.layers == (("a", "replicated"),) and not strategy.is_sharding
+    summed = {paths for kind, paths in strategy.parts if kind == "allreduce"}
+    assert summed == {("c/bias", "c/kernel"), ("b/bias", "b/kernel")}
     # A variable that the plan does not know travels alone, and one that is missing does not matter.
     names = ["b/kernel", "c/kernel", "c/bias", "new"]
-    buckets = strategy._chunks([GradientSpec(name, (2,), "float32") for name in names])
-    assert sorted(bucket.indices for bucket in buckets) == [(0,), (2, 1), (3,)]
+    specs = [GradientSpec(name, (2,), "float32") for name in names]
+    made = tuple(Parameter(spec, "float32", "dense") for spec in specs)
+    plan = strategy.plan(Table(made), Group(0, (0, 1), 0))
+    assert [part.indices for part in plan.parts] == [(3,), (2, 1), (0,)]
 
 
 def test_lines_through_durations():

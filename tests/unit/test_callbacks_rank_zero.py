@@ -21,7 +21,7 @@ from tfscale.callbacks import (
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.parameters.shared_saves import make_saves_safe
+from tfscale.optimizer.saving import make_saves_safe
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 

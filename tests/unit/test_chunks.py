@@ -9,6 +9,7 @@ import tfscale
 from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.dense import DenseCalls, ReplicatedCall
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.chunks import (
     build_chunks,
@@ -69,7 +70,6 @@ def test_replication_pays_where_the_kernel_is_large():
         ({"chunks": "all"}, "chunks must be 1 or more, or 'per_layer'"),
         ({"replicated_dense": -1}, "replicated_dense must be 0 or more, or 'auto'"),
         ({"replicated_dense": "auto"}, "needs the batch size"),
-        ({"delay_dense_update": "always"}, "must be True, False or 'auto'"),
     ],
 )
 def test_bad_options(options, text):
@@ -85,8 +85,19 @@ class FourRanks:
 
 
 def chosen(strategy: tfscale.Chunked, *layers: keras.layers.Layer) -> list[str]:
+    """Return the layers that exchange activations; choosing twice changes nothing."""
     model = keras.Sequential([keras.Input((64,)), *layers])
-    return strategy.wire(model, GradientOptions(compression=Compression.none), FourRanks())
+    options, calls, ranks = GradientOptions(compression=Compression.none), DenseCalls(), FourRanks()
+
+    def choose() -> bool:
+        return calls.choose(
+            model, strategy, options, ranks, lambda v: False, lambda v: "", global_batch=None
+        )
+
+    has_changed = choose()
+    names = [x.name for x in model.layers if isinstance(vars(x).get("call"), ReplicatedCall)]
+    assert has_changed is bool(names) and not choose()
+    return names
 
 
 def test_layers_that_cannot_be_replicated_stay_in_the_chunks():

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale.parameters import futures
-from tfscale.parameters.retracing import drop_traces
+from tfscale.internals.trace import drop_traces
+from tfscale.optimizer import futures
 
 
 @pytest.fixture(autouse=True)

@@ -35,40 +35,23 @@ MIN_LINES = 100  # of a module that only one other imports
 
 # Not yet where they belong: path -> room.
 ELSEWHERE: dict[str, str] = {
-    "gradients": "optimizer",
-    "model_optimizers": "optimizer",
-    "optimizer_sharing": "optimizer",
-    "optimizer_state": "optimizer",
     "optimizers": "optimizer",
-    "parameters": "optimizer",
-    "partial": "optimizer",
-    "proxy": "optimizer",
-    "saving": "optimizer",
     "scalable_schedule": "optimizer",
     "sync_batch_norm": "optimizer",
-    "tape": "optimizer",
-    "update": "optimizer",
 }
 # Imports that go up: "module -> module".
-UPWARD: set[str] = {
-    "tfscale.data.warnings -> tfscale.model_optimizers",
-    "tfscale.gradients -> tfscale.measure.auto",
-}
+UPWARD: set[str] = set()
 # Packages with more than MAX_MODULES.
-LARGE: dict[str, int] = {"tfscale.exchange": 21}
+LARGE: dict[str, int] = {}
 # Modules under MIN_LINES with a single importer.
 SATELLITES: set[str] = {
     "tfscale.callbacks.finite_state",
     "tfscale.comm.backends.single",
-    "tfscale.exchange.clipping",
-    "tfscale.exchange.means",
-    "tfscale.exchange.state_nodes",
     "tfscale.measure.memory",
-    "tfscale.parameters.group_view",
-    "tfscale.parameters.waits",
-    "tfscale.proxy",
 }
-CIRCLES: list[set[str]] = []
+CIRCLES: list[set[str]] = [
+    {"tfscale.exchange.base", "tfscale.exchange.plan", "tfscale.exchange.shards"},
+]
 
 
 def dotted(path: Path) -> str:

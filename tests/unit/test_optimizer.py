@@ -14,8 +14,8 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import Compression, DistributedGradientTape, DistributedOptimizer
-from tfscale.optimizer import is_distributed
-from tfscale.partial import PartialDistributedOptimizer
+from tfscale.optimizer.distributed import is_distributed
+from tfscale.optimizer.partial import PartialDistributedOptimizer
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 

@@ -12,7 +12,7 @@ import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import DistributedGradientTape, DistributedOptimizer
 from tfscale.config import ConfigError
-from tfscale.partial import PartialDistributedOptimizer
+from tfscale.optimizer.partial import PartialDistributedOptimizer
 
 SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
 
@@ -34,8 +34,8 @@ SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
         ({"compression": "fp16"}, "compression must be Compression.none, Compression.fp16 or"),
         ({"num_groups": -1}, "groups must be a number of 0 or more"),
         ({"groups": -1}, "Received: num_groups=-1, groups=None."),
-        ({"groups": "dense"}, "or lists of variables that travel together."),
-        ({"groups": ["dense"]}, "or lists of variables that travel together."),
+        ({"groups": "dense"}, "or lists of variables that are sent together."),
+        ({"groups": ["dense"]}, "or lists of variables that are sent together."),
         ({"process_set": [0]}, "process_set must be a ProcessSet. Received: [0]."),
         ({"exchange": "fast"}, "exchange must be one of 'allreduce'"),
         ({"exchange": tfscale.Allreduce}, "or a strategy such as tfscale.Allreduce(bucket_mb=4)."),

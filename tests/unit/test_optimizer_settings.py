@@ -14,8 +14,7 @@ from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import state as model_state
 from tfscale.config import ConfigError
 from tfscale.fit import agreement
-from tfscale.model_optimizers import optimizers_of
-from tfscale.update.rebuilding import unbuilt
+from tfscale.internals.optimizers import optimizers_of, unbuilt
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -228,3 +230,22 @@ def test_elastic_names_our_restart(name):
         getattr(hvd.elastic, name)
     assert f"Received: elastic.{name}." in str(error.value)
     assert "callbacks.Checkpoint" in str(error.value) and "--restarts" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, unneeded",
+    [
+        (
+            "DistributedGradientTape",
+            ("tuning", "data", "fit", "callbacks", "optimizer.distributed"),
+        ),
+        ("DistributedOptimizer", ("tuning", "data", "fit", "callbacks", "exchange.auto")),
+    ],
+)
+def test_a_name_imports_what_it_needs(name, unneeded):
+    """No planner, tuner or data for a tape."""
+    text = f"import sys, tfscale; tfscale.{name}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    loaded = {module for module in run.stdout.split() if module.startswith("tfscale.")}
+    assert "tfscale.exchange.executor" in loaded
+    assert not [m for m in loaded if m.startswith(tuple(f"tfscale.{room}" for room in unneeded))]

@@ -222,13 +222,13 @@ def test_versions_agree():
 INTERNALS = "tfscale/internals/"
 # Where the stack and private names of Keras and TensorFlow are still used elsewhere: to be moved.
 STACK_READERS = {
-    "tfscale/update/loss_scale.py",
+    "tfscale/internals/optimizers.py",
 }
 # Callers of `internals.stack` besides `fit/session.py`, and of the pass over data.
 STACK_CALLERS = {
     "tfscale/callbacks/checkpoint.py",
+    "tfscale/fit/preparation.py",
     "tfscale/measure/auto.py",
-    "tfscale/update/dense_routes.py",
 }
 PRIVATE_READERS = {
     "tfscale/callbacks/checkpoint.py",
@@ -236,42 +236,19 @@ PRIVATE_READERS = {
     "tfscale/callbacks/save_points.py",
     "tfscale/checkpoints/state.py",
     "tfscale/comm/backends/horovod.py",
-    "tfscale/exchange/averaging.py",
-    "tfscale/exchange/chunked.py",
-    "tfscale/exchange/dense.py",
-    "tfscale/exchange/plans.py",
-    "tfscale/exchange/provenance.py",
-    "tfscale/exchange/shard_state.py",
-    "tfscale/gradients.py",
     "tfscale/launcher/tune/scripts.py",
     "tfscale/measure/auto.py",
     "tfscale/measure/model_layers.py",
-    "tfscale/model_optimizers.py",
-    "tfscale/optimizer.py",
-    "tfscale/optimizer_sharing.py",
     "tfscale/optimizers/lars.py",
-    "tfscale/parameters/retracing.py",
-    "tfscale/update/accumulation.py",
-    "tfscale/update/delayed_layer.py",
-    "tfscale/update/dense_routes.py",
-    "tfscale/update/local.py",
-    "tfscale/update/loss_scale.py",
-    "tfscale/update/rebuilding.py",
-    "tfscale/update/sharded.py",
 }
 PATCHERS = {
     "tfscale/callbacks/finite_state.py": ["train_step"],
     "tfscale/callbacks/model_checkpoint.py": ["_save_model"],
     "tfscale/callbacks/save_points.py": ["a name"],
-    "tfscale/exchange/chunked.py": ["call"],
-    "tfscale/exchange/plans.py": ["call"],
+    "tfscale/exchange/dense.py": ["call"],
     "tfscale/measure/model_layers.py": ["call"],
-    "tfscale/model_optimizers.py": ["_learning_rate"],
-    "tfscale/parameters/futures.py": ["__class__", "export"],
-    "tfscale/parameters/shared_saves.py": ["a name"],
-    "tfscale/update/accumulation.py": ["a name"],
-    "tfscale/update/dense_routes.py": ["call"],
-    "tfscale/update/rebuilding.py": ["_use_weight_decay"],
+    "tfscale/optimizer/futures.py": ["__class__", "export"],
+    "tfscale/optimizer/saving.py": ["a name"],
 }
 # Of namedtuples, argparse and os.
 NOT_KERAS = {"_asdict", "_replace", "_exit", "_SubParsersAction"}
@@ -366,10 +343,8 @@ def test_weak_dictionaries_of_modules_stand_in_a_list():
     """What a function keeps aside of its arguments is a channel that no reader sees."""
     allowed = {
         "tfscale/comm/events.py": ["_listeners"],
-        "tfscale/exchange/dense_uses.py": ["_uses"],
-        "tfscale/exchange/factors.py": ["_names"],
-        "tfscale/exchange/provenance.py": ["_noted"],
         "tfscale/fit/session.py": ["_sessions"],
+        "tfscale/internals/trace.py": ["_contexts"],
     }
     found: dict[str, list[str]] = {}
     for path in LIBRARY:

@@ -13,7 +13,7 @@ from tfscale.callbacks.base import Callback, may_communicate
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
-from tfscale.model_optimizers import passes_per_update
+from tfscale.optimizer.model_optimizers import passes_per_update
 
 NAMES_SHOWN = 3
 

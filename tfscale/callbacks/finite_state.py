@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.checkpoints.state import non_trainable_state
-from tfscale.model_optimizers import optimizers_of
+from tfscale.internals.optimizers import optimizers_of
 
 _Pairs = Sequence[tuple[keras.Variable, tf.Tensor]]
 

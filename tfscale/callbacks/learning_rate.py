@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfscale.callbacks.base import Callback
 from tfscale.config import ConfigError
 from tfscale.internals.keras import rate_of
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 from tfscale.optimizers import LARS
 
 Multiplier = Callable[[float], float]
@@ -73,7 +73,7 @@ class LearningRateScheduleCallback(Callback):
         """Refuse what the callback cannot control."""
         super().on_train_begin(logs)
         self._variable = None
-        rate = rate_of(unwrap(self.model.optimizer))
+        rate = rate_of(update_rule(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 f"{type(self).__name__} sets the learning rate, so the optimizer's must be a "
@@ -167,7 +167,7 @@ class Rate:
         Args:
             factor: New learning rate divided by the old one.
         """
-        slots = _velocities(unwrap(self._optimizer)) if self._corrects else []
+        slots = _velocities(update_rule(self._optimizer)) if self._corrects else []
         if not slots:
             return
         if [id(s) for s in slots] != [id(s) for s in self._slots]:  # a change of plan makes others

@@ -14,7 +14,6 @@ from tfscale.comm.runtime import Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
-from tfscale.parameters.group_view import average_models
 
 logger = logging.getLogger("tfscale")
 
@@ -89,7 +88,7 @@ class LocalModels(BeforeValidation):
         """Put the average into the model."""
         average = self.session.group_average
         if self._strategy is not None and average is not None:
-            self._own = average_models(self.model.optimizer)
+            self._own = self.model.optimizer.show_average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adapt the interval."""

@@ -14,7 +14,7 @@ from tfscale.callbacks.base import BeforeValidation
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
-from tfscale.optimizer import is_distributed
+from tfscale.optimizer.distributed import is_distributed
 
 logger = logging.getLogger("tfscale")
 

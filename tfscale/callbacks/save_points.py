@@ -10,7 +10,8 @@ import keras
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession
-from tfscale.model_optimizers import optimizers_of, sharded_states
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.model_optimizers import sharded_states
 
 _KEY = "_tfscale_save_points"  # attribute of callbacks that save: the point, and who writes
 _Checkpoint = keras.callbacks.ModelCheckpoint

@@ -24,7 +24,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.local_sgd import AdaptiveInterval
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
-from tfscale.model_optimizers import optimizers_of
+from tfscale.internals.optimizers import optimizers_of
 
 logger = logging.getLogger("tfscale")
 
@@ -249,7 +249,7 @@ class Restore:
         variable.assign(np.reshape(value, tuple(variable.shape)))
 
     def _restore_accumulator(self, k: int, optimizer: Any) -> None:
-        accumulator = getattr(optimizer, "_self_accumulator", None)
+        accumulator = getattr(optimizer, "accumulator", None)
         count = self._reader.info["accumulated"][k]
         if accumulator is None or not count:
             return
@@ -260,7 +260,7 @@ class Restore:
         if self._is_exact:
             sums = [self._reader.get(self._rank, name) for name in names]
         else:
-            mode = "sum" if optimizer._self_reducer.options.op == Sum else "mean"
+            mode = "sum" if optimizer.options.op == Sum else "mean"
             sums = [self._share(name, mode) for name in names]
         accumulator.restore(count, sums)
 

@@ -16,10 +16,9 @@ from tfscale.checkpoints.resumable import kind_of, read_counters, resumables
 from tfscale.comm import runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
-from tfscale.exchange.shard_state import slots_of
 from tfscale.fit import adapted_layers
-from tfscale.model_optimizers import optimizers_of, unwrap
-from tfscale.optimizer import is_distributed
+from tfscale.internals.optimizers import optimizers_of, slots_of, update_rule
+from tfscale.optimizer.distributed import is_distributed
 
 ACCUMULATORS = "_accumulated_gradients"
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
@@ -78,7 +77,7 @@ def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int
     wanted = {id(variable) for variable in variables}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if wanted else ():
-        rule = unwrap(optimizer)
+        rule = update_rule(optimizer)
         trainable = getattr(rule, "_trainable_variables", [])
         owners = slots_of(rule) if trainable else {}
         slots |= {slot for slot, index in owners.items() if id(trainable[index]) in wanted}
@@ -96,7 +95,9 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
         if not is_distributed(optimizer):
-            partial |= {id(item) for item in getattr(unwrap(optimizer), ACCUMULATORS, None) or ()}
+            partial |= {
+                id(item) for item in getattr(update_rule(optimizer), ACCUMULATORS, None) or ()
+            }
         partial |= {id(item) for item in getattr(optimizer, "parts", ())}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 
@@ -337,7 +338,7 @@ def take_snapshot(
         average = getattr(optimizer, "group_average", None)
         if average is not None and (kept or is_leader):
             add(f"average{k}", average.variables)
-        accumulator = getattr(optimizer, "_self_accumulator", None)
+        accumulator = getattr(optimizer, "accumulator", None)
         count, sums = (accumulator and accumulator.state()) or (0, [])
         info["accumulated"].append(count)
         arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 
 from tfscale.comm import runtime
+from tfscale.internals.optimizers import is_wrapped, optimizers_of
 from tfscale.internals.stack import KerasPass
 from tfscale.internals.traits import judge_before_averages, own_of, train_apart
-from tfscale.model_optimizers import optimizers_of
 
 logger = logging.getLogger("tfscale")
 
@@ -47,7 +47,7 @@ def warn_if_unsynchronised(
     if not isinstance(model, keras.Model) or not _is_one_of_several():
         return
     optimizers = optimizers_of(model)
-    is_wrapped = any(hasattr(optimizer, "_self_reducer") for optimizer in optimizers)
+    is_wrapped = any(is_wrapped(optimizer) for optimizer in optimizers)
     is_own_step = type(model).train_step is not keras.Model.train_step
     if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
         return

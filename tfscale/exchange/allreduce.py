@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import tensorflow as tf
+from typing import Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
-from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.bucketed import reduce_in_buckets
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, auto_bucket_bytes, build_buckets
 
 
 @dataclass(frozen=True)
-class Allreduce:
+class Allreduce(Exchange):
     """Every rank receives the mean gradient and applies the same update.
 
     Buckets are cut in the order of back-propagation, so the exchange of the last layers runs
@@ -46,26 +43,10 @@ class Allreduce:
                 f"Received: bucket_mb={self.bucket_mb!r}."
             )
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Return the reduced gradients, in order.
-
-        Args:
-            gradients: Tensors or IndexedSlices, one per variable; no None.
-            variables: The variables they belong to.
-            group: Who takes part.
-            options: How they are reduced.
-
-        Raises:
-            PlanError: A gradient's shape is not known.
-            ExchangeError: Communication failed.
-        """
-        return reduce_in_buckets(gradients, variables, group, options, self._buckets, self.overlap)
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return buckets of gradients, each of them one sum."""
+        del group
+        return compile_plan(table, self._buckets, overlap=self.overlap)
 
     def _buckets(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
         if self.bucket_mb == "auto":

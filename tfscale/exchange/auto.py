@@ -1,22 +1,28 @@
-"""The planner's exchange: what is sent how follows from a plan instead of options."""
+"""`exchange="auto"`: the planner's request, and the strategies that carry out its plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import tensorflow as tf
+from dataclasses import dataclass, field
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
+from tfscale.exchange.sharded import dense_kind
+from tfscale.plan import parts as simulated
+from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
+from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine, find_machine
+from tfscale.plan.parts import Kind
+from tfscale.plan.segments import build_segments
+
+CUT: tuple[Kind, ...] = ("sharded", "partial")  # each rank updates a part
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Exchange):
     """Plans the exchange from the times of the first steps of a `fit`.
 
     Twenty steps exchange each layer alone and measure when gradients exist, how long an exchange
@@ -41,7 +47,8 @@ class Auto:
     global_batch: int | None = None
     replan: bool = True
 
-    outcome = None  # the strategies that follow have one
+    may_shard_later = True
+    watch = "tfscale.tuning.auto_plan:AutoWatch"
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -69,16 +76,140 @@ class Auto:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Return the reduced gradients, in order: those of `Allreduce`."""
-        return Allreduce().exchange(gradients, variables, group, options)
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return the plan of `Allreduce`, until something is measured."""
+        return Allreduce().plan(table, group)
 
     def explain(self) -> str:
         """Return what is known so far; the strategies that follow have a table."""
         return "Nothing is planned yet: `fit` measures its first steps, then chooses.\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a plan, equal on all ranks.
+
+    Attributes:
+        plan: The plan in a few words.
+        predicted_s: Predicted time of one of its steps.
+        measured_s: Measured time.
+        plain_predicted_s: Predicted time of a step of plain allreduce.
+        plain_measured_s: Measured time of it.
+        explanation: The table of parameters, and what was decided.
+    """
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+    plain_predicted_s: float
+    plain_measured_s: float
+    explanation: str
+
+
+@dataclass(frozen=True)
+class Mixed(Exchange):
+    """The planner's choice: each parameter is exchanged as a plan names it.
+
+    Attributes:
+        name: The plan in a few words.
+        parts: Kind and paths of the variables of each part, in the order in which gradients exist.
+            Variables in none are summed alone.
+        layers: Kind by path, of dense layers that exchange activations and errors.
+        overlap: False sends nothing before all gradients exist.
+        outcome: How the plan did; None while that is not known.
+    """
+
+    name: str = ""
+    parts: tuple[tuple[Kind, tuple[str, ...]], ...] = ()
+    layers: tuple[tuple[str, Kind], ...] = ()
+    overlap: bool = True
+    outcome: Outcome | None = field(default=None, compare=False, repr=False)
+
+    waits_for_gathers = False
+
+    @property
+    def is_sharding(self) -> bool:  # type: ignore[override]
+        """Whether some parameter is cut."""
+        return any(kind in CUT for kind, _ in self.parts)
+
+    @property
+    def needs_prepared(self) -> str:  # type: ignore[override]
+        """Layers must be given their calls before they exchange activations."""
+        return f"plan {self.name!r}" if self.layers else ""
+
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return the parts; see `Exchange.plan`."""
+        kinds = {path: kind for kind, paths in self.parts for path in paths}
+        cut = [i for i in table.shared if kinds.get(table.parameters[i].spec.name) in CUT]
+
+        def lay_out(specs, whole, by_rows):  # type: ignore[no-untyped-def]
+            groups = _places(specs, self._paths("sharded"))
+            return build_segments(specs, group.size, 0, whole, by_rows, groups)
+
+        segments = cut_parameters(table, cut, lay_out) if cut else ()
+        return compile_plan(table, self._buckets, segments, self.overlap)
+
+    def whole(self) -> Exchange:
+        """Return the same parts, with a sum in place of what is cut."""
+        parts = tuple(("allreduce" if k in CUT else k, paths) for k, paths in self.parts)
+        layers = tuple(layer for layer in self.layers if layer[1] not in CUT)
+        return Mixed(self.name, parts, layers, self.overlap)  # type: ignore[arg-type]
+
+    def dense_kinds(
+        self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
+    ) -> list[tuple[DenseKind, str]]:
+        """Return the plan's kinds; see `Exchange.dense_kinds`."""
+        del global_batch
+        asked = dict(self.layers)
+        return [dense_kind(asked.get(x.path, "weights"), x, size, None) for x in layers]
+
+    def explain(self) -> str:
+        """Return a table of parameters with what each alternative would cost, in Markdown."""
+        undecided = "Nothing is decided yet: exchanges are measured.\n"
+        return self.outcome.explanation if self.outcome else undecided
+
+    def _buckets(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
+        return group_buckets(specs, _places(specs, self._paths("allreduce")))
+
+    def _paths(self, wanted: Kind) -> list[tuple[str, ...]]:
+        return [paths for kind, paths in self.parts if kind == wanted]
+
+
+def _places(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return positions for paths; those of no spec are left out."""
+    places: dict[str, int] = {}
+    for place, spec in enumerate(specs):
+        places.setdefault(spec.name, place)  # a second variable of one name is sent alone
+    found = [[places[name] for name in group if name in places] for group in groups]
+    return [group for group in found if group]
+
+
+def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> Mixed:
+    """Return the strategy that carries out a simulated plan.
+
+    Args:
+        table: The model.
+        plan: Of its parameters.
+        name: The plan in a few words.
+    """
+    parts = [
+        (part.kind, tuple(table.parameters[p].name for p in part.parameters)) for part in plan.parts
+    ]
+    layers = [
+        (table.layers[table.parameters[part.parameters[0]].layer].name, part.kind)
+        for part in plan.parts
+        if part.kind in ("partial", "replicated")
+    ]
+    return Mixed(name, tuple(parts), tuple(layers))
+
+
+def per_layer(table: LayerTable, overlap: bool) -> Mixed:
+    """Return an exchange of each layer alone.
+
+    Args:
+        table: The model.
+        overlap: False sends nothing before all gradients exist.
+    """
+    groups = [tuple(name for name, _ in layer.weights) for layer in table.layers]
+    parts = tuple(("allreduce", group) for group in groups if group)
+    return Mixed("one allreduce per layer", parts, overlap=overlap)  # type: ignore[arg-type]

@@ -1,16 +1,29 @@
-"""What an exchange strategy is, and what all of them are told."""
+"""Exchange strategies: their base class, shared options, and the names that `exchange=` takes."""
 
 from __future__ import annotations
 
+import abc
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import tensorflow as tf
+from typing import Any, ClassVar, Literal, Protocol
 
 from tfscale.comm.backends.base import Group, Scaling
 from tfscale.comm.runtime import Average, Sum
 from tfscale.config import ConfigError
+from tfscale.exchange.plan import ExchangePlan, Table
+
+# One line registers an exchange: the name that users give, its module and its class.
+EXCHANGES = {
+    "allreduce": "tfscale.exchange.allreduce:Allreduce",
+    "auto": "tfscale.exchange.auto:Auto",
+    "chunked": "tfscale.exchange.chunked:Chunked",
+    "sharded": "tfscale.exchange.sharded:Sharded",
+}
+
+# "weights": ranks exchange the layer's gradients. "replicated", "partial": they exchange its
+# activations and errors; each makes the whole gradient, or that of its rows of the kernel.
+DenseKind = Literal["weights", "replicated", "partial"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class GradientOptions:
         compression: See `tfscale.Compression`.
         sparse_as_dense: Make IndexedSlices dense first.
         num_groups: Number of buckets; 0 leaves it to the strategy.
-        groups: Variables that travel together, by object; None leaves it to the strategy.
+        groups: Variables that are sent together, by object; None leaves it to the strategy.
     """
 
     op: str = "Average"
@@ -64,24 +77,153 @@ class GradientOptions:
             or not all(isinstance(g, list | tuple) for g in groups)
         ):
             raise ConfigError(
-                "groups must be a number of 0 or more, or lists of variables that travel together. "
-                f"Received: num_groups={self.num_groups}, groups={self.groups!r}."
+                "groups must be a number of 0 or more, or lists of variables that are sent "
+                f"together. Received: num_groups={self.num_groups}, groups={self.groups!r}."
             )
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        predivide: float,
+        compression: Any,
+        sparse_as_dense: bool,
+        num_groups: int,
+        groups: Any,
+    ) -> GradientOptions:
+        """Return options from Horovod's arguments, where `groups` may be a number, too."""
+        is_number = isinstance(groups, int)
+        return cls(
+            op=op,
+            predivide=predivide,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            num_groups=groups if is_number else num_groups,
+            groups=None if is_number else groups,
+        )
 
     def factors(self) -> Scaling:
         """Return what is multiplied before and after the sum, besides the mean's division."""
         return Scaling(1.0 / self.predivide, self.predivide)
 
 
-class Exchange(Protocol):
-    """A strategy: an immutable description that turns local gradients into common ones."""
+@dataclass(frozen=True)
+class DenseLayer:
+    """A Dense layer as strategies see it.
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Return gradients that are equal on all ranks, in the order of `variables`."""
+    Attributes:
+        path: Of the layer.
+        n_in: Rows of its kernel; 0 while it is not built.
+        n_out: Columns of its kernel.
+        positions: How often it is applied to a sample, 1 for inputs of shape [samples, n_in];
+            None where that is not known.
+        why_not: Why it cannot exchange activations and errors, or an empty string.
+        why_uncut: Why ranks cannot own parts of its kernel, or an empty string.
+    """
+
+    path: str
+    n_in: int
+    n_out: int
+    positions: int | None
+    why_not: str = ""
+    why_uncut: str = ""
+
+
+class Exchange(abc.ABC):
+    """A strategy: an immutable description of who sends what, compiled to plans.
+
+    Attributes:
+        is_sharding: Whether ranks may update parts of parameters.
+        may_shard_later: Whether a `watch` may choose a strategy that does.
+        waits_for_gathers: Whether a sharded step waits for the gathers of parameters that it has
+            posted; False leaves that to readers.
+        needs_prepared: Why a step needs a prepared model: the option that asks for it, or an empty
+            string.
+        watch: Module and class of a `Watch` that looks at the steps of `fit` for this strategy;
+            empty for none.
+        outcome: What became of a plan that was measured; None for most strategies.
+    """
+
+    is_sharding: bool = False
+    may_shard_later: ClassVar[bool] = False
+    waits_for_gathers: bool = True
+    needs_prepared: str = ""
+    watch: str = ""
+    global_batch: int | None = None
+    outcome: Any = None
+
+    @abc.abstractmethod
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return the plan of a step. Pure: equal tables and groups have equal plans.
+
+        Args:
+            table: The parameters, and the form of their gradients in the step that is traced.
+            group: The ranks that exchange; more than one.
+
+        Raises:
+            PlanError: The strategy does not fit.
+        """
+
+    def whole(self) -> Exchange:
+        """Return the strategy where every rank needs whole gradients: a tape, unknown optimizers.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        return self
+
+    def dense_kinds(
+        self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
+    ) -> list[tuple[DenseKind, str]]:
+        """Return what the Dense layers of a model exchange, and why not something else.
+
+        Args:
+            layers: In the order of the model.
+            size: Number of ranks.
+            global_batch: Samples of all ranks together, where that is known.
+
+        Raises:
+            PlanError: The strategy does not fit the model.
+        """
+        del size, global_batch
+        return [("weights", "") for _ in layers]
+
+
+class Watch(Protocol):
+    """Sees the steps of one `fit` after another, and changes the strategy.
+
+    Attributes:
+        may_cut: Whether it may return a strategy that shards parameters.
+    """
+
+    may_cut: bool
+
+    def step(self) -> Exchange | None:
+        """Count a step; return the strategy for the next one if it changes. Collective."""
         ...
+
+
+def resolve(exchange: Any) -> Exchange:
+    """Return the strategy that a user named.
+
+    Args:
+        exchange: A name or a strategy.
+
+    Raises:
+        ConfigError: Neither.
+    """
+    if isinstance(exchange, str) and exchange in EXCHANGES:
+        return load(EXCHANGES[exchange])()
+    if isinstance(exchange, Exchange):
+        return exchange
+    names = ", ".join(repr(name) for name in EXCHANGES)
+    raise ConfigError(
+        f"exchange must be one of {names} or a strategy such as tfscale.Allreduce(bucket_mb=4). "
+        f"Received: exchange={exchange!r}."
+    )
+
+
+def load(place: str) -> Any:
+    """Return what "module:name" says: imported when it is used, so that a tape needs no planner."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,31 +1,22 @@
-"""Two chunks of layers behind back-propagation, and dense layers that send no weight gradients."""
+"""Two chunks of layers during back-propagation, and dense layers that send no weight gradients."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import keras
-import tensorflow as tf
+from typing import Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import ConfigError, PlanError
-from tfscale.exchange import dense
-from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.bucketed import reduce_in_buckets
-from tfscale.exchange.provenance import require_own
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec
 from tfscale.plan.chunks import build_chunks, is_replicated_cheaper
 
-logger = logging.getLogger("tfscale")
-
 
 @dataclass(frozen=True)
-class Chunked:
-    """Gradients travel in few chunks of layers; the first dense layers send none.
+class Chunked(Exchange):
+    """Gradients are sent in few chunks of layers; the first dense layers send none.
 
     Chunk 1 holds the last layers, whose gradients exist first: it is on the wire during the rest
     of back-propagation. The next chunk is on the wire while the variables of chunk 1 are updated.
@@ -46,14 +37,9 @@ class Chunked:
             a step is traced.
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
-        delay_dense_update: When the f layers are updated. "auto" and False do it as soon as their
-            errors have been gathered. True does it when a layer is read next: in the next forward
-            pass, or by anybody before; with the learning rate, iteration and weight decay of its
-            step. Where that cannot be (clipping by global norm, loss scaling, accumulation, moving
-            averages, rules with a state of their own) they are updated at once, with a log line.
-            See "When replicated layers are updated" in docs/exchanges.md.
 
-    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers.
+    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers and its
+    replicated layers updated in their own step.
     """
 
     first_chunk_layers: int | Literal["auto"] = "auto"
@@ -61,7 +47,6 @@ class Chunked:
     global_batch: int | None = None
     chunks: int | Literal["per_layer"] = 2
     overlap: bool = True
-    delay_dense_update: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -69,11 +54,6 @@ class Chunked:
         Raises:
             ConfigError: A number does not fit.
         """
-        if self.delay_dense_update not in ("auto", False, True):
-            raise ConfigError(
-                "delay_dense_update must be True, False or 'auto'. Received: "
-                f"delay_dense_update={self.delay_dense_update!r}."
-            )
         for name, least, word in (
             ("first_chunk_layers", 1, "auto"),
             ("replicated_dense", 0, "auto"),
@@ -91,41 +71,10 @@ class Chunked:
                 f"global_batch={self.global_batch}. Pass global_batch=data.batch_size."
             )
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Return the reduced gradients, in order.
-
-        Args:
-            gradients: Tensors or IndexedSlices, one per variable; no None.
-            variables: The variables they belong to.
-            group: Who takes part.
-            options: How they are reduced.
-
-        Raises:
-            PlanError: A gradient's shape is not known, a dense layer is used in two ways, or its
-                gradient is not what its calls have made.
-            ExchangeError: Communication failed.
-        """
-        results: list[Any] = list(gradients)
-        shared = [i for i, v in enumerate(variables) if not dense.is_whole(v)]
-        for i in set(range(len(variables))).difference(shared):
-            require_own(gradients[i], variables[i], variables, options.op == Average)
-        reduced = reduce_in_buckets(
-            [gradients[i] for i in shared],
-            [variables[i] for i in shared],
-            group,
-            options,
-            self._chunks,
-            self.overlap,
-        )
-        for i, gradient in zip(shared, reduced, strict=True):
-            results[i] = gradient
-        return results
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return chunks of layers; gradients that dense layers have made are not sent."""
+        del group
+        return compile_plan(table, self._chunks, overlap=self.overlap)
 
     def _chunks(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
         if self.first_chunk_layers == "auto":
@@ -134,51 +83,40 @@ class Chunked:
         return build_chunks(specs, self.first_chunk_layers, self.chunks)
 
     @property
-    def must_probe(self) -> bool:
-        """Whether the boundary of the first chunk is still to be measured."""
-        return self.first_chunk_layers == "auto" and self.chunks not in (1, "per_layer")
+    def watch(self) -> str:  # type: ignore[override]
+        """The boundary of the first chunk is measured in `fit` where it is "auto"."""
+        is_open = self.first_chunk_layers == "auto" and self.chunks not in (1, "per_layer")
+        return "tfscale.tuning.first_chunk:FirstChunkWatch" if is_open else ""
 
-    def wire(
-        self, model: keras.Model, options: GradientOptions, process_set: ProcessSet
-    ) -> list[str]:
-        """Let the first dense layers exchange activations and errors.
+    @property
+    def needs_prepared(self) -> str:  # type: ignore[override]
+        """Layers must be given their calls before they exchange activations."""
+        return f"replicated_dense={self.replicated_dense!r}" if self.replicated_dense else ""
 
-        Args:
-            model: The model; its Dense layers' `call` is replaced.
-            options: How gradients are reduced.
-            process_set: Who takes part.
-
-        Returns:
-            Names of the layers that do.
-
-        Raises:
-            PlanError: The model has fewer Dense layers than asked for.
-        """
-        layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Dense)]
+    def dense_kinds(
+        self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
+    ) -> list[tuple[DenseKind, str]]:
+        """Let the first layers exchange activations and errors; see `Exchange.dense_kinds`."""
+        del global_batch  # "auto" has one of its own
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
             raise PlanError(
                 f"The model must have {n_chosen} Dense layers. Received: {len(layers)}. "
                 f"Set replicated_dense to {len(layers)} or less."
             )
-        chosen = []
-        shared = dense.shared_weights(model)
-        for layer in layers[:n_chosen]:
-            reason = dense.why_not(layer, shared) or self._why_dear(layer, process_set.size())
-            if reason:
-                logger.info("%s stays in the chunks: %s.", layer.name, reason)
-                continue
-            layer.call = dense.ReplicatedCall(layer, options, process_set)
-            chosen.append(layer.name)
-        return chosen
+        reasons = [layer.why_not or self._why_dear(layer, size) for layer in layers[:n_chosen]]
+        kinds: list[tuple[DenseKind, str]] = [
+            ("weights", reason) if reason else ("replicated", "") for reason in reasons
+        ]
+        return kinds + [("weights", "")] * (len(layers) - n_chosen)
 
-    def _why_dear(self, layer: keras.layers.Dense, size: int) -> str:
-        """Return why "auto" leaves a layer in the chunks, or an empty string."""
+    def _why_dear(self, layer: DenseLayer, size: int) -> str:
+        """Return why "auto" lets a layer exchange weights, or an empty string."""
         if self.replicated_dense != "auto":
             return ""
-        if not layer.built:
+        if not layer.n_in:
             return "its shape is not known yet; build the model first"
-        n_in, n_out = layer.kernel.shape
-        if is_replicated_cheaper(n_in, n_out, self.global_batch or 0, size):
+        if is_replicated_cheaper(layer.n_in, layer.n_out, self.global_batch or 0, size):
             return ""
-        return f"its kernel has no more than {n_in + n_out} values per sample of the global batch"
+        n = layer.n_in + layer.n_out
+        return f"its kernel has no more than {n} values per sample of the global batch"

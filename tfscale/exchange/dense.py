@@ -10,40 +10,55 @@ Source: [T] chapter 3, "replicated gradients"; [T] chapter 4, "partial gradients
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import weakref
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group
+from tfscale.comm.backends.base import Call, Group, raw_variable
 from tfscale.comm.runtime import Average, ProcessSet
-from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.dense_uses import Use, note
-from tfscale.exchange.dense_uses import is_whole as is_whole
-from tfscale.exchange.factors import Factors
-from tfscale.exchange.provenance import note_call
+from tfscale.config import PlanError
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, GradientOptions
+from tfscale.exchange.plan import values_of
+from tfscale.internals.optimizers import layers_of, own_weights
+from tfscale.internals.trace import (
+    context_of,
+    current_graph,
+    is_stateful,
+    outer_graphs,
+    runs_once_per_step,
+)
 from tfscale.plan.segments import row_cuts
 
+logger = logging.getLogger("tfscale")
+
+Use = Literal["plain", "replicated", "partial"]
+
 _STREAM = "activations"  # never waits for gradients, nor they for it
+_INNER = "inner"  # used in a function that the traced one calls
+_SAME = ("Identity", "IdentityN", "Cast", "CheckNumerics", "StopGradient", "UnsortedSegmentSum")
+_SUMS = ("AddN", "AddV2", "Add")
+_WORDS = {
+    "weights": "weight gradients",
+    "replicated": "activations and errors, for whole gradients",
+    "partial": "activations and errors, for the gradients of each rank's rows",
+}
 
 
 def shared_weights(model: keras.Model) -> frozenset[int]:
     """Return the `id` of each weight of several layers, or of one within TimeDistributed."""
-    layers = model._flatten_layers()
+    layers = layers_of(model)
     owners = Counter(id(v) for layer in layers for v in own_weights(layer))
     # It vectorises the layer's call, and drops the gradient that goes with it.
     held = [x.layer for x in layers if isinstance(x, keras.layers.TimeDistributed)]
     owners.update(id(v) for layer in held for v in layer.trainable_variables)
     return frozenset(key for key, n in owners.items() if n > 1)
-
-
-def own_weights(layer: keras.layers.Layer) -> list[Any]:
-    """Return the trainable weights of a layer without those of layers inside of it."""
-    return list(getattr(layer, "_trainable_variables", ()))
 
 
 def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> str:
@@ -79,13 +94,6 @@ class ReplicatedCall:
     def __init__(
         self, layer: keras.layers.Dense, options: GradientOptions, process_set: ProcessSet
     ) -> None:
-        """Keep what every call needs.
-
-        Args:
-            layer: A layer for which `why_not` has no objection.
-            options: How gradients are reduced.
-            process_set: Who takes part.
-        """
         self._layer = weakref.ref(layer)
         self._original = type(layer).call
         self._options = options
@@ -94,20 +102,16 @@ class ReplicatedCall:
         # own arrival, and later reads of the kernel behind them.
         self._order = tf.Variable(0.0, trainable=False, name="order")
 
+    def belongs_to(self, options: GradientOptions, process_set: ProcessSet) -> bool:
+        """Return whether the call was made for some options and ranks."""
+        return self._options is options and self._process_set is process_set
+
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
-        """Compute the layer.
-
-        Args:
-            inputs: Shape [samples, ..., n_in].
-            training: Whether gradients follow.
-
-        Returns:
-            Shape [samples, ..., units].
-        """
+        """Compute the layer for inputs of shape [samples, ..., n_in]."""
         layer = self._layer()
         assert layer is not None
         group = self._process_set.group()
-        if not training or not _can_exchange() or group.size == 1 or group.rank < 0:
+        if not training or not runs_once_per_step() or group.size == 1 or group.rank < 0:
             self._note(layer, "plain", "plain")
             return self._original(layer, inputs, training=training)
         weights = [tf.convert_to_tensor(v) for v in (layer.kernel, layer.bias) if v is not None]
@@ -130,7 +134,7 @@ class ReplicatedCall:
                 errors *= tf.constant(factor, errors.dtype)
                 of_kernel = self._kernel_gradient(layer, group, sent, errors)
                 of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
-                note_call(layer, [of_kernel, *of_bias], Factors(sent, errors))
+                _note_made(layer, [of_kernel, *of_bias])
                 return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient
@@ -162,9 +166,9 @@ class ReplicatedCall:
         return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
 
     def _note(self, layer: keras.layers.Dense, kernel: Use, bias: Use) -> None:
-        note(layer.kernel, kernel)
+        _note_use(layer.kernel, kernel)
         if layer.bias is not None:
-            note(layer.bias, bias)
+            _note_use(layer.bias, bias)
 
 
 class PartialCall(ReplicatedCall):
@@ -199,43 +203,250 @@ class PartialCall(ReplicatedCall):
         return tf.IndexedSlices(own, tf.range(begin, end), tf.constant(tuple(layer.kernel.shape)))
 
 
-def _can_exchange() -> bool:
-    """Return whether a collective traced here runs exactly once in each step."""
-    if tf.executing_eagerly():
-        return False
-    return not isinstance(tf.compat.v1.get_default_graph(), ControlFlowFuncGraph)
+def _note_use(variable: Any, use: Use) -> None:
+    """Note how the function being traced uses a kernel or bias.
+
+    "plain": its gradient is this rank's. "replicated": it is that of the whole batch. "partial":
+    that too, but of this rank's rows only.
+    """
+    graph = current_graph()
+    if graph is None:
+        return
+    context_of(graph).uses.setdefault(id(variable), set()).add(use)
+    for outer in outer_graphs(graph) if use != "plain" else ():
+        context_of(outer).uses.setdefault(id(variable), set()).add(_INNER)
 
 
-def own_rows(gradient: Any, n_in: int, group: Group) -> tf.Tensor:
-    """Return this rank's rows of a partial gradient.
+def _note_made(layer: keras.layers.Dense, gradients: Sequence[Any]) -> None:
+    """Note the gradients that back-propagation through one call of a layer has made."""
+    for variable, gradient in zip((layer.kernel, layer.bias), gradients, strict=False):
+        values = values_of(gradient)
+        context_of(values.graph).made[values.name] = id(variable)
+
+
+def use_of(variable: Any) -> Use:
+    """Return how the function being traced uses a variable.
 
     Args:
-        gradient: IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that
-            is called more than once; or a tensor of the kernel's shape.
-        n_in: Rows of the kernel.
-        group: Who shares them.
+        variable: A variable whose gradient the function has computed.
 
-    Returns:
-        Shape [own rows, n_out].
+    Raises:
+        PlanError: The function uses the layer in training and otherwise, so that parts of the
+            gradient are the whole batch's and parts this rank's; or it is used in a function that
+            this one calls, whose gradient does not tell what it is.
     """
-    begin, end = row_cuts(n_in, group.size)[group.rank :][:2]
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient[begin:end]
-    if gradient.values.shape[0] == end - begin:
-        return gradient.values
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices - begin, end - begin)
+    graph = current_graph()
+    if graph is None:
+        return "plain"
+    uses = context_of(graph).uses.get(id(variable), set()) or {"plain"}
+    if uses == {"plain"}:
+        return "plain"
+    if _INNER in uses:
+        raise PlanError(
+            "A layer that exchanges activations must be called in the function that applies its "
+            f"gradient. Received: {variable.path} used in a tf.function within {graph.name}. Take "
+            "the decorator off, or let dense layers exchange weights: Chunked(replicated_dense=0), "
+            "Sharded(dense='weights')."
+        )
+    if len(uses) > 1:
+        raise PlanError(
+            "A layer that exchanges activations must be called with training=True wherever its "
+            f"gradient is taken. Received: {variable.path} used with training=True and without. "
+            "Pass training=True, or let dense layers exchange weights: "
+            "Chunked(replicated_dense=0), Sharded(dense='weights')."
+        )
+    (use,) = uses
+    return use  # type: ignore[return-value]
 
 
-def cut_by_rows(model: keras.Model) -> list[tuple[Any, Any]]:
-    """Return kernel and bias (or None) of each layer that makes partial gradients."""
-    layers = [x for x in model._flatten_layers() if isinstance(vars(x).get("call"), PartialCall)]
-    return [(layer.kernel, layer.bias) for layer in layers]
+def require_own(gradient: Any, variable: Any, trained: Sequence[Any], is_mean: bool) -> None:
+    """Raise unless a gradient is what the calls of the variable's layer have made.
+
+    It may be cast, be the sum of those of several calls, and be multiplied by what is equal on all
+    ranks: what follows from constants and trained variables alone. Such a term may also be added
+    where gradients are averaged; in a sum of all ranks it would have to be there once for each.
+
+    Args:
+        gradient: What `apply` was given, for a variable whose `use_of` is not "plain".
+        variable: A kernel or bias.
+        trained: Variables that are equal on all ranks.
+        is_mean: Gradients are averaged.
+
+    Raises:
+        PlanError: It is something else.
+    """
+    graph = current_graph()
+    assert graph is not None
+    if _Walk(graph, variable, trained, is_mean).is_own(values_of(gradient)):
+        return
+    raise PlanError(
+        "The gradient of a layer that exchanges activations must be what back-propagation through "
+        f"the layer's own calls has made. Received: for {variable.path}, one to which other uses "
+        "of the variable (a tied layer) or the train step (clipping) have contributed. Let dense "
+        "layers exchange weights: Chunked(replicated_dense=0), Sharded(dense='weights'); or clip "
+        "with the optimizer's own clipnorm or global_clipnorm instead of in the train step."
+    )
 
 
-def replicated_layers(model: keras.Model) -> list[keras.layers.Dense]:
-    """Return the layers of which every rank computes the gradient of the whole batch."""
-    layers = model._flatten_layers()
-    return [x for x in layers if type(vars(x).get("call")) is ReplicatedCall]
+class _Walk:
+    """Follows a gradient back to the ops that made it."""
+
+    def __init__(
+        self, graph: tf.Graph, variable: Any, trained: Sequence[Any], is_mean: bool
+    ) -> None:
+        self._names = {n for n, key in context_of(graph).made.items() if key == id(variable)}
+        self._graph, self._trained, self._is_mean = graph, trained, is_mean
+        self._handles: set[str] | None = None
+
+    def is_own(self, gradient: tf.Tensor) -> bool:
+        """Return whether all of a gradient comes from the layer's calls."""
+        seen, ahead = set(), [gradient]
+        while ahead:
+            tensor = ahead.pop()
+            if not isinstance(tensor, tf.Tensor) or tensor.graph is not self._graph:
+                return False
+            if tensor.name in self._names or tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            made_of = self._made_of(tensor)
+            if not made_of:
+                return False
+            ahead.extend(made_of)
+        return True
+
+    def _made_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Return the inputs that must come from the layer's calls for a tensor to do so, or [].
+
+        What they have made depends on messages, so it never is what `_is_equal` finds.
+        """
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if op.type in _SAME:
+            return [inputs[tensor.value_index]]
+        if op.type == "ConcatV2":  # values of IndexedSlices; the last input is the axis
+            return inputs[:-1]
+        if op.type in _SUMS:
+            return [x for x in inputs if not (self._is_mean and self._is_equal(x))]
+        if op.type == "RealDiv":
+            return inputs[:1] if self._is_equal(inputs[1]) else []
+        if op.type == "Mul":
+            rest = [x for x in inputs if not self._is_equal(x)]
+            return rest if len(rest) == 1 else []
+        return []
+
+    def _is_equal(self, tensor: tf.Tensor) -> bool:
+        """Return whether a tensor follows from constants and trained variables alone."""
+        if self._handles is None:
+            raw = [raw_variable(v) for v in self._trained]
+            handles = [self._graph.capture(v.handle) for v in raw if hasattr(v, "handle")]
+            self._handles = {handle.name for handle in handles}
+        seen, ahead = set(), [tensor]
+        while ahead:
+            op = ahead[-1].op
+            is_known = ahead.pop().name in self._handles or op.type == "Const"
+            if is_known or op.name in seen:
+                continue
+            if not op.inputs or (is_stateful(op) and op.type != "ReadVariableOp"):
+                return False
+            seen.add(op.name)
+            ahead.extend(op.inputs)
+        return True
+
+
+class DenseCalls:
+    """The calls of a model's Dense layers, chosen by a strategy.
+
+    Chosen again whenever a model is prepared, so that facts that were not known before `fit` are
+    taken up; "auto" stays with the first batch size that it learns of.
+
+    Attributes:
+        is_chosen: Whether a model was prepared.
+        rows: Kernel and bias (or None) of each layer whose kernel must be cut between rows.
+    """
+
+    def __init__(self) -> None:
+        self.is_chosen = False
+        self.rows: list[tuple[Any, Any]] = []
+        self._global_batch: int | None = None
+        self._said: dict[str, str] = {}
+
+    def choose(
+        self,
+        model: keras.Model,
+        strategy: Exchange,
+        options: GradientOptions,
+        process_set: ProcessSet,
+        is_local: Callable[[Any], bool],
+        why_uncut: Callable[[Any], str],
+        global_batch: int | None,
+    ) -> bool:
+        """Ask the strategy for each Dense layer, and replace the `call` of those it concerns.
+
+        Args:
+            model: The model.
+            strategy: Decides.
+            options: How gradients are reduced.
+            process_set: The ranks that exchange.
+            is_local: Returns whether a variable stays on its rank.
+            why_uncut: Returns for a variable why it must not be cut, or an empty string.
+            global_batch: Samples of all ranks together, where that is known.
+
+        Returns:
+            Whether a layer exchanges otherwise than before, so that functions must be traced again.
+
+        Raises:
+            PlanError: The strategy does not fit the model.
+        """
+        self._global_batch = strategy.global_batch or self._global_batch or global_batch
+        layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
+        shared = shared_weights(model)
+        described = []
+        for layer in layers:
+            reason = why_not(layer, shared)
+            if not reason and any(is_local(v) for v in own_weights(layer)):
+                reason = "they are this rank's own"
+            described.append(_describe(layer, reason, why_uncut))
+        kinds = strategy.dense_kinds(described, process_set.size(), self._global_batch)
+        has_changed = False
+        for layer, (kind, reason) in zip(layers, kinds, strict=True):
+            has_changed |= _set_call(layer, kind, options, process_set)
+            if kind != "weights" or reason:
+                self._say(layer, f"{_WORDS[kind]}{reason and f': {reason}'}")
+        calls = [(x, vars(x).get("call")) for x in layers]
+        self.rows = [(x.kernel, x.bias) for x, call in calls if isinstance(call, PartialCall)]
+        self.is_chosen = True
+        return has_changed
+
+    def _say(self, layer: keras.layers.Layer, text: str) -> None:
+        if self._said.get(layer.path) != text:
+            self._said[layer.path] = text
+            logger.info("%s exchanges %s.", layer.path, text)
+
+
+def _describe(
+    layer: keras.layers.Dense, reason: str, why_uncut: Callable[[Any], str]
+) -> DenseLayer:
+    if not layer.built:
+        return DenseLayer(layer.path, 0, 0, None, reason)
+    config = layer.get_build_config() or {}
+    inner = tuple(config.get("input_shape") or (None, None))[1:-1]
+    positions = None if None in inner else math.prod(inner)
+    n_in, n_out = layer.kernel.shape
+    uncut = "" if reason else why_uncut(layer.kernel)
+    return DenseLayer(layer.path, n_in, n_out, positions, reason, uncut)
+
+
+def _set_call(
+    layer: keras.layers.Dense, kind: DenseKind, options: GradientOptions, process_set: ProcessSet
+) -> bool:
+    """Give a layer the call of a kind; return whether it had another."""
+    call, make = vars(layer).get("call"), _CALLS.get(kind)
+    is_kind = isinstance(call, ReplicatedCall) and type(call) is make
+    if is_kind and call.belongs_to(options, process_set):
+        return False
+    has_changed = restore(layer)
+    if make is not None:
+        layer.call = make(layer, options, process_set)
+    return has_changed or make is not None
 
 
 def restore(layer: keras.layers.Layer) -> bool:
@@ -244,3 +455,6 @@ def restore(layer: keras.layers.Layer) -> bool:
         del layer.call
         return True
     return False
+
+
+_CALLS = {"replicated": ReplicatedCall, "partial": PartialCall}

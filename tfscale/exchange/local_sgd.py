@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +10,8 @@ import keras
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
-from tfscale.exchange.base import GradientOptions
+from tfscale.exchange.base import Exchange, resolve
+from tfscale.exchange.plan import ExchangePlan, Table
 from tfscale.exchange.sharded import Sharded
 
 
@@ -64,7 +64,7 @@ class AdaptiveInterval:
 
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(Exchange):
     """Groups of ranks exchange gradients inside only; their models are averaged now and then.
 
     With `Sharded()` inside, a rank averages its own segment only, with the ranks of other groups
@@ -160,13 +160,11 @@ class LocalSGD:
         m = size // self.groups
         return [list(range(i * m, (i + 1) * m)) for i in range(self.groups)]
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[Any]:
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return the plan of a step inside of a group."""
+        return resolve(self.within).plan(table, group)
+
+    def whole(self) -> Exchange:
         """Refuse: averaging needs the update, which a tape does not have.
 
         Raises:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import tensorflow as tf
+from typing import Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import GradientOptions
-from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes
-from tfscale.plan.segments import SegmentedBucket, build_segments
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
+from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.layers import is_partial_cheaper
+from tfscale.plan.segments import build_segments
 
 DENSE = ("auto", "weights", "partial", "replicated")
 
 
 @dataclass(frozen=True)
-class Sharded:
+class Sharded(Exchange):
     """Gradients go to the ranks that own the parameters; updated parameters come back.
 
     Parameters lie in flat buffers that are cut into one segment for each rank. A rank receives the
     gradients of its own segment from all others, sums them, updates that segment (the optimizer's
-    state exists for it alone) and sends the updated parameters to all. The values that travel are
-    those of an allreduce, but the second half of them travels behind the next forward pass.
+    state exists for it alone) and sends the updated parameters to all. As many values are sent as
+    by an allreduce, but the second half of them during the next forward pass.
 
     Attributes:
         bucket_mb: Largest bucket in MiB; "auto" cuts the model into about eight; 0 gives each
@@ -38,8 +38,8 @@ class Sharded:
             "partial" for the layers where it moves fewer values than "weights" ([T] eq. 4.8), and
             never "replicated". Layers that cannot, such as subclasses of Dense and those with a
             regularizer, exchange weights; a log line says which and why.
-        overlap_forward: Let a step end before the parameters have arrived; whoever reads one waits
-            for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
+        overlap_forward: Let a step end before the parameters have arrived; a read of one waits for
+            it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
         global_batch: Samples of all ranks together, for "auto"; None takes that of the
             `GlobalBatches` that `fit` is given, and "weights" where there is none.
@@ -68,62 +68,69 @@ class Sharded:
         if batch is not None and (isinstance(batch, bool) or int(batch) != batch or batch < 1):
             raise ConfigError(f"global_batch must be 1 or more. Received: global_batch={batch!r}.")
 
-    def cuts(self, variable: Any) -> bool:
-        """Return whether each rank updates a part of a variable only: all variables."""
-        del variable
-        return True
+    is_sharding = True
 
-    def dense_of(self, path: str) -> Any:
-        """Return how the gradient of a Dense layer is made: one of `DENSE`.
+    @property
+    def waits_for_gathers(self) -> bool:  # type: ignore[override]
+        """Whether a step ends when all parameters have arrived."""
+        return not self.overlap_forward
 
-        Args:
-            path: Of the layer.
-        """
-        del path
-        return self.dense
+    @property
+    def needs_prepared(self) -> str:  # type: ignore[override]
+        """Layers must be given their calls before they exchange activations."""
+        return f"dense={self.dense!r}" if self.dense in ("partial", "replicated") else ""
 
-    def segments(
-        self,
-        specs: Sequence[GradientSpec],
-        size: int,
-        whole: frozenset[int],
-        by_rows: Sequence[tuple[int, ...]],
-    ) -> tuple[SegmentedBucket, ...]:
-        """Return the buckets of the variables that are cut; see `build_segments`."""
+    def plan(self, table: Table, group: Group) -> ExchangePlan:
+        """Return buckets of which each rank owns a segment: of all parameters but local ones."""
         mb = self.bucket_mb
-        n_bytes = auto_bucket_bytes(specs) if mb == "auto" else int(mb * 2**20)
-        return build_segments(specs, size, n_bytes, whole, by_rows)
 
-    def route(self, exchange: Callable[..., list[Any]], arrived: list[tf.Tensor]) -> Any:
-        """Return what exchanges all gradients: the same.
+        def lay_out(specs, whole, by_rows):  # type: ignore[no-untyped-def]
+            n_bytes = auto_bucket_bytes(specs) if mb == "auto" else int(mb * 2**20)
+            return build_segments(specs, group.size, n_bytes, whole, by_rows)
 
-        Args:
-            exchange: Of the variables that are cut.
-            arrived: Not used.
-        """
-        del arrived
-        return exchange
+        segments = cut_parameters(table, table.shared, lay_out)
+        return compile_plan(table, lambda specs: (), segments, self.overlap)
 
-    def exchange(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        group: Group,
-        options: GradientOptions,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Return the reduced gradients, whole: what a tape or an unknown optimizer gets.
+    def whole(self) -> Exchange:
+        """Return an allreduce in buckets of the same size."""
+        return Allreduce(self.bucket_mb, self.overlap)
 
-        `DistributedOptimizer` goes another way where it can: see `tfscale.update.sharded`.
+    def dense_kinds(
+        self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
+    ) -> list[tuple[DenseKind, str]]:
+        """Apply `dense` to each layer; see `Exchange.dense_kinds`."""
+        return [dense_kind(self.dense, layer, size, global_batch) for layer in layers]
 
-        Args:
-            gradients: Tensors or IndexedSlices, one per variable; no None.
-            variables: The variables they belong to.
-            group: Who takes part.
-            options: How they are reduced.
 
-        Raises:
-            PlanError: A gradient's shape is not known.
-            ExchangeError: Communication failed.
-        """
-        whole = Allreduce(self.bucket_mb, self.overlap)
-        return whole.exchange(gradients, variables, group, options)
+def dense_kind(
+    asked: str, layer: DenseLayer, size: int, global_batch: int | None
+) -> tuple[DenseKind, str]:
+    """Return what a layer of a sharded model exchanges, and why not as was asked for.
+
+    Args:
+        asked: One of `DENSE`.
+        layer: The layer.
+        size: Number of ranks.
+        global_batch: Samples of all ranks together, where that is known.
+    """
+    if asked == "weights" or layer.why_not:
+        return "weights", layer.why_not if asked != "weights" else ""
+    if asked == "replicated":
+        return "replicated", ""
+    reason = layer.why_uncut or _why_not_partial(asked, layer, size, global_batch)
+    return ("weights", reason) if reason else ("partial", "")
+
+
+def _why_not_partial(asked: str, layer: DenseLayer, size: int, global_batch: int | None) -> str:
+    if layer.n_in < size:
+        return f"the kernel has {layer.n_in} rows for {size} ranks"
+    if asked == "partial":
+        return ""
+    if global_batch is None or layer.positions is None:
+        return (
+            "the batch size is not known; give fit a GlobalBatches, or pass "
+            "Sharded(global_batch=...)"
+        )
+    if is_partial_cheaper(layer.n_in, layer.n_out, global_batch * layer.positions, size):
+        return ""
+    return f"they are fewer values at a global batch of {global_batch}"

@@ -22,9 +22,9 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_slices
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession, session_for
+from tfscale.internals.optimizers import config_of, scaled_by
 from tfscale.internals.traits import Traits, own_of, show_averages
-from tfscale.model_optimizers import config_of
-from tfscale.update.loss_scale import scaled_by
+from tfscale.optimizer.distributed import distributed_of, is_distributed
 
 logger = logging.getLogger("tfscale")
 
@@ -235,14 +235,14 @@ def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
 
 
 def _exchange(optimizer: Any) -> dict[str, str]:
-    reducer = getattr(optimizer, "_self_reducer", None)
-    if reducer is None:
+    distributed = distributed_of(optimizer)
+    if distributed is None:
         return {"exchange": "none: not a DistributedOptimizer"}
-    accumulator, options = optimizer._self_accumulator, reducer.options
+    accumulator, options = distributed.accumulator, distributed.options
     return {
-        "exchange": _text(optimizer.strategy),
-        "nonfinite": optimizer._self_nonfinite.policy,
-        "backward_passes_per_step": str(getattr(accumulator, "passes", 1)),
+        "exchange": _text(distributed.strategy),
+        "nonfinite": distributed.nonfinite,
+        "backward_passes_per_step": str(1 if accumulator is None else accumulator.passes),
         "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),
         **{key: str(getattr(options, key)) for key in ("op", "predivide", "sparse_as_dense")},
@@ -326,8 +326,7 @@ def _first_weights(model: Any, callbacks: set[str]) -> str:
         weights. The same text for all models that have trained.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    is_united = hasattr(optimizer, "_self_reducer")
-    if not is_united or callbacks & _EQUALISING:
+    if not is_distributed(optimizer) or callbacks & _EQUALISING:
         return ""
     if int(optimizer.iterations.numpy()) > 0:
         return "trained"

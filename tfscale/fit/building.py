@@ -8,11 +8,11 @@ from typing import Any
 import keras
 
 from tfscale.config import ConfigError
-from tfscale.fit.preparation import share_statistics
+from tfscale.fit.preparation import share_statistics, wire
 from tfscale.fit.session import session_for
-from tfscale.internals.keras import batch_spec_of
-from tfscale.model_optimizers import build_from_spec, how_to_build, is_built, optimizers_of
-from tfscale.optimizer import is_distributed
+from tfscale.internals.keras import batch_spec_of, build_from_spec, how_to_build
+from tfscale.internals.optimizers import is_built, optimizers_of
+from tfscale.optimizer.distributed import DistributedOptimizer
 
 
 def require_built(model: keras.Model) -> None:
@@ -50,8 +50,8 @@ def when_built(model: keras.Model, action: Callable[[], None]) -> None:
 def build_optimizer(model: keras.Model) -> None:
     """Create the slots of the compiled optimizer, where they do not exist yet."""
     optimizer: Any = getattr(model, "optimizer", None)
-    if is_distributed(optimizer) and is_built(model) and hasattr(optimizer, "wire"):
-        optimizer.wire(model)  # where the layers did not exist yet when the model was prepared
+    if type(optimizer) is DistributedOptimizer and is_built(model):
+        wire(optimizer, model)  # where the layers did not exist yet when the model was prepared
         share_statistics(model)
     is_shared = getattr(optimizer, "shares_state", False) and len(optimizers_of(model)) > 1
     if optimizer is not None and not optimizer.built and not is_shared:

@@ -10,6 +10,7 @@ import keras
 from tfscale.comm import runtime
 from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.fit.guarded_step import GuardedStep
 from tfscale.internals.keras import (
@@ -18,9 +19,10 @@ from tfscale.internals.keras import (
     trained_by,
     wrap_train_function,
 )
-from tfscale.model_optimizers import optimizers_of
-from tfscale.optimizer import DistributedOptimizer, is_distributed
-from tfscale.parameters.shared_saves import make_saves_safe
+from tfscale.internals.optimizers import optimizers_of
+from tfscale.internals.stack import data_of_fit
+from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of, is_distributed
+from tfscale.optimizer.saving import make_saves_safe
 from tfscale.sync_batch_norm import SyncBatchNormalization
 
 logger = logging.getLogger("tfscale")
@@ -57,7 +59,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = _switch_off_xla(model)
     has_changed = _repair_loss_scale(model) or has_changed
     if type(model.optimizer) is DistributedOptimizer:
-        has_changed = model.optimizer.wire(model) or has_changed
+        has_changed = wire(model.optimizer, model) or has_changed
     else:
         has_changed = _restore_layers(model) or has_changed
     has_changed = share_statistics(model) or has_changed
@@ -66,6 +68,17 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     wrap_train_function(model, lambda step: GuardedStep(model, step), GuardedStep)
     make_saves_safe(model)
     return model
+
+
+def wire(optimizer: DistributedOptimizer, model: keras.Model) -> bool:
+    """Let the exchange change the model's layers, given the batch size of the running `fit`.
+
+    Returns:
+        Whether functions of the model must be traced again.
+    """
+    data = data_of_fit()
+    batch = data.batch_size if isinstance(data, GlobalBatches) else None
+    return optimizer.wire(model, batch)
 
 
 def _switch_off_xla(model: keras.Model) -> bool:
@@ -109,7 +122,7 @@ def _restore_layers(model: keras.Model) -> bool:
 
 def share_statistics(model: keras.Model) -> bool:
     """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
-    reducer = getattr(getattr(model, "optimizer", None), "_self_reducer", None)
-    process_set = global_process_set if reducer is None else reducer.process_set
+    distributed = distributed_of(getattr(model, "optimizer", None))
+    process_set = global_process_set if distributed is None else distributed.sharing_set
     layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
     return any([layer.follow(process_set) for layer in layers])

@@ -16,8 +16,9 @@ from tfscale.config import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals import stack
 from tfscale.internals.keras import put_first, put_last
+from tfscale.internals.optimizers import optimizers_of
 from tfscale.internals.traits import train_apart
-from tfscale.model_optimizers import accumulating, optimizers_of
+from tfscale.optimizer.model_optimizers import accumulating
 
 logger = logging.getLogger("tfscale")
 

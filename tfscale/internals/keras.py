@@ -26,7 +26,9 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.utils.io_utils import print_msg
 
+from tfscale.config import ConfigError
 from tfscale.internals import stack
+from tfscale.internals.optimizers import has_call
 
 __all__ = ["class_weight_to_sample_weights", "print_msg"]
 
@@ -57,14 +59,40 @@ def is_xla_automatic(model: keras.Model) -> bool:
     return bool(model._resolve_auto_jit_compile())
 
 
-def build_from_batch(model: keras.Model, batch: Any) -> None:
+def how_to_build(model: keras.Model) -> str:
+    """Return the advice of an error that says that a model is not built."""
+    if not has_call(model):
+        return "It has no call(): build its layers, and set model.built = True, before fit."
+    way = "Call the model on one batch before fit"
+    return f"{way}, or use tfscale.prepare(model, sample_batch=...)."
+
+
+def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
     """Build model, losses and metrics.
 
     Args:
-        model: Compiled.
-        batch: Symbols of a batch.
+        model: A compiled model.
+        spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
+
+    Raises:
+        ConfigError: These do not suffice.
     """
-    model._symbolic_build(data_batch=batch)
+    try:
+        batch = keras.tree.map_structure(symbol_of, spec_of_data())
+        model._symbolic_build(data_batch=batch)
+    except Exception as error:
+        raise ConfigError(
+            "The model must be built before its first update, and its shapes cannot be told from "
+            f"the data. Received: model={model.name!r} and "
+            f"{type(error).__name__}: {error}. {how_to_build(model)}"
+        ) from error
+
+
+def symbol_of(spec: Any) -> keras.KerasTensor | None:
+    """Return the symbol of an array, or of what has shape and dtype of one; else None."""
+    if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
+        return None
+    return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)
 
 
 def lookup_layer(layer: Any) -> Any:

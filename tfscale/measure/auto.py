@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -18,10 +18,10 @@ from tfscale.comm.events import has_events
 from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
-from tfscale.exchange.auto import Auto
+from tfscale.exchange.auto import Auto, Mixed, Outcome, per_layer, strategy_of
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
-from tfscale.exchange.plans import Outcome, Planned, PlannedShards, per_layer, strategy_of
+from tfscale.internals.optimizers import update_rule
 from tfscale.internals.stack import callbacks_of_fit, data_of_fit
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
@@ -35,6 +35,8 @@ from tfscale.measure.layers import (
     separate,
 )
 from tfscale.measure.model_layers import read_layers
+from tfscale.optimizer.model_optimizers import accumulating
+from tfscale.optimizer.rules import LAYERWISE
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.choose import Choice, best_first_chunk, choose
 from tfscale.plan.costs import Scenario
@@ -42,8 +44,6 @@ from tfscale.plan.explain import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import Kind
-from tfscale.update.loss_scale import update_rule
-from tfscale.update.rules import LAYERWISE
 
 logger = logging.getLogger("tfscale")
 
@@ -53,13 +53,22 @@ class FirstChunkWatch:
 
     may_cut = False
 
-    def __init__(self, strategy: Chunked, layers: Sequence[str]) -> None:
-        """Begin to watch.
+    def __init__(
+        self,
+        strategy: Chunked,
+        layers: Sequence[str],
+        model: keras.Model | None,
+        why_uncut: Callable[[keras.Model], str],
+    ) -> None:
+        """Begin to watch; see `Exchange.watch`.
 
         Args:
-            strategy: One that must probe.
+            strategy: One whose first chunk is "auto".
             layers: Paths of the layers that own the exchanged variables, in the order of the model.
+            model: Not used.
+            why_uncut: Not used.
         """
+        del model, why_uncut
         self._strategy = strategy
         self._n_layers = len(layers)
         self._probe = LayerTimer(layers) if has_events() else None
@@ -111,7 +120,7 @@ def why_not(model: keras.Model | None) -> str:
         return "the model is not known"
     if model.steps_per_execution > 1:
         return "several steps run at a time"
-    if getattr(model.optimizer, "_self_accumulator", None) is not None:
+    if accumulating(model):
         return "gradients are added up over several steps before they travel"
     return ""
 
@@ -428,7 +437,7 @@ def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
 
 
 def _done(
-    strategy: Planned | PlannedShards, scenario: Scenario, trial: Trial, plain_s: float, text: str
+    strategy: Mixed | Mixed, scenario: Scenario, trial: Trial, plain_s: float, text: str
 ) -> Exchange:
     """Return a strategy that knows its outcome."""
     choice, plan_s = trial
@@ -442,38 +451,3 @@ def _done(
         f"{explain(scenario, choice)}\n{text}\n",
     )
     return dataclasses.replace(strategy, outcome=outcome)
-
-
-WhyUncut = Callable[[keras.Model], str]
-
-
-class Watch(Protocol):
-    """Sees the steps of one `fit` after another.
-
-    Attributes:
-        may_cut: Whether it may return a strategy that shards parameters.
-    """
-
-    may_cut: bool
-
-    def step(self) -> Exchange | None:
-        """Count a step; return the strategy for the next one if it changes. Collective."""
-        ...
-
-
-def watch(
-    strategy: Exchange, layers: Sequence[str], model: keras.Model | None, why_uncut: WhyUncut
-) -> Watch | None:
-    """Return who looks at steps for a strategy; None for most strategies.
-
-    Args:
-        strategy: What the user chose.
-        layers: Paths of the layers that own the exchanged variables, in the order of the model.
-        model: That is trained, where it is known.
-        why_uncut: Returns why its parameters cannot be sharded, or an empty string.
-    """
-    if isinstance(strategy, Auto):
-        return AutoWatch(strategy, layers, model, why_uncut)
-    if isinstance(strategy, Chunked) and strategy.must_probe:
-        return FirstChunkWatch(strategy, layers)
-    return None

@@ -19,9 +19,10 @@ import tensorflow as tf
 from tfscale.config import ConfigError
 from tfscale.data.control import read_batches
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.internals.keras import build_from_spec
+from tfscale.internals.optimizers import is_built
 from tfscale.measure.pictures import write_findings
 from tfscale.measure.theta import noise_scale
-from tfscale.model_optimizers import build_from_spec, is_built
 
 
 @dataclass(frozen=True)

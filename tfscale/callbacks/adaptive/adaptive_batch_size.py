@@ -26,6 +26,7 @@ from tfscale.config import ConfigError
 from tfscale.data.control import put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.internals.keras import n_updates, print_msg, rate_of, steps_until
+from tfscale.internals.optimizers import update_rule
 from tfscale.measure.growth import (
     Decision,
     GrowthControl,
@@ -37,7 +38,6 @@ from tfscale.measure.growth import (
     with_largest_interval,
 )
 from tfscale.measure.theta import IntervalRule, Rule
-from tfscale.model_optimizers import unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")
@@ -333,7 +333,7 @@ class AdaptiveRate:
 
     def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
         self._optimizer = model.optimizer
-        rate = rate_of(unwrap(self._optimizer))
+        rate = rate_of(update_rule(self._optimizer))
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
@@ -360,7 +360,7 @@ class AdaptiveRate:
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
             # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
-            step = n_updates(unwrap(self._optimizer))
+            step = n_updates(update_rule(self._optimizer))
             self._schedule.rescale(scale, stretch, step)
             if scale != before[0]:
                 self._rate.correct(scale / before[0])

@@ -11,7 +11,7 @@ from tfscale.callbacks.adaptive.growing_batch import ChangingBatchSize, check_da
 from tfscale.config import ConfigError
 from tfscale.data.slices import check_integer
 from tfscale.internals.keras import rate_of
-from tfscale.model_optimizers import unwrap
+from tfscale.internals.optimizers import update_rule
 
 
 class BatchSizeSchedule(ChangingBatchSize):
@@ -58,7 +58,7 @@ class BatchSizeSchedule(ChangingBatchSize):
             sizes = sorted({data.batch_size, *self.sizes.values()})
             check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
 
-        rate = rate_of(unwrap(self.model.optimizer))
+        rate = rate_of(update_rule(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
                 "Larger batches make fewer steps of an epoch, which a schedule counted in steps "

@@ -17,9 +17,9 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import count_active
 from tfscale.fit import building
 from tfscale.fit.session import FitSession
-from tfscale.internals.keras import batch_spec_of, rate_of, serve_again
+from tfscale.internals.keras import batch_spec_of, rate_of, serve_again, symbol_of
+from tfscale.internals.optimizers import update_rule
 from tfscale.internals.traits import judge_before_averages, own_of
-from tfscale.model_optimizers import symbol_of, unwrap
 from tfscale.scalable_schedule import ScalableSchedule
 
 MEANS = ("sum_over_batch_size", "mean")
@@ -158,7 +158,7 @@ def check_rate_and_order(callback: Callback, warmup_epochs: int) -> None:
     if not building.is_built(model):  # the first parameters must be known
         building.build_from_data(model)
         building.build_optimizer(model)
-    rate = rate_of(unwrap(model.optimizer))
+    rate = rate_of(update_rule(model.optimizer))
     if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
         raise ConfigError(
             f"{name} changes the learning rate, which a schedule counted in steps would not "

@@ -17,7 +17,7 @@ from tfscale.data.slices import count_active
 from tfscale.measure.growth import Measures
 from tfscale.measure.memory import MemoryGuard
 from tfscale.measure.theta import noise_scale
-from tfscale.update.gradient_norms import GradientNorms
+from tfscale.optimizer.gradient_norms import GradientNorms
 
 
 @dataclass(frozen=True)

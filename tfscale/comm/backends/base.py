@@ -172,7 +172,7 @@ class Backend(Protocol):
     ) -> None:
         """Begin to give variables the values that the members' pieces make up; do not wait.
 
-        Who reads a variable must wait first, by `await_variables`, as `parameters.futures` does. A
+        Who reads a variable must wait first, by `await_variables`, as `optimizer.futures` does. A
         failed gather leaves the values as they are, and readers get its error.
 
         Args:

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfscale
 from tfscale.comm import events, objects, runtime
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.exchange.plans import per_layer
+from tfscale.exchange.auto import per_layer
 from tfscale.launcher.plan import read_numbers
 from tfscale.launcher.tune.commands import add_links_options
 from tfscale.measure import links

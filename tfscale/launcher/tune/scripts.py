@@ -32,9 +32,9 @@ from tfscale.config import ConfigError
 from tfscale.data.control import weigh_classes
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.internals.keras import steps_until
+from tfscale.internals.optimizers import update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
-from tfscale.model_optimizers import unwrap
 
 logger = logging.getLogger("tfscale")
 
@@ -329,7 +329,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
         )
     n = settings["groups"]
     factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
-    inner: Any = unwrap(optimizer)
+    inner: Any = update_rule(optimizer)
     is_number = isinstance(inner._learning_rate, keras.Variable)
     if not (is_number or settings["learning_rate"]):
         raise ConfigError(
@@ -342,7 +342,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     else:  # Keras does not let a number take the place of a schedule
         inner._learning_rate = keras.Variable(rate * factor, name="learning_rate", trainable=False)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
-    op = optimizer._self_reducer.options.op
+    op = optimizer.options.op
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 

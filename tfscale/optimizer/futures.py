@@ -1,10 +1,12 @@
-"""Parameters as futures: their next values are on the way, and any read waits for them.
+"""Variables with a pending all-gather; reads wait for it.
 
 A step of a sharded exchange ends with gathers that are posted and not waited for
-(`Backend.post_gather`), or with updates that are still to be made (`update.delayed_layer`). The
-class of each parameter is replaced by a subclass, `Awaited`, which waits before anything reads or
-writes: eagerly, or by an op that becomes part of the graph that is being traced. TensorFlow orders
-that op by the variable's handle, so layer 1 can begin while layer 2 waits for its parameters.
+(`Backend.post_gather`). The class of each parameter is replaced by a subclass, `Awaited`, which
+waits before anything reads or writes: eagerly, or by an op that becomes part of the graph that is
+being traced. TensorFlow orders that op by the variable's handle, so layer 1 can begin while layer 2
+waits for its parameters.
+
+Checked with Keras 3.10 and 3.15: `Variable._value`, `_direct_assign`, `_restore_from_tensors`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import raw_variable
+from tfscale.comm.backends.base import Backend, raw_variable
+from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ExchangeError
-from tfscale.parameters.retracing import drop_traces
-from tfscale.parameters.waits import Wait, wait_for_gathers, wait_now_or_traced
+from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
 
 OnAssign = Callable[[Any, Any], None]
 
@@ -31,14 +33,14 @@ _FUTURE = "_tfscale_future"
 
 @dataclass(frozen=True)
 class _Future:
-    """What an awaited variable remembers: how to wait, and who is told of assignments."""
+    """The backend that gathers an awaited variable, and the call that follows an assignment."""
 
-    wait: Wait
+    backend: Backend
     on_assign: OnAssign | None
 
 
 class Awaited:
-    """Mixed into the class of a variable whose next value may be on its way."""
+    """Mixed into the class of a variable whose next value may be pending."""
 
     @property
     def value(self: Any) -> Any:
@@ -86,36 +88,27 @@ class Awaited:
         return _new_instance, (_plain_class(self),), state
 
 
-def make_futures(
-    variables: Sequence[Any], on_assign: OnAssign | None = None, wait: Wait | None = None
-) -> None:
+def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
     """Let every read of some variables wait for gathers that are under way.
 
-    Functions traced before would not wait: see `attach`, which has them traced anew.
+    Functions traced before would not wait: see `attach`, which has them traced again.
 
     Args:
         variables: Keras variables that have values. Those that are futures already get the new
-            `on_assign` and `wait`.
+            `on_assign`.
         on_assign: Called with a variable and its new value after each assignment through Keras
             (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced.
-        wait: Called with variables, and whether they are about to be written: waits now, or adds
-            the wait to the function that is being traced. None waits for gathers.
     """
-    future = _Future(wait or wait_for_gathers(runtime.backend()), on_assign)
+    future = _Future(runtime.backend(), on_assign)
     for variable in variables:
         object.__setattr__(variable, _FUTURE, future)
         if not isinstance(variable, Awaited):
             variable.__class__ = _awaited_class(variable)
 
 
-def told_of(variable: Any) -> OnAssign | None:
-    """Return what is called after assignments to a variable; None if it is no future."""
+def assignment_hook(variable: Any) -> OnAssign | None:
+    """Return the call that follows assignments to a variable; None if it is no future."""
     return getattr(variable, _FUTURE).on_assign if isinstance(variable, Awaited) else None
-
-
-def wait_of(variable: Any) -> Wait | None:
-    """Return how readers of a variable wait; None if it is no future."""
-    return getattr(variable, _FUTURE).wait if isinstance(variable, Awaited) else None
 
 
 def release(variables: Sequence[Any]) -> None:
@@ -178,24 +171,22 @@ def attach(
     model: keras.Model,
     variables: Sequence[Any],
     on_assign: OnAssign | None = None,
-    wait: Wait | None = None,
 ) -> list[str]:
     """Make variables of a model futures, and mend what would not wait for them.
 
-    Every tf.function that was traced with one of the variables is traced anew at its next call;
+    Every tf.function that was traced with one of the variables is traced again at its next call;
     `model.export` runs under `plain`.
 
     Args:
         model: The model, with all its variables built.
         variables: Keras variables of the model, or of its optimizer.
         on_assign: As for `make_futures`.
-        wait: As for `make_futures`.
 
     Returns:
-        Names of the functions that will be traced anew. Concrete functions that a user keeps
+        Names of the functions that will be traced again. Concrete functions that a user keeps
         cannot be: they go on reading without waiting.
     """
-    make_futures(variables, on_assign, wait)
+    make_futures(variables, on_assign)
     if not hasattr(model.export, _FUTURE):
         export = model.export
 
@@ -210,10 +201,39 @@ def attach(
 
 
 def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
-    waits = dict.fromkeys(getattr(v, _FUTURE).wait for v in variables)
-    wait_now_or_traced(
-        [(w, [v for v in variables if getattr(v, _FUTURE).wait == w]) for w in waits], is_write
-    )
+    """Wait for pending gathers, now or where the function that is being traced will run.
+
+    Args:
+        variables: Futures.
+        is_write: They are about to be written, so that errors do not matter.
+
+    Raises:
+        ExchangeError: A gather failed, or XLA compiles the function.
+    """
+
+    def wait() -> None:
+        own: dict[Backend, list[tf.Tensor]] = {}
+        for v in variables:
+            own.setdefault(getattr(v, _FUTURE).backend, []).append(raw_variable(v).handle)
+        for backend, handles in own.items():
+            backend.await_variables(handles, is_write)
+
+    if not variables:
+        return
+    graph = current_graph()
+    if graph is None:
+        raise_own_errors(wait)
+        return
+    if not is_function(graph):
+        return
+    if is_compiled_by_xla(graph):
+        raise ExchangeError(
+            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
+            f"for {graph.name}, which reads {variables[0].path}. Compile with "
+            "jit_compile=False, or call and trace it within "
+            "tfscale.optimizer.futures.plain(model.variables)."
+        )
+    wait()  # not once per graph: a function that it calls may have posted in between
 
 
 def _base(variable: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ from tfscale.comm import runtime
 from tfscale.comm.runtime import Average
 from tfscale.comm.sparse import deduplicate
 from tfscale.config import ConfigError
-from tfscale.exchange.dense import is_whole
+from tfscale.exchange.dense import use_of
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.sharded import Sharded
-from tfscale.optimizer import is_distributed
+from tfscale.optimizer.distributed import distributed_of
 
 
 class GradientNorms:
@@ -44,30 +44,26 @@ class GradientNorms:
                 "The gradient noise scale is estimated from gradients of several ranks. Received: "
                 "one process. Start two ranks or more, or use signal='theta'."
             )
-        reducer = getattr(optimizer, "_self_reducer", None)
-        if not is_distributed(optimizer) or reducer is None:
+        distributed = distributed_of(optimizer)
+        if distributed is None:
             raise ConfigError(
                 "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
                 f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
             )
-        strategy, accumulates = optimizer.strategy, optimizer._self_accumulator is not None
-        is_all = reducer.process_set.size() == runtime.size()
-        if isinstance(strategy, (Sharded, LocalSGD)) or accumulates or not is_all:
+        strategy, executor = distributed.strategy, distributed.executor
+        accumulates = distributed.accumulator is not None
+        is_all = executor.process_set.size() == runtime.size()
+        is_cut = strategy.is_sharding or isinstance(strategy, LocalSGD)
+        if is_cut or accumulates or not is_all:
             raise ConfigError(
                 "The gradient noise scale needs the sum of all ranks' whole gradients in every "
                 f"step. Received: exchange={strategy}, backward_passes_per_step "
-                f"{'above' if accumulates else '='} 1, {reducer.process_set.size()} of "
+                f"{'above' if accumulates else '='} 1, {executor.process_set.size()} of "
                 f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
                 "signal='theta'."
             )
-
-        def exchange(own: list[Any], variables: list[Any], group: Any, options: Any) -> list[Any]:
-            reduced = reducer.strategy.exchange(own, variables, group, options)
-            scale = 1 if options.op == Average else group.size
-            self._add(own, reduced, variables, scale)
-            return reduced
-
-        reducer.route(exchange)
+        scale = 1 if executor.options.op == Average else executor.process_set.size()
+        executor.observer = functools.partial(self._add, scale)
         model.train_function = None  # one that was traced before would not look
 
     def reset(self) -> None:
@@ -75,7 +71,7 @@ class GradientNorms:
         self._sums.assign(tf.zeros(3, tf.float64))
 
     def take(self) -> list[float]:
-        """Return what was summed since the last call: own, mean, steps; and begin anew."""
+        """Return what was summed since the last call: own, mean, steps; and begin again."""
         sums = self.values()
         self.reset()
         return sums
@@ -89,9 +85,9 @@ class GradientNorms:
         self._sums.assign(values)
 
     def _add(
-        self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any], scale: int
+        self, scale: int, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]
     ) -> None:
-        chosen = [i for i, variable in enumerate(variables) if not is_whole(variable)]
+        chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "plain"]
         local = _square([own[i] for i in chosen])
         mean = _square([reduced[i] for i in chosen]) / scale**2
         values = tf.stack([local, mean, tf.ones((), tf.float64)])

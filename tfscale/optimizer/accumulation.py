@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfscale.config import ConfigError
-from tfscale.exchange.bucketed import name_of
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.plan import name_of
+from tfscale.internals.optimizers import averages_begin_within, iterations_of
+from tfscale.internals.trace import run_either
 
 
 class _Cycle:
@@ -60,12 +62,7 @@ class Accumulator:
     """
 
     def __init__(self, passes: int, is_mean: bool) -> None:
-        """Keep the length of a cycle.
-
-        Args:
-            passes: Batches per cycle.
-            is_mean: Divide the sum by `passes`.
-        """
+        """Sum over cycles of `passes` batches, or average with `is_mean`."""
         self.passes = passes
         self._is_mean = is_mean
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
@@ -84,12 +81,7 @@ class Accumulator:
         return int(self._current.count.numpy()), [np.array(v.numpy()) for v in self._current.sums]
 
     def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
-        """Go on where `state` was taken, now or once the first batch has told which sums there are.
-
-        Args:
-            count: Batches seen.
-            sums: This rank's.
-        """
+        """Resume from a `state`, now or once the first batch has told which sums there are."""
         self._restored = count, sums
         if self._current is not None:
             self._take_restored(self._current)
@@ -149,7 +141,7 @@ class Accumulator:
                 it advances `iterations` once they have arrived.
         """
         self._current = cycle = self._cycle_of(gradients, variables)
-        sums, count, iterations = cycle.sums, cycle.count, rule._iterations
+        sums, count, iterations = cycle.sums, cycle.count, iterations_of(rule)
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
         places = iter(sums)
@@ -158,7 +150,7 @@ class Accumulator:
         def full() -> None:
             factor = 1.0 / self.passes if self._is_mean else 1.0
             before = tf.convert_to_tensor(iterations)
-            with _averages_begin_with_a_cycle(rule, self.passes):
+            with averages_begin_within(rule, self.passes):
                 on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
@@ -172,37 +164,9 @@ class Accumulator:
             iterations.assign_add(1)
             count.assign_add(1)
 
-        if tf.executing_eagerly():
-            full() if (int(count) + 1) % self.passes == 0 else other()
-            return
-        with tf.control_dependencies([a.op for a in added]):
+        with tf.control_dependencies([] if tf.executing_eagerly() else [a.op for a in added]):
             is_last = tf.equal((count.read_value() + 1) % self.passes, 0)
-        tf.cond(is_last, _as_branch(full), _as_branch(other))
-
-
-@contextmanager
-def _averages_begin_with_a_cycle(rule: Any, passes: int) -> Iterator[None]:
-    """Let moving averages begin with the first update, as where each batch has one.
-
-    Keras does so where `iterations` is 0, which it is in no batch that ends a cycle: the averages
-    would begin with zeros.
-    """
-    name = "_update_model_variables_moving_average"
-    average = getattr(rule, name)
-
-    def begin_or_go_on(variables: Sequence[Any]) -> None:
-        average(variables)
-        is_first = tf.convert_to_tensor(rule._iterations) < passes
-        for variable, mean in zip(variables, rule._model_variables_moving_average, strict=True):
-            if mean is not None:
-                mean.assign(tf.where(is_first, variable.value, mean.value))
-
-    if rule.use_ema:
-        rule.__dict__[name] = begin_or_go_on
-    try:
-        yield
-    finally:
-        rule.__dict__.pop(name, None)
+        run_either(is_last, full, other)
 
 
 def refuse_accumulating(rule: Any) -> None:
@@ -217,34 +181,24 @@ def refuse_accumulating(rule: Any) -> None:
     steps = rule.gradient_accumulation_steps
     if steps:
         raise ConfigError(
-            "Gradients are added up before they travel (backward_passes_per_step) or behind it "
+            "Gradients are added up before they are sent (backward_passes_per_step) or after it "
             f"(Keras's gradient_accumulation_steps). Received: both, the latter {steps}. Multiply "
             "backward_passes_per_step by it and leave it out."
         )
 
 
-def refuse_replicated(exchange: Any) -> None:
+def refuse_replicated(exchange: Exchange) -> None:
     """Raise where layers would exchange in every pass.
 
     Args:
-        exchange: How gradients travel.
+        exchange: The strategy, inside of groups if there are any.
 
     Raises:
         ConfigError: Its dense layers exchange activations.
     """
-    if getattr(exchange, "replicated_dense", 0) or (
-        getattr(exchange, "dense", "") in ("partial", "replicated")
-    ):
+    if exchange.needs_prepared:
         raise ConfigError(
             "Dense layers exchange activations in every backward pass. Received: "
             f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
             "Sharded(dense='weights')."
         )
-
-
-def _as_branch(body: Callable[[], None]) -> Callable[[], tf.Tensor]:
-    def branch() -> tf.Tensor:
-        body()
-        return tf.constant(0)
-
-    return branch

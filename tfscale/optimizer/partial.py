@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.config import ConfigError
-from tfscale.optimizer import DistributedOptimizer
-from tfscale.tape import DistributedGradientTape
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.tape import DistributedGradientTape
 
 
 def PartialDistributedOptimizer(
@@ -31,7 +31,7 @@ def PartialDistributedOptimizer(
     """
     layers = _layers_of(local_layers, "optimizer.register_local_var")
     wrapped = DistributedOptimizer(optimizer, *args, **options)
-    wrapped._self_local_layers.extend(layers)
+    wrapped.executor.keep_local(layers=layers)
     return wrapped
 
 

@@ -1,4 +1,4 @@
-"""The averaging step of local SGD, as part of the traced training step."""
+"""Local SGD: groups of ranks that train apart, and the averaging of their models in the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,127 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
+from tfscale.config import ConfigError
+from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.means import mean_over
+from tfscale.exchange.plan import values_of
+from tfscale.internals.optimizers import rate_of, slots_of, trained_by, update_rule
+from tfscale.optimizer.rules import ELEMENTWISE
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+
+
+class LocalGroups:
+    """The groups of one optimizer: they exchange gradients inside, and average now and then.
+
+    Attributes:
+        strategy: Groups and intervals.
+        groups: Ranks of each group; all ranks in one while they still train together.
+        is_apart: Whether groups train apart.
+        average: Counts steps and averages; None until it is built.
+    """
+
+    def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
+        """Form groups, unless they start later. Collective.
+
+        Args:
+            strategy: Groups and intervals.
+            executor: Exchanges within a group from now on.
+
+        Raises:
+            ConfigError: The groups do not fit the ranks.
+        """
+        if executor.process_set is not global_process_set:
+            raise ConfigError(
+                f"Local SGD forms groups of all ranks. Received: {executor.process_set!r}. "
+                "Leave process_set out."
+            )
+        self.strategy = strategy
+        self.is_apart = False
+        self.average: GroupAverage | None = None
+        self._members = strategy.members(runtime.size())
+        self.groups: list[list[int]] = [list(range(runtime.size()))]
+        self._across: ProcessSet = global_process_set
+        if strategy.start == "immediately":
+            self.form(executor)
+
+    def form(self, executor: Executor) -> None:
+        """Let an executor exchange within this rank's group. Collective.
+
+        Makes process sets: of a group's ranks, and of ranks with the same place in their groups.
+        """
+        rank, m = runtime.rank(), len(self._members[0])
+        sets = [own_process_set(ranks) for ranks in self._members]
+        alike = [[group[i] for group in self._members] for i in range(m)]
+        across = [own_process_set(ranks) for ranks in alike]
+        self.groups, self.is_apart = self._members, True
+        executor.process_set = sets[rank // m]
+        self._across = across[rank % m]
+
+    def build(self, optimizer: Any, executor: Executor) -> None:
+        """Begin to average what an optimizer updates, once groups train apart. Collective.
+
+        Args:
+            optimizer: A built Keras optimizer.
+            executor: Exchanges within this rank's group.
+
+        Raises:
+            ConfigError: The optimizer does not fit the strategy.
+        """
+        if not self.is_apart or self.average is not None:
+            return
+        rule, shards = update_rule(optimizer), executor.shards
+        self._require_unscaled(optimizer, rule)
+        self._require_plain(rule)
+        if shards is None:
+            targets = [v for v in trained_by(rule) if not executor.is_local(v)]
+        else:
+            _require_elementwise(self.strategy.outer)
+            targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
+        is_counted = shards is not None or executor.process_set.rank() == 0
+        across, compression = self._across.group(), executor.options.compression
+        self.average = GroupAverage(self.strategy, across, is_counted, compression)
+        has_state = self.strategy.average_state
+        states = _shared_state(rule, executor.is_local) if has_state else []
+        self.average.build(rule, targets, states)
+
+    def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
+        """Average in the traced step if it is due. Collective.
+
+        Args:
+            reduced: What was updated.
+            gradients: This rank's own, before they were reduced.
+        """
+        if self.average is None:
+            return
+        # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
+        # does not wait for one: on some ranks, steps would be counted that none makes. A gradient
+        # of this rank's own needs a batch, and is there without waiting for others.
+        own = [values_of(g) for g in gradients if g is not None][-1:]
+        pairs = zip(reduced.targets, reduced.gradients, strict=True)
+        chosen = [(target, g) for target, g in pairs if g is not None]
+        with tf.control_dependencies([] if tf.executing_eagerly() else own):
+            self.average.after_update([t for t, _ in chosen], [g for _, g in chosen])
+
+    def _require_unscaled(self, optimizer: Any, rule: Any) -> None:
+        is_scaled = rule is not optimizer or rule.loss_scale_factor is not None
+        if is_scaled and self.strategy.average == "gradients":
+            raise ConfigError(
+                "Gradients are added up over an interval, and a loss scale may change within it. "
+                f"Received: average='gradients' with {type(optimizer).__name__} and "
+                f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
+                "without a loss scale (mixed_bfloat16)."
+            )
+
+    def _require_plain(self, rule: Any) -> None:
+        named = ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay")
+        used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
+        if used and self.strategy.average == "gradients":
+            raise ConfigError(
+                "The common model moves by gradients as the ranks have them: what the optimizer "
+                f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
+                "average='parameters', or leave that out."
+            )
 
 
 class GroupAverage:
@@ -43,8 +161,8 @@ class GroupAverage:
             across: See above.
             is_counted: Whether this rank's part counts for the distance; False on all but one of
                 several ranks that update the same.
-            compression: What travels of changes of parameters and of sums of gradients, see
-                `Compression`. States always travel whole: squares of gradients need the range.
+            compression: For changes of parameters and sums of gradients. States are always sent
+                whole: squares of gradients need the range.
         """
         self._strategy = strategy
         self._compression = compression
@@ -65,13 +183,7 @@ class GroupAverage:
         self._outer: Any = None
 
     def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
-        """Remember what this rank updates. Collective.
-
-        Args:
-            rule: The optimizer that does, for its learning rate.
-            variables: Whole ones or pieces.
-            states: The optimizer's own, averaged if the strategy says so.
-        """
+        """Keep what this rank updates, whole variables or pieces, and copies of it. Collective."""
         self._rule = rule
         self.targets = list(variables)
         if self._strategy.average_state:
@@ -200,7 +312,7 @@ class GroupAverage:
 
     def _rate_of_step(self) -> Any:
         """Return the rate of the update just made, behind which a schedule is a step ahead."""
-        rate = self._rule._learning_rate
+        rate = rate_of(self._rule)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             return rate(self._rule.iterations - 1)
         return self._rule.learning_rate
@@ -246,3 +358,40 @@ def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
     if tf.executing_eagerly():
         return action() if bool(condition) else tf.zeros([], tf.float64)
     return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))
+
+
+def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:
+    """Return a rule's variables but the slots of local variables, which stay each rank's own."""
+    owners, trainable = slots_of(rule), trained_by(rule)
+    of_local = {slot for slot, index in owners.items() if is_local(trainable[index])}
+    return [variable for variable in rule.variables if id(variable) not in of_local]
+
+
+def _require_elementwise(outer: Any) -> None:
+    """Raise where an outer optimizer would take a rank's segment for the whole model.
+
+    Raises:
+        ConfigError: It looks at norms.
+    """
+    used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
+    if outer is not None and (used or type(outer) not in ELEMENTWISE):
+        raise ConfigError(
+            "With sharded parameters an outer optimizer sees a rank's segment only. Received: "
+            f"{' with '.join([type(outer).__name__, *used])}, which looks at more than one value. "
+            "Use within='allreduce', or another outer optimizer such as SGD."
+        )
+
+
+def mean_over(
+    group: Group, values: Sequence[tf.Tensor], what: str, compression: Any = Compression.none
+) -> list[tf.Tensor]:
+    """Return the means of tensors over a group, one message for each dtype. Collective."""
+    call = Call(group, f"average of {what}")
+    packed = [compression.compress(value) for value in values]
+    means: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(p.dtype for p, _ in packed):
+        places = [i for i, (p, _) in enumerate(packed) if p.dtype == dtype]
+        own = [packed[i][0] for i in places]
+        some = runtime.backend().allreduce(own, call, ReduceOp.SUM, Scaling(1.0, 1.0 / group.size))
+        means.update(zip(places, some, strict=True))
+    return [compression.decompress(means[i], context) for i, (_, context) in enumerate(packed)]

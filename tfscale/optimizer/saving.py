@@ -1,23 +1,58 @@
-"""`model.save` and `model.save_weights` on several ranks: each path is written once, and whole."""
+"""Saving a model from several ranks, each path once and whole; loading it to train on."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from tfscale.comm import objects, runtime
+from tfscale.comm.compression import Compression
 from tfscale.config import ExchangeError
-from tfscale.model_optimizers import optimizers_of, sharded_states
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.model_optimizers import distributed_optimizers, sharded_states
 
 logger = logging.getLogger("tfscale")
 
 _HDF5 = (".h5", ".hdf5")  # names by which Keras knows its older format
+
+
+def load_model(
+    filepath: str,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> keras.Model:
+    """Load a saved model and wrap its optimizer again.
+
+    Args:
+        filepath: A file that `model.save` wrote, with or without tfscale.
+        custom_optimizers: Classes of optimizers that Keras does not know.
+        custom_objects: Other classes and functions by name, as for keras.models.load_model.
+        compression: As for `DistributedOptimizer`.
+        legacy_opts: Ignored; kept for scripts written for Horovod.
+        **options: Further arguments of `DistributedOptimizer`.
+
+    Returns:
+        The model, compiled with a distributed optimizer that holds the saved state, or as it was
+        saved if it has no optimizer.
+
+    Raises:
+        ValueError: Keras cannot load the file.
+    """
+    del legacy_opts
+    objects = {c.__name__: c for c in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:  # one that was saved without has none
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
+    return model
 
 
 def make_saves_safe(model: keras.Model) -> None:
@@ -82,10 +117,8 @@ def complete_for(model: keras.Model, filepath: Any) -> Any:
     """Show complete optimizer state while Keras writes its HDF5 format, which reads variables."""
     with contextlib.ExitStack() as stack:
         if str(filepath).endswith(_HDF5) and not str(filepath).endswith(".weights.h5"):
-            for optimizer in optimizers_of(model):
-                show = getattr(optimizer, "complete_variables", None)
-                if show is not None:
-                    stack.enter_context(show())
+            for optimizer in distributed_optimizers(model):
+                stack.enter_context(optimizer.complete_variables())
         yield
 
 

@@ -10,9 +10,8 @@ import wrapt
 
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
-from tfscale.exchange.base import GradientOptions
-from tfscale.exchange.strategies import resolve
-from tfscale.gradients import GradientReducer
+from tfscale.exchange.base import GradientOptions, resolve
+from tfscale.exchange.executor import Executor
 
 
 class DistributedGradientTape(wrapt.ObjectProxy):
@@ -42,31 +41,25 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             gradtape: The tape, before or after its `with` block.
             device_dense: Ignored; TensorFlow places the ops.
             device_sparse: Ignored.
-            compression: What travels.
-            sparse_as_dense: Make sparse gradients dense before they travel.
+            compression: The dtype on the wire.
+            sparse_as_dense: Make sparse gradients dense before they are sent.
             op: Average or Sum.
             gradient_predivide_factor: Divides before the sum.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
-            groups: Number of buckets, or lists of variables that travel together.
-            process_set: Who takes part.
+            groups: Number of buckets, or lists of variables that are sent together.
+            process_set: The ranks that take part.
             scale_local_gradients: Divide gradients of local variables by the number of ranks.
-            exchange: How bytes travel.
+            exchange: The strategy.
 
         Raises:
             ConfigError: An argument does not fit.
         """
         super().__init__(gradtape)
-        options = GradientOptions(
-            op=op,
-            predivide=gradient_predivide_factor,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            num_groups=groups if isinstance(groups, int) else num_groups,
-            groups=None if isinstance(groups, int) else groups,
+        options = GradientOptions.of(
+            op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
         )
-        self._self_reducer = GradientReducer(
-            resolve(exchange), options, process_set, scale_local_gradients
-        )
+        strategy = resolve(exchange)
+        self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
 
     def __enter__(self) -> DistributedGradientTape:
         """Start recording."""
@@ -75,7 +68,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank alone."""
-        self._self_reducer.register_local_var(variable)
+        self._self_executor.keep_local([variable])
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of a variable to each rank alone, by Horovod's name for it."""
@@ -106,7 +99,8 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         # Keras's variables are no tape sources; the tensors behind them are.
         raw = [v.value if isinstance(v, keras.Variable) else v for v in flat]
         gradients = self.__wrapped__.gradient(target, raw, output_gradients, unconnected_gradients)
-        return tf.nest.pack_sequence_as(sources, self._self_reducer.reduce(gradients, flat))
+        reduced = self._self_executor.reduce(gradients, flat)
+        return tf.nest.pack_sequence_as(sources, reduced.gradients)
 
     def get_local_and_global_gradients(
         self,
@@ -132,5 +126,5 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         del use_generic_names
         gradients = self.gradient(target, sources, output_gradients)
         pairs = list(zip(sources, gradients, strict=True))
-        is_local = self._self_reducer.is_local
+        is_local = self._self_executor.is_local
         return [p for p in pairs if is_local(p[0])], [p for p in pairs if not is_local(p[0])]

@@ -1,4 +1,4 @@
-"""What Keras's update rules need to see of a variable."""
+"""Update rules of Keras: which of them can work on parts of variables, and which are refused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, ExchangeError
+from tfscale.internals.optimizers import has_outer_scaler, update_rule
 from tfscale.optimizers.lars import LARS
-from tfscale.update.loss_scale import update_rule
 
 _rules = keras.optimizers
 # The update of a value depends on that value's gradient and state alone.
@@ -27,9 +27,6 @@ ELEMENTWISE = (
 )
 # The update needs all of a variable, but of no other.
 LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)
-# Nothing but the rate, the iteration and the weight decay changes from step to step. Nadam keeps a
-# product over its steps; Adafactor asks whether the rate is a schedule.
-_LATER = (*(rule for rule in ELEMENTWISE if rule is not _rules.Nadam), LARS, _rules.Lamb)
 
 
 def why_whole(rule: Any) -> str:
@@ -44,26 +41,6 @@ def why_uncut(rule: Any, variable: Any) -> str:
     if type(rule) in LAYERWISE:
         return f"{type(rule).__name__} needs whole kernels"
     return "" if variable.constraint is None else "a constraint needs the whole kernel"
-
-
-def why_not_later(optimizer: Any) -> str:
-    """Return why parameters cannot be updated after their step, or an empty string.
-
-    Args:
-        optimizer: A Keras optimizer.
-    """
-    rule = update_rule(optimizer)
-    if rule is not optimizer or rule.loss_scale_factor is not None:
-        return "with loss scaling all gradients decide whether a step counts"
-    if rule.gradient_accumulation_steps:
-        return "gradients of several steps are added up"
-    if rule.global_clipnorm is not None:
-        return "clipping by the global norm needs all gradients"
-    if rule.use_ema:
-        return "the moving average needs all parameters"
-    if type(rule) not in _LATER:
-        return f"it is not known whether {type(rule).__name__} updates each variable by itself"
-    return ""
 
 
 def refuse_bypassed(optimizer: Any) -> None:
@@ -103,4 +80,23 @@ def require_keras(variables: Sequence[Any]) -> None:
             "Sharded parameters must be variables of Keras. Received: a "
             f"{type(others[0]).__name__}, {others[0].name}. Use keras.Variable, or "
             "exchange='allreduce'."
+        )
+
+
+def refuse_outer_scaler(distributed: type) -> None:
+    """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone.
+
+    Args:
+        distributed: The class of our optimizer.
+
+    Raises:
+        ExchangeError: The optimizer that calls this is wrapped by a LossScaleOptimizer.
+    """
+    if has_outer_scaler(distributed):
+        raise ExchangeError(
+            "Loss scaling must be inside of the distributed optimizer, or ranks that see an "
+            "infinite gradient skip the exchange and the others wait for them. Received: "
+            "LossScaleOptimizer(DistributedOptimizer(...)). Write DistributedOptimizer("
+            "LossScaleOptimizer(...)), pass auto_scale_loss=False to compile(), or let "
+            "tfscale.prepare(model) or any tfscale callback repair it."
         )

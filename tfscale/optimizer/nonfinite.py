@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.exchange.bucketed import name_of
-from tfscale.exchange.dense_uses import use_of
-from tfscale.update.loss_scale import update_rule
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.dense import use_of
+from tfscale.exchange.executor import Reduced
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.plan import name_of, values_of
+from tfscale.internals.optimizers import iterations_of, scaled_by
+from tfscale.internals.trace import run_either
+from tfscale.optimizer.pieces import all_agree
 
 logger = logging.getLogger("tfscale")
 
 Policy = Literal["ignore", "raise", "skip"]
 _NAMES_SHOWN = 3
-_OF_ALL = ("replicated", "partial")
 _LOGGED = 10  # skipped steps, each; then every hundredth
 
 
@@ -33,7 +36,7 @@ class NonFinite:
     asked only in a step in which something is wrong.
     """
 
-    def __init__(self, policy: Policy, exchange: Any = None) -> None:
+    def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
         """Keep the policy.
 
         Args:
@@ -50,7 +53,7 @@ class NonFinite:
             raise ConfigError(
                 f"nonfinite must be 'ignore', 'raise' or 'skip'. Received: nonfinite={policy!r}."
             )
-        if policy == "skip" and getattr(exchange, "average", None) == "gradients":
+        if policy == "skip" and isinstance(exchange, LocalSGD) and exchange.average == "gradients":
             raise ConfigError(
                 "Local SGD that averages gradients adds up those of all steps. Received: "
                 "nonfinite='skip' with LocalSGD(average='gradients'). Use nonfinite='raise', or "
@@ -64,31 +67,37 @@ class NonFinite:
         """Steps skipped so far by this rank."""
         return 0 if self._skipped is None else int(self._skipped.numpy())
 
-    def guard(
+    def apply(
         self,
         optimizer: Any,
+        reduced: Reduced,
         gradients: Sequence[Any],
         variables: Sequence[Any],
         group: Group,
         is_cut: bool,
-    ) -> Any:
-        """Return what is to be given reduced gradients in this step instead of an optimizer.
+    ) -> None:
+        """Let an optimizer apply reduced gradients if they are finite on all ranks.
 
         Args:
             optimizer: A built Keras optimizer.
-            gradients: This rank's own, one per variable.
+            reduced: Gradients and what is updated with them.
+            gradients: This rank's own, one for each of `variables`.
             variables: The model's.
-            group: Who exchanges them.
+            group: The ranks that exchange them.
             is_cut: Each rank of the group sees a part of the reduced gradients.
 
         Raises:
             ConfigError: The optimizer scales the loss and is to raise.
         """
-        if self.policy == "ignore":
-            return optimizer
-        if type(optimizer) is keras.optimizers.LossScaleOptimizer:
-            if self.policy == "skip":
-                return optimizer  # it does so itself
+
+        def update() -> None:
+            optimizer.apply(reduced.gradients, reduced.targets)
+
+        is_scaled = scaled_by(optimizer) is not None
+        if self.policy == "ignore" or (is_scaled and self.policy == "skip"):
+            update()  # loss scaling skips such steps itself
+            return
+        if is_scaled:
             raise ConfigError(
                 "A LossScaleOptimizer tries scales until gradients are finite. Received: "
                 "nonfinite='raise' with loss scaling. Use nonfinite='skip' or 'ignore'."
@@ -96,20 +105,42 @@ class NonFinite:
         if self._skipped is None:
             with tf.init_scope():
                 self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
+        checks = [_is_finite(g) for g in reduced.gradients if g is not None]
+        finite = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
+        if is_cut:
+            finite = all_agree(finite, group, "are gradients finite")
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         # Of layers that exchange activations every rank has the whole batch's gradient, which
         # does not tell whose samples spoiled it.
-        pairs = [pair for pair in pairs if use_of(pair[1]) not in _OF_ALL] or pairs
-        return _Guard(self, optimizer, pairs, group, is_cut)
+        pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
+
+        def report() -> None:
+            self._report(iterations_of(optimizer), pairs, group)
+
+        run_either(finite, update, report)
+
+    def _report(self, iterations: Any, pairs: Sequence[tuple[Any, Any]], group: Group) -> None:
+        """Ask all ranks whose gradients are not finite. Collective: all take this branch."""
+        names = [name_of(v) for _, v in pairs]
+        bad = [tf.logical_not(_is_finite(g)) for g, _ in pairs]
+        flags = tf.cast(tf.stack(bad), tf.uint8)
+        ranks = [runtime.rank()]
+        if group.size > 1 and group.rank >= 0:
+            ranks = list(group.ranks)
+            call = Call(group, "gradients that are not finite")
+            flags, _ = runtime.backend().allgather(flags, call)
+        rows = tf.reshape(flags, [len(ranks), len(names)])
+
+        def tell(iterations: tf.Tensor, every: tf.Tensor) -> None:
+            self.tell(int(iterations), every.numpy(), names, ranks)
+
+        if tf.executing_eagerly():
+            tell(iterations, rows)
+        else:
+            tf.py_function(tell, [tf.convert_to_tensor(iterations), rows], [])
 
     def tell(self, iterations: int, rows: np.ndarray, names: list[str], ranks: list[int]) -> None:
-        """Raise or log what was found.
-
-        Args:
-            iterations: Of the optimizer, before the step.
-            rows: One per rank, one number per name: 1 where that rank's gradient is not finite.
-            names: Of the parameters.
-            ranks: Of the rows.
+        """Raise or log what was found: 1 for each of `ranks` and `names` that is not finite.
 
         Raises:
             ExchangeError: The policy says so.
@@ -132,70 +163,5 @@ class NonFinite:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
 
 
-class _Guard:
-    """An optimizer for one step, which first looks at the gradients it is given."""
-
-    def __init__(
-        self, owner: NonFinite, optimizer: Any, pairs: list[Any], group: Group, is_cut: bool
-    ) -> None:
-        self._owner, self._optimizer = owner, optimizer
-        self._pairs, self._group, self._is_cut = pairs, group, is_cut
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Let the optimizer apply reduced gradients if they are finite on all ranks."""
-        finite = self._are_finite(gradients)
-
-        def update() -> None:
-            self._optimizer.apply(gradients, variables)
-
-        if tf.executing_eagerly():
-            update() if bool(finite) else self._report()
-            return
-        tf.cond(finite, _as_branch(update), _as_branch(self._report))
-
-    def _are_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
-        checks = [_is_finite(g) for g in gradients if g is not None]
-        own = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
-        if not self._is_cut:
-            return own
-        call = Call(self._group, "are gradients finite")
-        flag = [tf.cast(own, tf.int32)]
-        (least,) = runtime.backend().allreduce(flag, call, ReduceOp.MIN, Scaling())
-        return tf.cast(least, tf.bool)
-
-    def _report(self) -> None:
-        """Ask all ranks whose gradients are not finite. Collective: all take this branch."""
-        names = [name_of(v) for _, v in self._pairs]
-        bad = [tf.logical_not(_is_finite(g)) for g, _ in self._pairs]
-        flags = tf.cast(tf.stack(bad), tf.uint8)
-        ranks = [runtime.rank()]
-        if self._group.size > 1 and self._group.rank >= 0:
-            ranks = list(self._group.ranks)
-            call = Call(self._group, "gradients that are not finite")
-            flags, _ = runtime.backend().allgather(flags, call)
-        rows = tf.reshape(flags, [len(ranks), len(names)])
-
-        def tell(iterations: tf.Tensor, every: tf.Tensor) -> None:
-            self._owner.tell(int(iterations), every.numpy(), names, ranks)
-
-        iterations = update_rule(self._optimizer).iterations
-        if tf.executing_eagerly():
-            tell(iterations, rows)
-        else:
-            tf.py_function(tell, [tf.convert_to_tensor(iterations), rows], [])
-
-
 def _is_finite(gradient: Any) -> tf.Tensor:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reduce_all(tf.math.is_finite(values))
-
-
-def _as_branch(body: Callable[[], None]) -> Callable[[], tf.Tensor]:
-    def branch() -> tf.Tensor:
-        body()
-        return tf.constant(0)
-
-    return branch
+    return tf.reduce_all(tf.math.is_finite(values_of(gradient)))

@@ -1,0 +1,410 @@
+"""Run exchange plans: reduce gradients, name what this rank updates, publish parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm.eager import note_gradients
+from tfscale.comm.runtime import Average, ProcessSet
+from tfscale.comm.sparse import deduplicate, is_cheaper_dense
+from tfscale.config import ConfigError, PlanError
+from tfscale.exchange.base import Exchange, GradientOptions
+from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
+from tfscale.exchange.plan import ExchangePlan, Gradient, Parameter, Table, Wire, name_of, values_of
+from tfscale.exchange.shards import Shards
+from tfscale.internals.optimizers import layers_of
+from tfscale.plan.buckets import GradientSpec
+
+Observer = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], None]
+
+
+@dataclass
+class Reduced:
+    """The gradients of one step as this rank applies them.
+
+    Attributes:
+        gradients: One for each of `targets`; None where there is none.
+        targets: What this rank updates with them.
+        variables: The model's variables they belong to.
+        arrived: What was received first: nothing may change before it is there.
+        updated: Positions of the parameters that some rank updates, for `Executor.publish`.
+    """
+
+    gradients: list[Any]
+    targets: list[Any]
+    variables: list[Any]
+    arrived: list[tf.Tensor] = field(default_factory=list)
+    updated: frozenset[int] = frozenset()
+
+
+class Executor:
+    """The exchange of one optimizer or tape.
+
+    Attributes:
+        strategy: Compiles the plans.
+        options: How gradients are reduced.
+        process_set: The ranks that exchange; others keep their own gradients.
+        may_shard: Whether the strategy may cut parameters; a tape needs whole gradients.
+        shards: The pieces that this rank owns, once `build` has cut parameters; else None.
+        dense: The calls of the model's dense layers.
+        observer: Called in the step with own and reduced gradients and their variables, or None.
+    """
+
+    def __init__(
+        self,
+        strategy: Exchange,
+        options: GradientOptions,
+        process_set: ProcessSet,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        """Keep what does not change during training.
+
+        Args:
+            strategy: Compiles the plans.
+            options: How gradients are reduced.
+            process_set: The ranks that exchange.
+            scale_local_gradients: Divide gradients of local variables by the number of ranks.
+
+        Raises:
+            ConfigError: An option does not fit.
+        """
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigError(
+                f"process_set must be a ProcessSet. Received: {process_set!r}. "
+                "Make one with tfscale.add_process_set(ranks)."
+            )
+        self.strategy = strategy
+        self.options = options
+        self.process_set = process_set
+        self.may_shard = False
+        self.shards: Shards | None = None
+        self.dense = DenseCalls()
+        self.observer: Observer | None = None
+        self._given = (strategy, process_set)
+        self._scale_local_gradients = scale_local_gradients
+        self._local: list[Any] = []
+        self._local_layers: list[keras.layers.Layer] = []
+        self._static: list[Parameter] = []  # of `shards`, without a step's gradients
+        self._model: weakref.ref[keras.Model] | None = None
+
+    def copy(self) -> Executor:
+        """Return one with the options and local variables that this one was made with."""
+        strategy, process_set = self._given  # whatever a choice or a group has made of them
+        other = Executor(strategy, self.options, process_set, self._scale_local_gradients)
+        other._local = list(self._local)
+        other._local_layers = list(self._local_layers)
+        return other
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether parameters are cut, or will be once they are built."""
+        return self.may_shard and self.strategy.is_sharding
+
+    @property
+    def model(self) -> keras.Model | None:
+        """The model whose layers were given their calls, if it still exists."""
+        return None if self._model is None else self._model()
+
+    def keep_local(self, variables: Sequence[Any] = (), layers: Sequence[Any] = ()) -> None:
+        """Leave gradients to this rank alone: of variables, and of layers built now or later."""
+        self._local += variables
+        self._local_layers += layers
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether a variable may differ between ranks."""
+        return any(variable is v for v in self._local) or any(
+            variable is v for layer in self._local_layers for v in layer.weights
+        )
+
+    def route_dense(
+        self,
+        model: keras.Model,
+        why_uncut: Callable[[Any], str],
+        global_batch: int | None,
+        may_cut: bool = True,
+    ) -> bool:
+        """Choose which dense layers of a model exchange activations and errors.
+
+        Args:
+            model: The model; calls of its layers are replaced.
+            why_uncut: Returns for a variable why it must not be cut, or an empty string.
+            global_batch: Samples of all ranks together, where that is known.
+            may_cut: Whether one optimizer updates all of the model in every step; if not, layers
+                whose parameters are cut exchange weights.
+
+        Returns:
+            Whether functions must be traced again.
+
+        Raises:
+            PlanError: The strategy does not fit the model.
+        """
+        self._model = weakref.ref(model)
+        if self.is_sharding and not may_cut:
+            return any([restore(layer) for layer in layers_of(model)])
+        strategy = self._running()
+        return self.dense.choose(
+            model, strategy, self.options, self.process_set, self.is_local, why_uncut, global_batch
+        )
+
+    def build(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> list[Any]:
+        """Cut parameters, if the plan does.
+
+        Args:
+            variables: What an optimizer will train; values must be equal on all ranks.
+            why_uncut: Returns for a variable why one rank must own it all, or an empty string.
+
+        Returns:
+            What this rank updates for each of them.
+        """
+        if not self.is_sharding:
+            return list(variables)
+        places = {id(v): i for i, v in enumerate(variables)}
+        rows: dict[int, int] = {}
+        for kernel, bias in self.dense.rows:
+            for v in (kernel, bias):
+                if id(v) in places and id(kernel) in places:
+                    rows[places[id(v)]] = places[id(kernel)]
+        group = self.process_set.group()
+        self._static = [
+            Parameter(
+                GradientSpec(name_of(v), tuple(v.shape), v.dtype),
+                v.dtype,
+                is_local=self.is_local(v),
+                is_whole=bool(why_uncut(v)),
+                row_bucket=rows.get(i, -1),
+            )
+            for i, v in enumerate(variables)
+        ]
+        plan = self._running().plan(Table(tuple(self._static)), group)
+        self.shards = Shards(variables, plan, group)
+        return self.shards.targets
+
+    def drop_shards(self) -> None:
+        """Let each rank update whole variables again."""
+        self.shards = None
+
+    # Nothing here is for AutoGraph, which would read and convert it in every traced function.
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], skips_nonfinite: bool = False
+    ) -> Reduced:
+        """Reduce gradients over the process set. Collective in a step, in the plan's order.
+
+        Args:
+            gradients: This rank's tensors, IndexedSlices or None, one per variable.
+            variables: The variables they belong to.
+            skips_nonfinite: The optimizer skips a step with an infinite gradient. One of a local
+                variable then makes a common gradient NaN, so that all ranks skip it.
+
+        Returns:
+            What this rank applies: gradients equal on all ranks, or those of its own pieces;
+            gradients of local variables are its own, divided by the number of ranks if asked for.
+
+        Raises:
+            ConfigError: There is no variable to train, or one is none of those built for.
+            ExchangeError: Communication failed, or XLA compiles the graph.
+            PlanError: The strategy needs a prepared model, or a gradient does not fit it.
+        """
+        group = self.process_set.group()
+        if group.size == 1 or group.rank < 0:
+            # Keras's own rules go wrong where an index is repeated (Adam adds up squares of
+            # parts); one process must train as several do.
+            own = [deduplicate(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+            return Reduced(own, list(variables), list(variables), _last_of(own))
+        if not variables:
+            raise ConfigError(
+                "There must be variables to train. Received: none. Build the model before "
+                "training: call it on a batch, or call tfscale.prepare(model, sample_batch)."
+            )
+        results = list(gradients)
+        shared: list[int] = []
+        local: list[int] = []
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            (local if self.is_local(variable) else shared).append(i)
+        if self._scale_local_gradients:
+            for i in local:
+                results[i] = _divide(gradients[i], group.size)
+        arrived: list[tf.Tensor] = []
+        updated: frozenset[int] = frozenset()
+        if shared:
+            note_gradients()
+            own = [gradients[i] for i in shared]
+            chosen = [variables[i] for i in shared]
+            if skips_nonfinite and self.shards is None:  # pieces are asked after on all ranks
+                _spoil(own, chosen, [gradients[i] for i in local])
+            reduced, arrived, updated = self._run(own, chosen)
+            for i, gradient in zip(shared, reduced, strict=True):
+                results[i] = gradient
+            if self.observer is not None:
+                self.observer(own, reduced, chosen)
+        if self.shards is None:
+            return Reduced(results, list(variables), list(variables), arrived)
+        return self._on_pieces(results, variables, arrived, updated)
+
+    def _run(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[list[Any], list[tf.Tensor], frozenset[int]]:
+        """Return reduced gradients, what arrived first, and positions of what is updated."""
+        shards = self.shards
+        base = list(variables) if shards is None else shards.variables
+        places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
+        own = dict(zip(places, gradients, strict=True))
+        wire = Wire(self.process_set.group(), self.options, base, shards)
+        contexts: dict[int, Any] = {}
+        forms: dict[int, Gradient] = {}
+        for i, gradient in own.items():
+            use = use_of(base[i])
+            if use != "plain":
+                require_own(gradient, base[i], variables, self.options.op == Average)
+                forms[i] = use
+            elif self._stays_sparse(i, gradient, wire.group.size):
+                forms[i] = "rows"
+            else:
+                forms[i] = "dense"
+                tensor = tf.convert_to_tensor(gradient)
+                own[i], contexts[i] = self.options.compression.compress(tensor)
+        plan = self._compile(base, own, forms, wire)
+        if not plan.overlap and not tf.executing_eagerly():
+            sent = [i for i, form in forms.items() if form in ("dense", "rows")]
+            with tf.control_dependencies([values_of(own[i]) for i in sent]):
+                own |= {i: _identity(own[i]) for i in sent}
+        reduced: dict[int, Any] = {}
+        for part in plan.parts:
+            reduced |= part.reduce(own, wire)
+        for i, context in contexts.items():
+            reduced[i] = self.options.compression.decompress(reduced[i], context)
+        arrived = [] if tf.executing_eagerly() else [values_of(reduced[self._first(plan)])]
+        return [reduced[i] for i in places], arrived, frozenset(places)
+
+    def _first(self, plan: ExchangePlan) -> int:
+        """Return a position of the first part, one of which this rank receives something."""
+        indices = plan.parts[0].indices
+        shards = self.shards
+        return next((i for i in indices if shards is None or not shards.is_empty(i)), indices[0])
+
+    def _compile(
+        self, base: Sequence[Any], own: dict[int, Any], forms: dict[int, Gradient], wire: Wire
+    ) -> ExchangePlan:
+        """Return the strategy's plan of this step."""
+        strategy = self._running()
+        if strategy.needs_prepared and not self.dense.is_chosen:
+            raise PlanError(
+                "Dense layers must be prepared before they exchange activations. Received: "
+                f"{strategy.needs_prepared} and a step of a model that was not. Call "
+                "tfscale.prepare(model) after compile() when all its layers are built, or give fit "
+                "a tfscale callback. A tape, Sharded within LocalSGD and a model with several "
+                "optimizers need dense layers that exchange weights."
+            )
+        if self.shards is None:
+            table = [_parameter(v, own[i], forms[i]) for i, v in enumerate(base)]
+        else:
+            table = list(self._static)
+            for i, form in forms.items():
+                dtype = values_of(own[i]).dtype.name
+                table[i] = replace(table[i], gradient=form, wire_dtype=dtype)
+        at, messages = {id(v): i for i, v in enumerate(base)}, None
+        if self.options.groups is not None:
+            messages = tuple(
+                tuple(at[id(v)] for v in group if id(v) in at) for group in self.options.groups
+            )
+        return strategy.plan(Table(tuple(table), messages, self.options.num_groups), wire.group)
+
+    def _on_pieces(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        arrived: list[tf.Tensor],
+        updated: frozenset[int],
+    ) -> Reduced:
+        """Return the gradients of what this rank owns."""
+        assert self.shards is not None
+        chosen = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                chosen.append((gradient, self.shards.place(variable), variable))
+        # Empty pieces cost ops and change nothing; one is left where a rank owns nothing else.
+        useful = [c for c in chosen if not self.shards.is_empty(c[1])] or chosen[:1]
+        targets = [self.shards.targets[place] for _, place, _ in useful]
+        return Reduced(
+            [g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived, updated
+        )
+
+    def publish(self, updated: frozenset[int] | None = None, waits: bool = True) -> None:
+        """Send updated pieces to all ranks. Collective; nothing without pieces.
+
+        Args:
+            updated: As `Reduced` has them; None publishes all.
+            waits: Return, or let the step end, when all have arrived.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        if self.shards is not None:
+            self.shards.publish(waits, updated)
+
+    def _running(self) -> Exchange:
+        return self.strategy if self.may_shard else self.strategy.whole()
+
+    def _stays_sparse(self, index: int, gradient: Any, size: int) -> bool:
+        if not isinstance(gradient, tf.IndexedSlices) or self.options.sparse_as_dense:
+            return False
+        is_cut = self.shards is not None and index in self.shards.pieces
+        return not is_cut and not is_cheaper_dense(gradient, size)
+
+
+def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
+    values = values_of(gradient)
+    is_known = form == "dense" and values.shape.is_fully_defined()
+    shape = tuple(values.shape if is_known else variable.shape)
+    if any(d is None for d in shape):
+        raise PlanError(
+            "The shape of a gradient must be known. "
+            f"Received: shape={values.shape} for {name_of(variable)}. Build the model first."
+        )
+    dtype = values.dtype.name
+    return Parameter(GradientSpec(name_of(variable), tuple(map(int, shape)), dtype), dtype, form)
+
+
+def _identity(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.identity(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
+
+
+def _last_of(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the gradient that is ready first: that of the last variable."""
+    if tf.executing_eagerly():
+        return []
+    return [values_of(g) for g in gradients if g is not None][-1:]
+
+
+def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
+    """Add zero to a gradient that is sent, or NaN where a local gradient is not finite."""
+    if not local:
+        return
+    # The gradient of a replicated layer is not sent: no other rank would see it.
+    sent = [k for k, variable in enumerate(variables) if use_of(variable) != "replicated"]
+    if not sent:
+        raise PlanError(
+            "To skip steps some gradient must be sent. Received: local layers, and all others "
+            "replicated. Use exchange='allreduce'."
+        )
+    last = tf.convert_to_tensor(own[sent[-1]])
+    # Each product is cast after it: a large float32 must not become infinite as float16.
+    zeros = [tf.cast(tf.reduce_sum(0 * values_of(g)), last.dtype) for g in local]
+    own[sent[-1]] = last + tf.add_n(zeros)
+
+
+def _divide(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size

@@ -1,0 +1,382 @@
+"""Exchange plans: one frozen description of the way of each gradient, compiled by every strategy.
+
+A strategy is given a `Table` of the trainable parameters and returns an `ExchangePlan`: parts in
+slot order, each of them gradients that are one message, and the buckets of the parameters that
+ranks update piece by piece and gather afterwards. `exchange.executor` runs it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.eager import agree, header_of
+from tfscale.comm.runtime import scaling_of
+from tfscale.comm.sparse import allreduce_sparse
+from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
+from tfscale.plan.segments import SegmentedBucket, row_cuts
+
+if TYPE_CHECKING:
+    from tfscale.exchange.base import GradientOptions
+    from tfscale.exchange.shards import Shards
+
+# "rows": IndexedSlices. "replicated", "partial": of the whole batch already, all of it or this
+# rank's rows, as the calls of a dense layer have made it. "none": not in this step.
+Gradient = Literal["none", "dense", "rows", "replicated", "partial"]
+ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trainable variable as strategies see it.
+
+    Attributes:
+        spec: Path, shape and dtype of the variable.
+        wire_dtype: Dtype in which its gradient is sent.
+        gradient: Form of its gradient in the step that is traced.
+        is_local: Its gradient stays on its rank.
+        is_whole: One rank must own all of it, if ranks own parts.
+        row_bucket: Position of the dense kernel, this one or this bias's, that is cut between rows;
+            -1 for all others.
+    """
+
+    spec: GradientSpec
+    wire_dtype: str
+    gradient: Gradient = "none"
+    is_local: bool = False
+    is_whole: bool = False
+    row_bucket: int = -1
+
+
+@dataclass(frozen=True)
+class Table:
+    """The trainable parameters, in the order of the model.
+
+    Attributes:
+        parameters: One for each variable.
+        messages: Positions of gradients that the user wants in one message each; instead of the
+            strategy's buckets.
+        n_messages: Number of messages that the user wants instead; 0 leaves it to the strategy.
+    """
+
+    parameters: tuple[Parameter, ...]
+    messages: tuple[tuple[int, ...], ...] | None = None
+    n_messages: int = 0
+
+    @property
+    def shared(self) -> list[int]:
+        """Positions of the parameters that are equal on all ranks."""
+        return [i for i, p in enumerate(self.parameters) if not p.is_local]
+
+    def given(self, *forms: Gradient) -> list[int]:
+        """Return positions of the shared parameters whose gradients have one of some forms."""
+        return [i for i in self.shared if self.parameters[i].gradient in forms]
+
+    def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
+        """Return the messages of dense gradients that are summed whole.
+
+        Args:
+            positions: Of the gradients.
+            choose: Returns the strategy's buckets of some specs.
+
+        Returns:
+            Positions for each message, in the order in which they become ready.
+        """
+        chosen = [self.parameters[i] for i in positions]
+        specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
+        if self.messages is not None:
+            places = {i: place for place, i in enumerate(positions)}
+            groups = [[places[i] for i in message if i in places] for message in self.messages]
+            buckets = group_buckets(specs, [group for group in groups if group])
+        elif self.n_messages > 0 and specs:
+            n = -(-len(specs) // self.n_messages)
+            runs = [list(range(i, min(i + n, len(specs)))) for i in range(0, len(specs), n)]
+            buckets = group_buckets(specs, runs)
+        else:
+            buckets = tuple(choose(specs))
+        return [tuple(positions[place] for place in bucket.indices) for bucket in buckets]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The ranks, options and variables with which parts send gradients.
+
+    Attributes:
+        group: The ranks that exchange.
+        options: As chosen by the user.
+        variables: The model's, in the order of the table; a tape's sources may be tensors.
+        shards: The pieces that this rank owns; None where it updates whole variables.
+    """
+
+    group: Group
+    options: GradientOptions
+    variables: Sequence[Any]
+    shards: Shards | None = None
+
+    def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
+        """Return a collective's label and order for the gradients of some variables."""
+        chosen = [self.variables[i] for i in indices]
+        names = [name_of(v) for v in chosen]
+        # Sources of a tape may be tensors, which have no handle.
+        after = tuple(v.handle for v in chosen if hasattr(v, "handle"))
+        return Call(group or self.group, label_of(names), after, names=tuple(names))
+
+    def scaling(self, tensors: Sequence[tf.Tensor]) -> Scaling:
+        """Return the factors before and after a sum of all ranks' tensors."""
+        options = self.options
+        return scaling_of(options.op, options.factors(), self.group.size, list(tensors))
+
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Sum tensors over the ranks of a call, as one message. Collective."""
+        if tf.executing_eagerly():
+            agree(header_of("gradients", [], list(tensors), call.label), call.group)
+        return runtime.backend().allreduce(tensors, call, ReduceOp.SUM, scaling)
+
+
+@dataclass(frozen=True)
+class Part(abc.ABC):
+    """Gradients that are exchanged together; subclasses say in which way.
+
+    Attributes:
+        indices: Positions in the table, in the order of the message.
+    """
+
+    indices: tuple[int, ...]
+
+    @property
+    def ready(self) -> int:
+        """The position whose gradient completes the part: back-propagation ends with the first."""
+        return min(self.indices)
+
+    @abc.abstractmethod
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Return the gradients that this rank's update takes. Collective, in slot order.
+
+        Args:
+            gradients: This rank's, by position; dense ones compressed.
+            wire: The ranks, options and variables.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+
+
+@dataclass(frozen=True)
+class Sum(Part):
+    """Dense gradients whose sum every rank receives."""
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Sum each gradient over the ranks."""
+        tensors = [gradients[i] for i in self.indices]
+        sums = wire.allreduce(tensors, wire.call(self.indices), wire.scaling(tensors))
+        return dict(zip(self.indices, sums, strict=True))
+
+
+@dataclass(frozen=True)
+class Rows(Part):
+    """The sparse gradient of one variable, whose rows every rank gathers."""
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Gather the rows."""
+        (i,) = self.indices
+        options, call = wire.options, wire.call(self.indices)
+        return {i: allreduce_sparse(gradients[i], options.op, options.factors(), call)}
+
+
+@dataclass(frozen=True)
+class Replicated(Part):
+    """The gradient of one weight of a dense layer, of the whole batch on every rank already."""
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Return it as it is."""
+        del wire
+        return {i: gradients[i] for i in self.indices}
+
+
+@dataclass(frozen=True)
+class Scatter(Part):
+    """Dense gradients of which each rank receives the sum of its own segment.
+
+    Attributes:
+        segment: The bucket that the variables lie in, perhaps with others.
+    """
+
+    segment: SegmentedBucket
+
+    @property
+    def ready(self) -> int:
+        """As of the whole bucket, whichever of its gradients a step has."""
+        return min(self.segment.indices)
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Sum the own segment over the ranks and cut it into the gradients of the own pieces."""
+        assert wire.shards is not None
+        counts = [
+            sum(p.count for p in self.segment.pieces(rank) if p.variable in self.indices)
+            for rank in range(wire.group.size)
+        ]
+        tensors = [gradients[i] for i in self.indices]
+        call = wire.shards.call("gradients", self.indices)
+        flat = runtime.backend().scatter_reduce(
+            tensors, counts, call, ReduceOp.SUM, wire.scaling(tensors)
+        )
+        results: dict[int, Any] = {}
+        begin = 0
+        for i in self.indices:
+            n = wire.shards.n_owned(i)
+            results[i] = wire.shards.shaped(i, flat[begin : begin + n])
+            begin += n
+        return results
+
+
+@dataclass(frozen=True)
+class Partial(Part):
+    """The gradient of one weight of a dense layer, of the whole batch, for this rank's piece.
+
+    Attributes:
+        segment: The bucket that the variable lies in.
+        has_own_rows: The gradient has this rank's rows only.
+    """
+
+    segment: SegmentedBucket
+    has_own_rows: bool
+
+    @property
+    def ready(self) -> int:
+        """As of the whole bucket."""
+        return min(self.segment.indices)
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Return the own piece's part."""
+        assert wire.shards is not None
+        (i,) = self.indices
+        if self.has_own_rows:
+            rows = _own_rows(gradients[i], wire.variables[i].shape[0], wire.group)
+            return {i: tf.reshape(rows, [-1])}
+        return {i: wire.shards.part(i, tf.convert_to_tensor(gradients[i]))}
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of all gradients of a step, and of the parameters after it.
+
+    Attributes:
+        table: The parameters.
+        parts: In slot order: that in which gradients become ready. Each parameter that has a
+            gradient and is not local is in one of them.
+        segments: Buckets of the parameters that are cut, in forward order. This rank updates its
+            own pieces of them and publishes these; it updates all other parameters whole.
+        overlap: False sends nothing before all gradients exist.
+    """
+
+    table: Table
+    parts: tuple[Part, ...]
+    segments: tuple[SegmentedBucket, ...] = ()
+    overlap: bool = True
+
+
+def compile_plan(
+    table: Table,
+    choose: ChooseBuckets,
+    segments: Sequence[SegmentedBucket] = (),
+    overlap: bool = True,
+    sum_part: Callable[[tuple[int, ...]], Part] = Sum,
+) -> ExchangePlan:
+    """Return the plan of some buckets.
+
+    Args:
+        table: The parameters.
+        choose: Returns the buckets of gradients that are summed whole.
+        segments: Buckets of the parameters that are cut; see `cut_parameters`.
+        overlap: False sends nothing before all gradients exist.
+        sum_part: Makes the part of a bucket of `choose`.
+
+    Raises:
+        PlanError: Messages that the user chose overlap.
+    """
+    cut = {i for bucket in segments for i in bucket.indices}
+    dense = [i for i in table.given("dense") if i not in cut]
+    parts = [sum_part(indices) for indices in table.buckets(dense, choose)]
+    parts += [Replicated((i,)) for i in table.given("replicated", "partial") if i not in cut]
+    given = set(table.given("dense", "rows"))
+    made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
+    for bucket in segments:
+        indices = tuple(i for i in bucket.indices if i in given)
+        if indices:
+            parts.append(Scatter(indices, bucket))
+        parts += [Partial((i,), bucket, made[i] == "partial") for i in bucket.indices if i in made]
+    parts.sort(key=lambda part: -part.ready)  # stable: what a layer has made follows its bucket
+    # Slots start in this order, and an embedding's gradient is the last of back-propagation.
+    parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
+    return ExchangePlan(table, tuple(parts), tuple(segments), overlap)
+
+
+def cut_parameters(
+    table: Table,
+    positions: Sequence[int],
+    lay_out: Callable[
+        [list[GradientSpec], frozenset[int], list[tuple[int, ...]]], Sequence[SegmentedBucket]
+    ],
+) -> tuple[SegmentedBucket, ...]:
+    """Return the buckets of the parameters that are cut, in forward order.
+
+    The result depends on what does not change during training alone, so that a rank's pieces stay.
+
+    Args:
+        table: The parameters.
+        positions: Of those that are cut.
+        lay_out: Returns the buckets of some specs, given which of them must not be cut and which
+            are cut between rows.
+    """
+    places = {i: place for place, i in enumerate(positions)}
+    chosen = [table.parameters[i] for i in positions]
+    whole = frozenset(place for place, p in enumerate(chosen) if p.is_whole)
+    rows: dict[int, list[int]] = {}
+    for i, place in places.items():
+        kernel = table.parameters[i].row_bucket
+        if kernel in places:
+            rows.setdefault(kernel, []).append(place)
+    # The kernel comes first, whatever the order of the variables.
+    by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
+    buckets = lay_out([p.spec for p in chosen], whole, by_rows)
+    return tuple(replace(b, indices=tuple(positions[p] for p in b.indices)) for b in buckets)
+
+
+def name_of(variable: Any) -> str:
+    """Return the path of a variable, or the name of a tensor that is the source of a tape."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", "gradient"))
+
+
+def label_of(names: Sequence[str]) -> str:
+    """Return a short text for several names."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """Return a gradient, or the values of a sparse one."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _own_rows(gradient: Any, n_in: int, group: Group) -> tf.Tensor:
+    """Return this rank's rows of a partial gradient.
+
+    Args:
+        gradient: IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that
+            is called more than once; or a tensor of the kernel's (or bias's) shape.
+        n_in: Rows of the kernel.
+        group: The ranks that share them.
+    """
+    begin, end = row_cuts(n_in, group.size)[group.rank :][:2]
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient[begin:end]
+    if gradient.values.shape[0] == end - begin:
+        return gradient.values
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices - begin, end - begin)

@@ -1,0 +1,288 @@
+"""Keras optimizers from inside: variables, slots, settings, and methods replaced in a step.
+
+Names that Keras does not document, each checked with Keras 3.10 and 3.15:
+`Optimizer._trainable_variables`, `_variables`, `_iterations`, `_learning_rate`, `_var_key`,
+`_clip_gradients`, `_use_weight_decay`, `_exclude_from_weight_decay`,
+`_exclude_from_weight_decay_pattern`, `_model_variables_moving_average`,
+`_update_model_variables_moving_average`; `LossScaleOptimizer.check_finite`;
+`Variable.overwrite_with_gradient`, `Variable._path`; `Layer._trainable_variables`;
+`Model._flatten_layers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import wrapt
+
+_MAX_FRAMES = 32  # between LossScaleOptimizer.apply and here, those of tf.cond included
+_DECAY_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+
+
+def scaled_by(optimizer: Any) -> Any:
+    """Return the optimizer that a LossScaleOptimizer wraps; None for other objects."""
+    is_scaler = type(optimizer) is keras.optimizers.LossScaleOptimizer
+    return optimizer.inner_optimizer if is_scaler else None
+
+
+def update_rule(optimizer: Any) -> Any:
+    """Return the optimizer that holds the update rule, below loss scaling."""
+    while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def has_outer_scaler(distributed: type) -> bool:
+    """Return whether a LossScaleOptimizer around an optimizer of a class calls the caller."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return False
+        if type(scaled_by(frame.f_locals.get("self"))) is distributed:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """Return whether an optimizer is a `DistributedOptimizer`, the only proxy of optimizers."""
+    return issubclass(type(optimizer), wrapt.ObjectProxy)
+
+
+def trained_by(rule: Any) -> list[Any]:
+    """Return the variables that an update rule was built on."""
+    return list(rule._trainable_variables)
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """Return the variable that counts the steps of an update rule."""
+    return update_rule(optimizer)._iterations
+
+
+def rate_of(rule: Any) -> Any:
+    """Return the learning rate's variable, or the schedule in its place."""
+    return rule._learning_rate
+
+
+def own_variables(optimizer: Any) -> list[Any]:
+    """Return an optimizer's variables without those of an optimizer inside of it."""
+    return list(optimizer._variables)
+
+
+def slots_of(rule: Any) -> dict[int, int]:
+    """Map the `id` of each slot of an update rule to the position of the variable it belongs to.
+
+    Keras keeps every kind of slot in a list as long as that of the trainable variables and in the
+    same order, so position identifies a slot and names are not needed.
+
+    Args:
+        rule: A built Keras optimizer, not one that scales the loss.
+    """
+    trainable = rule._trainable_variables
+    found: dict[int, int] = {}
+    for name, value in vars(rule).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(value, list | tuple):
+            continue
+        if len(value) == len(trainable):
+            found |= {id(slot): i for i, slot in enumerate(value) if hasattr(slot, "assign")}
+    return found
+
+
+def overwrites_with_gradient(variable: Any) -> bool:
+    """Return whether Keras assigns a variable's gradient to it, as to the scales of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """List the optimizers of a model, those of a custom train_step included.
+
+    Args:
+        model: Any Keras model, compiled or not.
+
+    Returns:
+        `model.optimizer` first, then other optimizers that are attributes of the model or in a
+        list, tuple or dict among them, in the order of the attributes, which is equal on all ranks.
+    """
+    unique: dict[int, Any] = {}
+    for item in _items([getattr(model, "optimizer", None), *vars(model).values()], set()):
+        if isinstance(item, keras.optimizers.Optimizer):
+            unique.setdefault(id(update_rule(item)._iterations), item)
+    return list(unique.values())
+
+
+def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Yield values and those in containers among them; `seen` has the ids of the latter."""
+    for value in values:
+        if not isinstance(value, (list, tuple, dict)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            yield from _items(value.values() if isinstance(value, dict) else value, seen)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Return whether all weights of a model exist.
+
+    A model without a `call`, as of a GAN with a `train_step` alone, is never called, so Keras never
+    counts it as built: its layers tell.
+    """
+    return all(layer.built or not has_call(layer) for layer in model._flatten_layers())
+
+
+def has_call(layer: Any) -> bool:
+    """Return whether a layer or model can be called."""
+    return getattr(type(layer), "call", None) is not keras.Model.call
+
+
+def trains_all(model: keras.Model) -> bool:
+    """Return whether the one optimizer of a model can be built on all its variables.
+
+    Of several optimizers each is built on its own, in the first step.
+    """
+    return len(optimizers_of(model)) == 1 and is_built(model)
+
+
+def own_weights(layer: keras.layers.Layer) -> list[Any]:
+    """Return the trainable weights of a layer without those of layers inside of it."""
+    return list(getattr(layer, "_trainable_variables", ()))
+
+
+def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return a model and all layers in it, at any depth."""
+    return list(model._flatten_layers())
+
+
+def piece_of(variable: keras.Variable, value: Any, is_whole: bool) -> keras.Variable:
+    """Return a variable for a part of another one, with its name, path and role.
+
+    Args:
+        variable: A model's.
+        value: Of the part.
+        is_whole: Constraints hold for the part as for the variable.
+    """
+    piece = keras.Variable(value, dtype=variable.dtype, name=variable.name)
+    piece._path = variable.path
+    if overwrites_with_gradient(variable):
+        piece.overwrite_with_gradient = True
+    if is_whole:
+        piece.constraint = variable.constraint
+    return piece
+
+
+@contextlib.contextmanager
+def replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of one object within a block.
+
+    Args:
+        target: The object; its class keeps its own.
+        **methods: By name.
+    """
+    before = {name: vars(target)[name] for name in methods if name in vars(target)}
+    target.__dict__.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del target.__dict__[name]
+        target.__dict__.update(before)
+
+
+@contextlib.contextmanager
+def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Let variables decay where those in whose place they are would, by the rule's own word.
+
+    A piece lacks the name of its variable's layer, by which Keras may know the variable.
+
+    Args:
+        rule: Built on the pieces.
+        originals: Pairs of piece and variable.
+    """
+    ask = type(rule)._use_weight_decay
+    known = {rule._var_key(_raw(piece)): variable for piece, variable in originals}
+
+    def use_weight_decay(variable: Any) -> bool:
+        original = known.get(rule._var_key(_raw(variable)))
+        if original is not None:  # rules ask with Keras's variables or with TensorFlow's
+            is_keras = isinstance(variable, keras.Variable)
+            variable = original if is_keras else _raw(original)
+        return bool(ask(rule, variable))
+
+    with replaced(rule, _use_weight_decay=use_weight_decay):
+        yield
+
+
+@contextlib.contextmanager
+def averages_begin_within(rule: Any, n_steps: int) -> Iterator[None]:
+    """Let moving averages begin with the first update, where several batches make one.
+
+    Keras begins them where `iterations` is 0, which it is in no batch that ends a cycle: the
+    averages would begin with zeros.
+
+    Args:
+        rule: An update rule.
+        n_steps: Batches per update.
+    """
+    if not rule.use_ema:
+        yield
+        return
+    average = rule._update_model_variables_moving_average
+
+    def begin_or_continue(variables: Sequence[Any]) -> None:
+        average(variables)
+        is_first = tf.convert_to_tensor(rule._iterations) < n_steps
+        for variable, mean in zip(variables, rule._model_variables_moving_average, strict=True):
+            if mean is not None:
+                mean.assign(tf.where(is_first, variable.value, mean.value))
+
+    with replaced(rule, _update_model_variables_moving_average=begin_or_continue):
+        yield
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's settings, also where its learning rate cannot be serialized.
+
+    Args:
+        optimizer: A Keras optimizer.
+
+    Returns:
+        The result of `get_config`, without an inner optimizer; of a schedule or a function its
+        class, and its settings if it has any: Keras asks for none as long as nothing is saved.
+    """
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:  # which would ask its inner one, too
+        own = ("name", "initial_scale", "dynamic_growth_steps")
+        return {name: getattr(optimizer, name) for name in own}
+    rate = vars(optimizer).get("_learning_rate")
+    if rate is None or isinstance(rate, keras.Variable) or not callable(rate):
+        return dict(optimizer.get_config())
+    with replaced(optimizer, _learning_rate=np.float32(0)):
+        config = dict(optimizer.get_config())
+    shown: dict[str, Any] = {"class_name": getattr(rate, "__name__", type(rate).__name__)}
+    # A function has no settings, and a schedule needs none before it is saved: the class is known.
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        shown["config"] = rate.get_config()
+    return config | {"learning_rate": shown}
+
+
+def unbuilt(optimizer: Any) -> Any:
+    """Return an optimizer with the same settings, the same schedule if any, and no state."""
+    config, inner = config_of(optimizer), scaled_by(optimizer)
+    if inner is not None:
+        return type(optimizer)(unbuilt(inner), **config)
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        config["learning_rate"] = optimizer._learning_rate  # itself: it may have a state
+    other = type(optimizer).from_config(config)
+    for name in _DECAY_EXCLUSIONS:
+        if hasattr(optimizer, name):
+            setattr(other, name, getattr(optimizer, name))
+    return other
+
+
+def _raw(variable: Any) -> Any:
+    return variable._value if isinstance(variable, keras.Variable) else variable

@@ -1,0 +1,124 @@
+"""Traced functions: notes about the one being traced, and TensorFlow's private view of them.
+
+Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
+`control_flow_util.GraphOrParentsInXlaContext`, `Operation._is_stateful`,
+`polymorphic_function.Function` (`_function_cache`, `_lock`, `_created_variables`,
+`_variable_creation_config`, `_no_variable_creation_config`), `FunctionCache`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.function.polymorphism.function_cache import FunctionCache
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+
+
+@dataclass
+class TraceContext:
+    """Notes about one traced function, kept as long as its graph.
+
+    Attributes:
+        uses: Ways in which the function uses the weights of dense layers, by `id` of the weight.
+        made: Gradients made by the calls of dense layers: name of the tensor to `id` of the weight.
+            Names, as tensors would keep their graph alive.
+    """
+
+    uses: dict[int, set[str]] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
+
+
+_contexts: weakref.WeakKeyDictionary[tf.Graph, TraceContext] = weakref.WeakKeyDictionary()
+
+
+def context_of(graph: tf.Graph) -> TraceContext:
+    """Return the notes about a graph."""
+    return _contexts.setdefault(graph, TraceContext())
+
+
+def current_graph() -> tf.Graph | None:
+    """Return the graph of the function being traced; None while executing eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def outer_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
+    """Yield the graphs of the functions around one, innermost first."""
+    outer = getattr(graph, "outer_graph", None)
+    while outer is not None:
+        yield outer
+        outer = getattr(outer, "outer_graph", None)
+
+
+def runs_once_per_step() -> bool:
+    """Return whether an op traced here runs once per call: in a function, in no branch or loop."""
+    graph = current_graph()
+    return graph is not None and not isinstance(graph, ControlFlowFuncGraph)
+
+
+def is_function(graph: tf.Graph | None) -> bool:
+    """Return whether a graph is that of a traced function."""
+    return isinstance(graph, FuncGraph)
+
+
+def is_compiled_by_xla(graph: tf.Graph) -> bool:
+    """Return whether XLA compiles a graph or one around it."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def is_stateful(op: tf.Operation) -> bool:
+    """Return whether an op has side effects or reads variables."""
+    return bool(op._is_stateful)
+
+
+def run_either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    """Run one of two bodies, now or as branches of the function being traced."""
+    if tf.executing_eagerly():
+        (yes if bool(condition) else no)()
+        return
+
+    def branch(body: Callable[[], None]) -> tf.Tensor:
+        body()
+        return tf.constant(0)
+
+    tf.cond(condition, lambda: branch(yes), lambda: branch(no))
+
+
+def drop_traces(variables: Sequence[Any]) -> list[str]:
+    """Let every tf.function that was traced with some variables be traced again at its next call.
+
+    TensorFlow has no such call: the functions are found among all objects of the process.
+    Concrete functions that a user keeps are left as they are.
+
+    Args:
+        variables: TensorFlow variables.
+
+    Returns:
+        Names of the functions.
+    """
+    handles = {id(v.handle) for v in variables}
+    dropped = []
+    for thing in gc.get_objects():
+        # Not isinstance, which some proxies answer by importing or computing something.
+        if type(thing) is not Function:
+            continue
+        # `_list_all_concrete_functions` would trace those that have an input signature.
+        if any(_captures(concrete, handles) for concrete in thing._function_cache.values()):
+            with thing._lock:
+                thing._created_variables = None
+                thing._variable_creation_config = None
+                thing._no_variable_creation_config = None
+                thing._function_cache = FunctionCache()
+            dropped.append(thing.name)
+    return sorted(dropped)
+
+
+def _captures(concrete: Any, handles: set[int]) -> bool:
+    return any(id(tensor) in handles for tensor in concrete.captured_inputs)

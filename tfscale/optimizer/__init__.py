@@ -1,0 +1,1 @@
+"""The distributed optimizer and tape, and the steps around an update."""

@@ -1,0 +1,828 @@
+"""DistributedOptimizer: any Keras optimizer, with gradients that all ranks agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import wrapt
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import raw_variable
+from tfscale.comm.compression import Compression
+from tfscale.comm.events import stamp_updates
+from tfscale.comm.runtime import Average, ProcessSet, global_process_set
+from tfscale.config import ConfigError
+from tfscale.exchange.base import Exchange, GradientOptions, Watch, load, resolve
+from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.plan import name_of
+from tfscale.internals.optimizers import (
+    iterations_of,
+    own_variables,
+    scaled_by,
+    trained_by,
+    trains_all,
+    unbuilt,
+    update_rule,
+)
+from tfscale.internals.trace import drop_traces
+from tfscale.optimizer import futures
+from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
+from tfscale.optimizer.local_averaging import GroupAverage, LocalGroups
+from tfscale.optimizer.nonfinite import NonFinite, Policy
+from tfscale.optimizer.pieces import on_pieces
+from tfscale.optimizer.rules import (
+    refuse_bypassed,
+    refuse_outer_scaler,
+    require_keras,
+    why_uncut,
+    why_whole,
+)
+from tfscale.optimizer.state import CompleteVariable, KeptState, ShardState, StateNodes, n_bytes
+from tfscale.plan.chunks import owner_of
+
+logger = logging.getLogger("tfscale")
+
+
+class DistributedOptimizer(wrapt.ObjectProxy):
+    """A Keras optimizer that applies gradients reduced over all ranks.
+
+    A transparent proxy: every attribute, the class included, is the wrapped optimizer's, so
+    learning rates, schedules, checkpoints and saved models are exactly its own, and a saved model
+    loads where tfscale is not installed. Only `apply` differs: it reduces the gradients, then
+    calls the wrapped optimizer's, so clipping, decay and averaging see reduced gradients.
+
+    Mixed precision: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`. Infinite
+    values survive the sum, so all ranks skip the same steps. The other order is refused, or
+    repaired by `tfscale.prepare` where compile() made it.
+    """
+
+    # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
+    _self_groups: LocalGroups | None = None
+    _self_kept: KeptState | None = None
+    _self_nodes: StateNodes | None = None
+    _self_shown: list[CompleteVariable] | None = None
+    _self_watch: Watch | None = None
+    _self_is_watched: bool = False
+    _self_is_ready: bool = False  # whether the strategy was fitted to the job
+    _self_is_attached: bool = False  # whether reads of a parameter wait for it
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str | None = None,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: str = Average,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        exchange: Any = "allreduce",
+        nonfinite: Policy = "ignore",
+    ) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            optimizer: Any Keras optimizer.
+            name: Ignored; the optimizer keeps its own.
+            device_dense: Ignored; TensorFlow places the ops.
+            device_sparse: Ignored.
+            compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire.
+            sparse_as_dense: Make sparse gradients dense before they are sent.
+            gradient_predivide_factor: Divides before the sum; size / factor divides after it.
+            op: Average or Sum.
+            backward_passes_per_step: Batches whose gradients are added up locally before they are
+                exchanged and applied. `iterations` advances with every batch. Where one rank
+                stops amid a cycle, or its update is skipped, all go back to its beginning.
+            average_aggregated_gradients: Divide that sum by the number of batches.
+            num_groups: Number of buckets of an allreduce; 0 chooses by size.
+            groups: Number of buckets, or lists of variables that are sent together.
+            process_set: The ranks that take part; others apply their own gradients.
+            scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
+                by the number of ranks.
+            exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
+            nonfinite: What to do about gradients that are NaN or infinite on some rank: "ignore",
+                "raise" (naming rank, step and parameter) or "skip" the step, on all ranks: weights
+                and state stay; in `fit` with a callback of tfscale moving statistics stay finite.
+
+        Raises:
+            ConfigError: An argument does not fit.
+        """
+        _check(optimizer, backward_passes_per_step)
+        super().__init__(optimizer)
+        options = GradientOptions.of(
+            op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
+        )
+        strategy = resolve(exchange)
+        self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
+        self._self_nonfinite = NonFinite(nonfinite, strategy)
+        self._self_accumulator: Accumulator | None = None
+        if backward_passes_per_step > 1:
+            refuse_replicated(inside_of_groups(strategy))
+            self._self_accumulator = Accumulator(
+                backward_passes_per_step, average_aggregated_gradients
+            )
+
+    # The step
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Reduce the gradients over all ranks and update the variables.
+
+        Args:
+            grads: This rank's gradients, one per variable.
+            trainable_variables: The variables; None after `build`.
+
+        Raises:
+            ConfigError: There is nothing to train.
+            ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
+                communication failed.
+        """
+        variables = self._built_for() if trainable_variables is None else list(trainable_variables)
+        if self._self_accumulator is None:
+            self._exchange_and_update(list(grads), variables)
+            return
+        self._built(variables)
+        self._self_accumulator.add(
+            grads,
+            variables,
+            update_rule(self.__wrapped__),
+            on_full=lambda sums: self._exchange_and_update(sums, variables),
+        )
+
+    def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
+        executor, inner = self._built(variables), self.__wrapped__
+        group = executor.process_set.group()
+        self._refuse(variables)
+        reduced = executor.reduce(gradients, variables, self._skips())
+        # A step that is given up because another rank stopped must change nothing, not even
+        # `iterations`, so all of the update waits for the first gradient that is through.
+        with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor.shards):
+            self._self_nonfinite.apply(
+                inner, reduced, gradients, variables, group, executor.shards is not None
+            )
+            _follow(reduced.targets)
+        if self._self_groups is not None:
+            self._self_groups.after_update(reduced, gradients)
+        self._publish(reduced)
+        stamp_updates(reduced.targets)
+
+    def _publish(self, reduced: Reduced) -> None:
+        """Send what this rank has updated. Collective."""
+        shards = self._self_executor.shards
+        if shards is None:
+            return
+        updated = None if update_rule(self.__wrapped__).use_ema else reduced.updated
+        for bucket in shards.buckets_with(updated):
+            for variable in (shards.variables[i] for i in bucket.indices):
+                # Parts of another optimizer would be overwritten with outdated values.
+                if futures.assignment_hook(variable) != shards.refresh:
+                    raise ConfigError(
+                        "Sharded optimizers must be built on variables of their own. Received: two "
+                        f"for {variable.path}. Call build(variables) on each, before "
+                        "tfscale.prepare and fit, or give all but one exchange='allreduce'."
+                    )
+        self._self_executor.publish(updated, waits=not self._self_is_attached)
+
+    def _skips(self) -> bool:
+        """Return whether a step whose gradients are not finite changes nothing."""
+        return scaled_by(self.__wrapped__) is not None or self._self_nonfinite.policy != "ignore"
+
+    def _refuse(self, variables: Sequence[Any]) -> None:
+        """Refuse steps whose ranks would part.
+
+        Raises:
+            ConfigError: Common gradients would be scaled by another factor on each rank.
+            ExchangeError: Ranks would skip different steps.
+        """
+        if self._self_executor.process_set.size() > 1:
+            refuse_outer_scaler(DistributedOptimizer)
+        norm = update_rule(self.__wrapped__).global_clipnorm
+        if norm and self.process_set.size() > 1 and any(map(self.is_local_var, variables)):
+            raise ConfigError(
+                "A norm over all gradients must be equal on all ranks. Received: "
+                f"global_clipnorm={norm} with local layers or variables. Use clipnorm, which "
+                "looks at each gradient by itself."
+            )
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Reduce and apply; see `apply`.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable.
+
+        Returns:
+            The number of iterations, as Keras does.
+        """
+        self.apply(*map(list, zip(*grads_and_vars, strict=True)))
+        return iterations_of(self.__wrapped__)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Set the final values of variables at the end of `fit`, as Keras does. Collective."""
+        executor, has_averages = self._ready(), update_rule(self.__wrapped__).use_ema
+        shards = executor.shards
+        if shards is None:
+            self.__wrapped__.finalize_variable_values(var_list)
+        elif has_averages:
+            own = [shards.targets[shards.place(v)] for v in var_list]
+            self.__wrapped__.finalize_variable_values(own)
+            executor.publish()
+        if self.group_average is not None and has_averages:
+            self.group_average.average_now()
+            executor.publish()
+
+    # Building
+
+    def _ready(self) -> Executor:
+        """Return the executor, its strategy fitted to the job. Collective with local SGD.
+
+        Raises:
+            ConfigError: The groups of local SGD do not fit the ranks.
+        """
+        executor = self._self_executor
+        if self._self_is_ready:
+            return executor
+        strategy = executor.strategy
+        if isinstance(strategy, LocalSGD) and not runtime.is_single():
+            self._self_groups = LocalGroups(strategy, executor)
+        executor.strategy = inside_of_groups(strategy)
+        self._allow_sharding()
+        self._self_is_ready = True
+        return executor
+
+    def _allow_sharding(self) -> None:
+        """Let the strategy cut parameters where ranks and update rule allow it."""
+        executor = self._self_executor
+        executor.may_shard = False
+        if not executor.strategy.is_sharding:
+            return
+        group = executor.process_set.group()
+        if group.size == 1 or group.rank < 0:
+            return
+        reason = why_whole(update_rule(self.__wrapped__))
+        if not reason:
+            executor.may_shard = True
+            return
+        # Another exchange than was asked for, so that Python shows it, once per job.
+        level = logging.WARNING if runtime.rank() == 0 else logging.INFO
+        logger.log(level, "Parameters are not sharded: %s. Gradients are allreduced.", reason)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the optimizer's state, or this rank's part of it, unless it exists.
+
+        Args:
+            variables: What it will train; values must be equal on all ranks.
+        """
+        executor, inner = self._ready(), self.__wrapped__
+        if executor.shards is not None:
+            return
+        if inner.built and executor.is_sharding:
+            state = [v.numpy() for v in inner.variables]
+            self._rebuild(trained_by(update_rule(inner)), state)
+        else:
+            self._build(variables)
+
+    def _build(self, variables: Sequence[Any]) -> None:
+        """Build the wrapped optimizer on what this rank updates."""
+        executor, inner = self._self_executor, self.__wrapped__
+        rule = update_rule(inner)
+        with tf.init_scope():
+            if executor.is_sharding:
+                require_keras(variables)
+            targets = executor.build(list(variables), lambda v: why_uncut(rule, v))
+            shards = executor.shards
+            if shards is not None:
+                futures.make_futures(shards.cut, shards.refresh)
+            inner.build(targets)
+            if shards is not None:
+                state = ShardState(inner, rule, shards, executor.process_set)
+                self._self_kept = KeptState(state, executor.process_set)
+                self._self_nodes = StateNodes(self._self_kept)
+                if rule is not inner:
+                    self._self_kept.serve(rule, first=len(own_variables(inner)))
+        if self._self_groups is not None:
+            self._self_groups.build(inner, executor)
+
+    def _built(self, variables: list[Any]) -> Executor:
+        """Return the executor of an optimizer that is built, if need be on some variables."""
+        executor = self._ready()
+        if not self.__wrapped__.built or (executor.is_sharding and executor.shards is None):
+            self.build(variables)
+        if self._self_groups is not None:
+            self._self_groups.build(self.__wrapped__, executor)
+        return executor
+
+    def _built_for(self) -> list[Any]:
+        """Return the model's variables that the optimizer was built for."""
+        shards = self._ready().shards
+        # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
+        trained = trained_by(update_rule(self.__wrapped__))
+        if shards is None:
+            return trained
+        variables = {id(t): v for t, v in zip(shards.targets, shards.variables, strict=True)}
+        return [variables.get(id(v), v) for v in trained]
+
+    def _rebuild(self, variables: Sequence[Any], state: Sequence[np.ndarray]) -> None:
+        """Build an optimizer of the same settings on what this rank updates now. Collective.
+
+        Args:
+            variables: The model's, in the order of the optimizer.
+            state: Complete state.
+
+        Raises:
+            ExchangeError: A gather of parameters failed.
+        """
+        shards = self._self_executor.shards
+        if shards is not None:
+            futures.release(shards.cut)
+        self._self_executor.drop_shards()
+        self._self_kept = self._self_nodes = None
+        self._self_is_attached = False
+        with tf.init_scope():
+            self.__wrapped__ = unbuilt(self.__wrapped__)
+            self._build(variables)
+            self._load(state)
+
+    def _load(self, state: Sequence[np.ndarray]) -> None:
+        if self._self_kept is not None:
+            self._self_kept.load(state)
+            return
+        for variable, value in zip(self.__wrapped__.variables, state, strict=True):
+            variable.assign(value)
+
+    def wire(self, model: keras.Model, global_batch: int | None = None) -> bool:
+        """Let the exchange change the model's layers; `tfscale.prepare` calls this.
+
+        Args:
+            model: The model.
+            global_batch: Samples of all ranks together, where that is known.
+
+        Returns:
+            Whether functions of the model must be traced again.
+        """
+        executor = self._ready()  # first: groups exchange otherwise than what forms them
+        is_alone = trains_all(model)
+        may_cut = is_alone and self._self_accumulator is None and self._self_groups is None
+        rule = update_rule(self.__wrapped__)
+        has_changed = executor.route_dense(
+            model, lambda v: why_uncut(rule, v), global_batch, may_cut
+        )
+        if executor.is_sharding and is_alone:
+            if has_changed and may_cut and executor.shards is not None:
+                # Some variables may be frozen by now.
+                variables, state = self._built_for(), self.full_state()
+                self._rebuild(variables, state)
+                drop_traces([raw_variable(v) for v in variables])
+            self.build(model.trainable_variables)
+            self._attach(model)
+        return has_changed
+
+    def _attach(self, model: keras.Model) -> None:
+        """Let steps end before the parameters have arrived."""
+        executor = self._self_executor
+        if executor.shards is None or executor.strategy.waits_for_gathers:
+            return
+        if not self._self_is_attached:
+            self._self_is_attached = True
+            futures.attach(model, executor.shards.cut, executor.shards.refresh)
+
+    # Strategies that change
+
+    def after_step(self) -> bool:
+        """Let an exchange that measures look at a step. Collective.
+
+        `fit` calls this after each; in a loop of your own do so for `exchange="auto"`.
+
+        Returns:
+            Whether the step must be traced again.
+        """
+        executor = self._ready()
+        if not self._self_is_watched:
+            self._self_is_watched = True
+            if executor.strategy.watch:
+                shared = [name_of(v) for v in self._built_for() if not executor.is_local(v)]
+                layers = list(dict.fromkeys(owner_of(name) for name in shared))
+                watch = load(executor.strategy.watch)
+                self._self_watch = watch(
+                    executor.strategy, layers, executor.model, self._why_not_sharded
+                )
+        strategy = None if self._self_watch is None else self._self_watch.step()
+        return strategy is not None and self._change_strategy(strategy)
+
+    def _change_strategy(self, strategy: Exchange) -> bool:
+        """Take another strategy, with parameters and state as they are. Collective.
+
+        Returns:
+            Whether the step must be traced again: not where only an outcome is known now.
+        """
+        executor = self._self_executor
+        if strategy == executor.strategy:
+            executor.strategy = strategy
+            return False
+        self.undo_shards()
+        executor.strategy = strategy
+        self._allow_sharding()
+        if executor.model is not None:
+            self.wire(executor.model)
+        return True
+
+    def undo_shards(self) -> None:
+        """Let the wrapped optimizer be one of whole variables again. Collective.
+
+        Each rank holds the complete state and its part of it for a moment.
+
+        Raises:
+            ConfigError: Groups of local SGD hold its state.
+        """
+        executor = self._ready()
+        if executor.shards is None or self._self_kept is None:
+            return
+        if self._self_groups is not None:
+            raise ConfigError(
+                "Local SGD needs loss scaling inside when it is built. Received: an optimizer that "
+                "was built before tfscale.prepare(model). Write DistributedOptimizer("
+                "LossScaleOptimizer(...))."
+            )
+        variables, state = self._built_for(), self._self_kept.state.gather()
+        executor.may_shard = False
+        self._rebuild(variables, state)
+        self._self_is_ready = False  # it may shard again, once it is wrapped or planned otherwise
+
+    def _why_not_sharded(self, model: keras.Model) -> str:
+        """Return why parameters that are not sharded yet cannot be, or an empty string."""
+        executor = self._ready()
+        if executor.is_sharding:
+            return ""
+        if self._self_groups is not None or not trains_all(model):
+            return "the model's parameters are not updated by one optimizer alone"
+        if executor.observer is not None:
+            return "gradients are looked at while they are exchanged"
+        if runtime.backend().name == "horovod":
+            return "Horovod moves the bytes"
+        return why_whole(update_rule(self.__wrapped__))
+
+    # Ranks and groups
+
+    @property
+    def executor(self) -> Executor:
+        """The exchange of this optimizer's gradients."""
+        return self._self_executor
+
+    @property
+    def options(self) -> GradientOptions:
+        """How gradients are reduced."""
+        return self._self_executor.options
+
+    @property
+    def strategy(self) -> Exchange:
+        """How gradients are sent, with what was chosen meanwhile."""
+        groups = self._self_groups
+        return self._self_executor.strategy if groups is None else groups.strategy
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part; all of them with local SGD."""
+        executor = self._self_executor
+        return executor.process_set if self._self_groups is None else global_process_set
+
+    @property
+    def sharing_set(self) -> ProcessSet:
+        """The ranks that exchange gradients and share the state."""
+        return self._self_executor.process_set
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """Ranks within which weights are equal, for local SGD; None for all together."""
+        return None if self._self_groups is None else self._self_groups.groups
+
+    @property
+    def group_average(self) -> GroupAverage | None:
+        """The averages of local SGD; None without groups."""
+        return None if self._self_groups is None else self._self_groups.average
+
+    @property
+    def waits_for_groups(self) -> bool:
+        """Whether local SGD will start later."""
+        return self._self_groups is not None and not self._self_groups.is_apart
+
+    def start_groups(self) -> None:
+        """Let local SGD start. Collective; the training step must be traced again."""
+        groups, executor, kept = self._self_groups, self._ready(), self._self_kept
+        assert groups is not None
+        logger.info("Local SGD starts: %d groups of ranks.", groups.strategy.groups)
+        variables = self._built_for()
+        state = None if kept is None else kept.state.gather()
+        groups.form(executor)
+        self._allow_sharding()
+        model = executor.model
+        if state is not None:
+            self._rebuild(variables, state)
+        else:
+            groups.build(self.__wrapped__, executor)
+        if model is not None:
+            self.wire(model)  # dense layers exchange within the group, too
+
+    def show_own(self) -> None:
+        """Make the model's parameters those that this rank and its group hold. Collective."""
+        self._self_executor.publish()
+
+    def show_average(self) -> list[np.ndarray]:
+        """Average over groups what each rank updates, and show the average. Collective.
+
+        Returns:
+            This rank's own values; `set_own` puts them back.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        assert self.group_average is not None
+        own = [np.array(v.numpy()) for v in self.group_average.targets]
+        self.group_average.average_now()
+        self.show_own()
+        return own
+
+    def set_own(self, values: Sequence[Any]) -> None:
+        """Set what this rank updates, and show it in the model. Collective in its group.
+
+        Args:
+            values: One for each of `group_average.targets`.
+        """
+        assert self.group_average is not None
+        for variable, value in zip(self.group_average.targets, values, strict=True):
+            variable.assign(value)
+        self.show_own()
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to each rank alone.
+
+        Args:
+            variable: A trainable variable that may differ between ranks.
+        """
+        self._self_executor.keep_local([variable])
+
+    def is_local_var(self, variable: Any) -> bool:
+        """Return whether a variable may differ between ranks, as moving statistics of local layers.
+
+        Known before the optimizer is built.
+        """
+        return self._self_executor.is_local(variable)
+
+    # Cycles of several batches, and steps that are skipped
+
+    @property
+    def accumulator(self) -> Accumulator | None:
+        """The sums of gradients of `backward_passes_per_step`; None for 1."""
+        return self._self_accumulator
+
+    @property
+    def nonfinite(self) -> Policy:
+        """What is done about gradients that are not finite."""
+        return self._self_nonfinite.policy
+
+    @property
+    def n_accumulated(self) -> int:
+        """Batches whose gradients are added up since the last exchange; 0 without cycles."""
+        return 0 if self._self_accumulator is None else int(self._self_accumulator.n_waiting)
+
+    @property
+    def is_before_exchange(self) -> bool:
+        """Whether the next batch's gradients are exchanged."""
+        accumulator = self._self_accumulator
+        return accumulator is None or accumulator.is_before_exchange
+
+    def drop_cycle(self) -> None:
+        """Take back the batches of a cycle that has not ended."""
+        if self._self_accumulator is not None:
+            n_dropped = self._self_accumulator.drop_cycle()
+            iterations_of(self.__wrapped__).assign_sub(n_dropped)
+
+    def begin_cycle(self, n_lost: int) -> None:
+        """Begin a cycle where a run resumes without the sums of the one it was in.
+
+        Args:
+            n_lost: Batches that `iterations` counts and whose gradients are lost.
+        """
+        if self._self_accumulator is not None:
+            self._self_accumulator.drop_cycle()
+        iterations_of(self.__wrapped__).assign_sub(n_lost)
+
+    @property
+    def n_skipped_steps(self) -> int:
+        """Steps that this rank skipped because of `nonfinite="skip"`."""
+        return int(self._self_nonfinite.n_skipped)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether steps with gradients that are not finite are skipped, see `nonfinite`."""
+        return self._self_nonfinite.policy == "skip"
+
+    # State, complete wherever Keras or a user looks at it
+
+    @property
+    def kept_state(self) -> KeptState | None:
+        """The complete state, as far as it is known; None unless parameters are sharded."""
+        return self._self_kept
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether each rank holds a part of the state, or will once it is built."""
+        return self._ready().is_sharding
+
+    @property
+    def may_share_state(self) -> bool:
+        """Whether the exchange may decide during a `fit` that each rank holds a part."""
+        watch = self._self_watch
+        return self._self_executor.strategy.may_shard_later if watch is None else watch.may_cut
+
+    @property
+    def parts(self) -> list[Any]:
+        """State of which this rank holds a part; empty unless parameters are sharded."""
+        return self._self_kept.state.parts if self._self_kept else []
+
+    @property
+    def variables(self) -> list[Any]:
+        """The wrapped optimizer's variables; those in `parts` are this rank's parts."""
+        return self.__wrapped__.variables if self._self_shown is None else self._self_shown
+
+    @contextlib.contextmanager
+    def complete_variables(self) -> Iterator[None]:
+        """Let `variables` hold complete values within a block, for reading only."""
+        if self._self_kept:
+            pairs = zip(self.__wrapped__.variables, self._self_kept.read(), strict=True)
+            self._self_shown = [CompleteVariable(v.path, value) for v, value in pairs]
+        try:
+            yield
+        finally:
+            self._self_shown = None
+
+    def full_state(self) -> list[np.ndarray]:
+        """Return the complete state, in the order of `variables`.
+
+        Collective where parameters are sharded: all ranks must call this. Until the next step the
+        first rank keeps the result, so that it can save the model without the others.
+
+        Returns:
+            Arrays of the shapes that an optimizer in one process has.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        kept = self._self_kept
+        if kept is None:
+            return [variable.numpy() for variable in self.__wrapped__.variables]
+        arrays = kept.gather(is_kept=True)
+        kept.keep_on_first()
+        return arrays
+
+    def save_own_variables(self, store: dict[str, Any]) -> None:
+        """Write the complete state, as Keras does for an optimizer in one process.
+
+        Collective where parameters are sharded, unless `full_state` was called before.
+
+        Args:
+            store: Filled with an array for each variable, by its number.
+
+        Raises:
+            ExchangeError: Other ranks do not take part.
+        """
+        if self._self_kept is None:
+            self.__wrapped__.save_own_variables(store)
+            return
+        for i, value in enumerate(self._self_kept.read("saving")):
+            store[str(i)] = value
+
+    def load_own_variables(self, store: dict[str, Any]) -> None:
+        """Take what this rank holds from a complete state.
+
+        Args:
+            store: The result of `save_own_variables`, at any number of ranks.
+        """
+        if self._self_kept is None or len(store) != len(self.__wrapped__.variables):
+            self.__wrapped__.load_own_variables(store)
+            return
+        self._self_kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        if self._self_nodes is None:
+            return self.__wrapped__._trackable_children(save_type, **options)
+        return self._self_nodes.children(self.__wrapped__, save_type, **options)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        if self._self_nodes is not None:
+            return self._trackable_children().get(name)
+        if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
+            raise ConfigError(
+                "A checkpoint must be restored into a sharded optimizer after it is built, or "
+                f"its state would be lost. Received: {self.__wrapped__.name}, not built. Call "
+                "tfscale.prepare(model), or optimizer.build(variables), before restoring."
+            )
+        return self.__wrapped__._lookup_dependency(name, cached_dependencies)
+
+    def memory_report(self) -> dict[str, int]:
+        """Return how much memory the optimizer takes.
+
+        Returns:
+            Bytes: "state" of the optimizer on this rank, "complete_state" in one process,
+            "parameters" this rank keeps beside the model's, "accumulators" of
+            `backward_passes_per_step`.
+        """
+        own = n_bytes(self.__wrapped__.variables)
+        kept, accumulator = self._self_kept, self._self_accumulator
+        shards = self._self_executor.shards
+        return {
+            "state": own,
+            "complete_state": kept.state.n_bytes if kept else own,
+            "parameters": n_bytes(shards.pieces.values()) if shards else 0,
+            "accumulators": n_bytes(accumulator.variables) if accumulator else 0,
+        }
+
+    # Copies
+
+    def _around(self, inner: Any) -> DistributedOptimizer:
+        """Wrap another optimizer in the same way."""
+        other = DistributedOptimizer(inner)
+        other._self_executor = self._self_executor.copy()
+        other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
+        if self._self_accumulator is not None:
+            other._self_accumulator = self._self_accumulator.copy_empty()
+        return other
+
+    def _fresh(self) -> Any:
+        """Return an optimizer without state where a copy would hold parts, or None."""
+        return unbuilt(self.__wrapped__) if self._self_kept else None
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        """Return an optimizer made from a config, wrapped as this one.
+
+        Args:
+            config: The result of `get_config` of an optimizer of the same class.
+        """
+        return self._around(self.__wrapped__.from_config(config))
+
+    def __copy__(self) -> Any:
+        """Copy the wrapped optimizer and wrap it in the same way."""
+        return self._around(self._fresh() or copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the wrapped optimizer and wrap it in the same way; a cycle begins again."""
+        return self._around(self._fresh() or copy.deepcopy(self.__wrapped__, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the wrapped optimizer."""
+        return (self._fresh() or self.__wrapped__).__reduce_ex__(protocol)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether an optimizer is a DistributedOptimizer (or wraps one for loss scaling)."""
+    return distributed_of(optimizer) is not None
+
+
+def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
+    """Return a DistributedOptimizer, or that inside of a LossScaleOptimizer; None for others."""
+    if type(optimizer) is DistributedOptimizer:
+        return optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner if type(inner) is DistributedOptimizer else None
+
+
+def inside_of_groups(strategy: Exchange) -> Exchange:
+    """Return the strategy inside of a group of local SGD; others are returned as they are."""
+    return resolve(strategy.within) if isinstance(strategy, LocalSGD) else strategy
+
+
+def _follow(variables: Sequence[Any]) -> None:
+    """Let the pieces of another optimizer that has cut the same variables follow."""
+    for variable in variables:
+        on_assign = futures.assignment_hook(variable)
+        if on_assign is not None:
+            on_assign(variable, raw_variable(variable).read_value())
+
+
+def _check(optimizer: Any, passes: int) -> None:
+    if is_distributed(optimizer):
+        raise ConfigError(
+            "An optimizer must be wrapped once. Received: a DistributedOptimizer. "
+            "Pass the Keras optimizer itself."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}. "
+            "Build one, for example keras.optimizers.SGD(0.1)."
+        )
+    refuse_bypassed(optimizer)
+    if int(passes) != passes or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be 1 or more. Received: {passes}.")
+    if passes > 1:
+        refuse_accumulating(update_rule(optimizer))

@@ -1,0 +1,518 @@
+"""Complete state of an optimizer whose ranks hold parts: gathered, kept, loaded, checkpointed.
+
+From the bottom up: `ShardState` gathers and cuts state, `Meeting` waits for the ranks, `KeptState`
+keeps what was gathered as long as it is valid, `StateNodes` shows it to tf.train.Checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.checkpoint.tensor_callable import Callable as TensorCallable
+
+from tfscale.comm import objects, runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.eager import raise_own_errors
+from tfscale.comm.runtime import ProcessSet
+from tfscale.config import ExchangeError, settings
+from tfscale.exchange.shards import Shards
+from tfscale.internals.optimizers import iterations_of, slots_of, trained_by
+
+Key = tuple[int, ...]
+_VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
+
+
+class ShardState:
+    """Reads and writes the complete state of an optimizer that was built on pieces.
+
+    Complete state is a list of arrays in the order of `variables` of the same optimizer built on
+    whole variables, which is Keras's own format.
+    """
+
+    def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
+        """Find the slots of an optimizer built on the targets of `shards`; `rule` updates them."""
+        self._process_set = process_set
+        self._optimizer = optimizer
+        self._shards = shards
+        targets = {id(piece): i for i, piece in shards.pieces.items()}
+        places = [targets.get(id(v), -1) for v in trained_by(rule)]
+        self._slots = {key: places[i] for key, i in slots_of(rule).items()}
+        self._rule = rule
+        self._n_loads = 0
+
+    @property
+    def _places(self) -> list[int]:
+        # Of the present variables: a schedule that is set takes away the learning rate's.
+        return [self._slots.get(id(v), -1) for v in self._optimizer.variables]
+
+    @property
+    def version(self) -> Key:
+        """Changes with each update and each load, and where variables have come or gone."""
+        return int(iterations_of(self._rule).numpy()), self._n_loads, self.n_variables
+
+    def number(self, variable: Any) -> int:
+        """Return the number of one of the optimizer's variables."""
+        return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
+
+    @property
+    def n_variables(self) -> int:
+        """Number of the optimizer's variables."""
+        return len(self._optimizer.variables)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizer's variables of which this rank holds a part."""
+        pairs = zip(self._optimizer.variables, self._places, strict=True)
+        return [variable for variable, place in pairs if place >= 0]
+
+    def own_parts(self) -> dict[int, tuple[Any, tuple[int, int] | None]]:
+        """Map the number of each variable of which this rank holds a part to it and its range.
+
+        A range counts elements of the flat variable, the last one excluded; None: all of it.
+        """
+        found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
+        for i, (variable, place) in enumerate(
+            zip(self._optimizer.variables, self._places, strict=True)
+        ):
+            owned = self._shards.owned(place) if place >= 0 else None
+            if owned is not None:
+                whole = self._shards.is_whole(place)
+                found[i] = variable, None if whole else (owned.start, owned.stop)
+        return found
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Numbers of the variables of which each rank has a part, perhaps an empty one."""
+        return frozenset(i for i, place in enumerate(self._places) if place >= 0)
+
+    def note_load(self) -> None:
+        """Count a load that went past `load`, so that what was gathered is outdated."""
+        self._n_loads += 1
+
+    def whole_variables(self) -> dict[int, Any]:
+        """Map the `id` of each piece to the model's variable."""
+        return {id(p): self._shards.variables[i] for i, p in self._shards.pieces.items()}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the complete state, for update rules whose slots are as large as variables."""
+        total = 0
+        for variable, place in zip(self._optimizer.variables, self._places, strict=True):
+            shape = variable.shape if place < 0 else self._shards.variables[place].shape
+            total += math.prod(shape) * tf.as_dtype(variable.dtype).size
+        return total
+
+    def gather(self, is_kept: bool = True) -> list[np.ndarray]:
+        """Return the complete state. Collective: all ranks that share, on the main thread.
+
+        Args:
+            is_kept: False takes part without keeping anything, and returns an empty list.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        pairs = list(zip(self._optimizer.variables, self._places, strict=True))
+        own = {
+            i: tuple(v.shape)
+            for i, (v, place) in enumerate(pairs)
+            if place >= 0 and self._shards.is_whole(place) and self._shards.owned(place)
+        }
+        whole: dict[int, tuple[int, ...]] = {}
+        if any(self._shards.is_whole(place) for _, place in pairs):
+            for shapes in objects.allgather_object(
+                own, name="shapes of slots", process_set=self._process_set
+            ):
+                whole |= shapes
+        state = []
+        for i, (variable, place) in enumerate(pairs):
+            value = variable.numpy() if place < 0 else self._gather(variable, place)
+            if place >= 0:
+                shape = tuple(self._shards.variables[place].shape)
+                value = value.reshape(whole.get(i, shape) if shape else ())
+            if is_kept:
+                state.append(value)
+        return state
+
+    def _gather(self, slot: Any, place: int) -> np.ndarray:
+        flat = tf.reshape(slot.value, [-1])
+        if not self._shards.owned(place):
+            flat = flat[:0]  # A whole variable's slot may have dimensions that are not empty.
+        call = Call(self._shards.group, f"state of {self._shards.variables[place].path}")
+        gathered, _ = runtime.backend().allgather(flat, call)
+        return gathered.numpy()
+
+    def with_current(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return a complete state with the present values of what every rank has.
+
+        A learning rate may have changed since the state was gathered, or a loss scale.
+
+        Args:
+            state: What `gather` returned.
+        """
+        triples = zip(self._optimizer.variables, self._places, state, strict=True)
+        return [v.numpy() if place < 0 else value for v, place, value in triples]
+
+    def load(self, state: Sequence[np.ndarray], first: int = 0) -> None:
+        """Take this rank's part of a complete state.
+
+        Args:
+            state: One array for each variable of the optimizer, from number `first` on; equal on
+                all ranks.
+            first: See `state`.
+
+        Raises:
+            ValueError: A shape does not fit.
+        """
+        self.note_load()
+        stop = first + len(state)
+        pairs = zip(self._optimizer.variables[first:stop], self._places[first:stop], strict=True)
+        for value, (variable, place) in zip(state, pairs, strict=True):
+            if place < 0:
+                variable.assign(value)
+            elif self._shards.owned(place):
+                own = self._cut(np.asarray(value), place)
+                variable.assign(own.reshape(tuple(variable.shape)))
+
+    def _cut(self, value: np.ndarray, place: int) -> np.ndarray:
+        owned = self._shards.owned(place)
+        assert owned is not None
+        if self._shards.is_whole(place):
+            return value
+        return value.reshape(-1)[owned.start : owned.stop]
+
+
+class Meeting:
+    """Finds out whether all ranks of a group have come to the same place.
+
+    An eager collective that some rank never joins would spoil the order of all later ones. So this
+    one is a traced function, which has a plan of its own, and runs on a thread: who has waited
+    long enough goes on, and the thread tells late ranks that nobody waits any more.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Trace. All ranks of the group do this at the same place of their program."""
+
+        def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
+            call = Call(group, "meeting of ranks", stream="meeting")
+            return runtime.backend().allreduce([value], call, ReduceOp.MIN, Scaling())[0]
+
+        spec = tf.TensorSpec([], tf.int32)
+        self._least = tf.function(least_over_ranks, input_signature=[spec], autograph=False)
+        self._least.get_concrete_function()
+        self._attempt: _Attempt | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all ranks have come. Collective, on the main thread.
+
+        Args:
+            timeout_s: How long to wait for them.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._attempt is None or self._attempt.is_over:
+                self._attempt = _Attempt(self._least)
+            if not self._attempt.wait(deadline - time.monotonic()):
+                return False
+            if self._attempt.is_success:
+                return True
+
+
+class _Attempt:
+    """Two rounds: somebody has come from each rank; each of them still waits."""
+
+    def __init__(self, least: tf.types.experimental.GenericFunction) -> None:
+        self._least = least
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self._is_met = False
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self.is_success = False
+        threading.Thread(target=self._run, name="tfscale-meeting", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return False if other ranks have not come in time; the attempt then stays open."""
+        self._is_wanted = True
+        if not self._done.wait(max(timeout_s, 0.0)):
+            with self._lock:
+                if not self._is_met:
+                    self._is_wanted = False
+                    return False
+            self._done.wait()  # All ranks are in the second round, which takes no time.
+        raise_own_errors(self._raise)
+        return True
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._least(tf.constant(1))
+            with self._lock:
+                self._is_met = True
+                is_wanted = self._is_wanted
+            self.is_success = bool(self._least(tf.constant(int(is_wanted))))
+        except Exception as error:  # Told to whoever waits.
+            self._error = error
+        self._done.set()
+
+
+class KeptState:
+    """What ranks have gathered, until the next update or load makes it outdated.
+
+    With it one rank saves without asking the others: all took part in the gather before.
+    """
+
+    def __init__(self, state: ShardState, process_set: ProcessSet) -> None:
+        """Keep nothing yet. All ranks that share do this at the same place of their program."""
+        self.state = state
+        self.process_set = process_set
+        self._meeting = Meeting(process_set.group())
+        self._arrays: list[np.ndarray] | None = None
+        self._key: Key | None = None
+        self._loaded: tuple[Key, list[np.ndarray]] | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all ranks gathered what is still valid, and some of them kept it."""
+        return self._key is not None and self._key == self.state.version
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has the complete state."""
+        return self.is_gathered and self._arrays is not None
+
+    def gather(self, is_kept: bool) -> list[np.ndarray]:
+        """Gather the parts of all ranks. Collective.
+
+        Args:
+            is_kept: Keep the result here; at least one rank does.
+
+        Returns:
+            The complete state, or an empty list on ranks that do not keep it.
+
+        Raises:
+            ExchangeError: Communication failed.
+        """
+        self.forget()
+        arrays = self.state.gather(is_kept)
+        self._arrays = arrays if is_kept else None
+        self._key = self.state.version
+        return arrays
+
+    def keep_on_first(self) -> None:
+        """Keep on the first rank of the process set only what all ranks have just gathered."""
+        if self.process_set.rank() > 0:
+            self._arrays = None
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks. Collective.
+
+        Args:
+            what: What this rank is about to do, for the message.
+
+        Raises:
+            ExchangeError: Some rank has not come in time.
+        """
+        timeout_s = settings().save_timeout_s
+        if not self._meeting.wait(timeout_s):
+            raise ExchangeError(
+                "Where ranks share the optimizer's state, all of them must take part in saving it. "
+                f"Received: {what} on rank {runtime.rank()}, and not all other ranks joined within "
+                f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank: each path is "
+                "written once. Or call model.optimizer.full_state() on every rank, then save on "
+                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every rank "
+                "has a tfscale callback."
+            )
+
+    def read(self, what: str = "reading the optimizer's state") -> list[np.ndarray]:
+        """Return the complete state; collective unless it `is_gathered`.
+
+        Args:
+            what: What this rank is about to do, for the message.
+
+        Raises:
+            ExchangeError: Other ranks do not take part, or another one has kept the state.
+        """
+        if not self.is_gathered:
+            self.meet(what)
+            return self.gather(is_kept=True)
+        if self._arrays is None:
+            raise ExchangeError(
+                "After ranks have gathered the optimizer's state, the rank that keeps it must "
+                f"save it. Received: {what} on rank {runtime.rank()}. Save on the first rank, "
+                "usually rank 0, or call model.optimizer.full_state() on every rank to use its "
+                "result."
+            )
+        return self.state.with_current(self._arrays)
+
+    def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
+        """Take this rank's part of a complete state.
+
+        Args:
+            state: One array for each variable of the optimizer, from number `first` on.
+            first: See `state`.
+            keeps: Keep it for `broadcast_loaded`, if it is all of the state.
+
+        Raises:
+            ValueError: A shape does not fit.
+        """
+        self.forget()
+        self.state.load(state, first)
+        if keeps and len(state) == self.state.n_variables:
+            self._loaded = (self.state.version, list(state))
+
+    def serve(self, rule: Any, first: int) -> None:
+        """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
+
+        Args:
+            rule: That optimizer.
+            first: Number of its first variable among those of the outer one.
+        """
+
+        def save_own_variables(store: dict[str, Any]) -> None:
+            for i, value in enumerate(self.read("saving")[first:]):
+                store[str(i)] = value
+
+        def load_own_variables(store: dict[str, Any]) -> None:
+            # The outer one has loaded it all, see CompleteState.load_own_variables.
+            del store
+
+        rule.save_own_variables = save_own_variables
+        rule.load_own_variables = load_own_variables
+
+    def broadcast_loaded(self, root_rank: int, process_set: ProcessSet) -> bool:
+        """Give all ranks their parts of the state that one rank loaded. Collective.
+
+        Args:
+            root_rank: Which one; the first of the process set, if it is none of it. Where it has
+                loaded none since the last update, nothing happens: the parts that the ranks hold
+                belong together.
+            process_set: Who takes part.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ExchangeError: Another rank has loaded a state, and the root none.
+        """
+        ranks = process_set.group().ranks
+        root = root_rank if root_rank in ranks else ranks[0]
+        valid = self._loaded is not None and self._loaded[0] == self.state.version
+        own = self._loaded[1] if self._loaded is not None and valid else None
+        every = objects.allgather_object(own is not None, "who loaded a state", process_set)
+        loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
+        if loaders and root not in loaders:
+            raise ExchangeError(
+                "An optimizer's state must be loaded by the rank that is broadcast, or by none. "
+                f"Received: a state loaded on ranks {loaders}, root_rank={root}. Load it on "
+                f"rank {root} or on all ranks."
+            )
+        if not loaders:
+            return False
+        self.forget()
+        for i in range(self.state.n_variables):
+            value = own[i] if own is not None and runtime.rank() == root else None
+            value = objects.broadcast_object(value, root, "complete state", process_set)
+            self.state.load([value], i)
+        return True
+
+    def forget(self) -> None:
+        """Keep nothing; what was gathered or loaded takes memory no longer."""
+        self._arrays = self._key = self._loaded = None
+
+
+class _Slot(tf.__internal__.tracking.Trackable):
+    """A variable of the optimizer, whole: gathered when it is saved, cut when it is restored."""
+
+    def __init__(self, kept: KeptState, variable: Any) -> None:
+        self._kept, self._variable = kept, variable
+
+    @property
+    def _index(self) -> int:
+        return self._kept.state.number(self._variable)
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        def read() -> tf.Tensor:
+            return tf.convert_to_tensor(self._kept.read("writing a checkpoint")[self._index])
+
+        device = self._variable.value.device
+        return {_VALUE: TensorCallable(read, tf.as_dtype(self._variable.dtype), device)}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> None:
+        self._kept.load([np.asarray(restored_tensors[_VALUE])], self._index, keeps=False)
+
+
+class _Node(tf.__internal__.tracking.Trackable):
+    """An object of the optimizer's, a list of slots for example."""
+
+    def __init__(self, nodes: StateNodes, wrapped: Any) -> None:
+        self._nodes, self._wrapped = nodes, wrapped
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        return self._nodes.children(self._wrapped, save_type, **options)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        del cached_dependencies
+        return self._trackable_children().get(name)
+
+
+class StateNodes:
+    """Puts complete variables in the place of parts, and the model's in the place of pieces."""
+
+    def __init__(self, kept: KeptState) -> None:
+        self._replaced: dict[int, Any] = dict(kept.state.whole_variables())
+        for variable in kept.state.parts:
+            self._replaced[id(variable)] = _Slot(kept, variable)
+        self._nodes: dict[int, tuple[Any, _Node]] = {}
+
+    def children(self, owner: Any, save_type: str, **options: Any) -> dict[str, Any]:
+        """Return the children of one of the optimizer's objects, replaced in checkpoints alone."""
+        found = owner._trackable_children(save_type, **options)
+        if save_type != "checkpoint":
+            return found
+        return {name: self._replace(child) for name, child in found.items()}
+
+    def _replace(self, child: Any) -> Any:
+        if id(child) in self._replaced:
+            return self._replaced[id(child)]
+        if isinstance(child, tf.Module | tf.Variable) or not self._holds_parts(child):
+            return child
+        # The child is kept with its node, so that its id stays its own.
+        return self._nodes.setdefault(id(child), (child, _Node(self, child)))[1]
+
+    def _holds_parts(self, owner: Any) -> bool:
+        below = owner._trackable_children("checkpoint").values()
+        return any(id(c) in self._replaced or self._holds_parts(c) for c in below)
+
+
+class CompleteVariable:
+    """A variable of the optimizer with its complete value, for Keras's HDF5 format."""
+
+    def __init__(self, path: str, value: np.ndarray) -> None:
+        self.path = path
+        self._value = np.asarray(value)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Return the value."""
+        del copy
+        return self._value if dtype is None else self._value.astype(dtype)
+
+
+def n_bytes(variables: Any) -> int:
+    """Return how many bytes the values of variables take."""
+    return sum(int(np.prod(tuple(v.shape))) * tf.as_dtype(v.dtype).size for v in variables)

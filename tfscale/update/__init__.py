@@ -1,1 +1,0 @@
-"""From reduced gradients to new parameters: the whole update, or this rank's part of it."""
