@@ -40,7 +40,7 @@ FORBIDDEN = {
     "native": (*FRAMEWORKS, "mpi4py", "tfscale.exchange", "tfscale.backends", *UPPER),
     "backends": ("tfscale.exchange", "tfscale.data", *UPPER),
     "exchange": ("tfscale.data", *UPPER),
-    "data": ("tfscale.exchange", "tfscale.backends", *UPPER),
+    "data": ("tfscale.exchange", "tfscale.backends", "tfscale.fit", *UPPER),
     "optimizer": ("tfscale.callbacks", "tfscale.data"),
     "fit": ("tfscale.callbacks", "tfscale.keras"),
     "update": ("tfscale.callbacks", "tfscale.fit", "tfscale.keras"),
@@ -331,6 +331,13 @@ def private_names_of_others(path: Path, own: set[str]) -> set[str]:
         if node.attr not in NOT_KERAS and (node.attr not in own or is_shared):
             found.add(node.attr)
     return found
+
+
+def test_internals_are_the_ground():
+    known = ("tfscale.internals", "tfscale.config", "tfscale.config")
+    for path in (ROOT / INTERNALS).glob("*.py"):
+        names = [n for n in imported_names(path) if n.split(".")[0] == "tfscale"]
+        assert [n for n in names if not n.startswith(known)] == [], path.name
 
 
 def test_the_stack_is_read_in_one_place():

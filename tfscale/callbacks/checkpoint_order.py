@@ -7,6 +7,7 @@ from tfscale.callbacks.backup_state import begun_before
 from tfscale.callbacks.base import Callback
 from tfscale.comm import objects
 from tfscale.config import ConfigError
+from tfscale.fit.session import session_for
 from tfscale.internals.stack import callbacks_of_fit
 
 
@@ -24,7 +25,7 @@ def go_first(checkpoint: Callback) -> list[str]:
     before = callbacks[: callbacks.index(checkpoint)] if checkpoint in callbacks else []
     if before:  # in a new list: the present one is being walked through
         rest = [c for c in callbacks if c is not checkpoint]
-        checkpoint.session.call.callback_list.callbacks = [checkpoint, *rest]
+        session_for(checkpoint.model).call.callback_list.callbacks = [checkpoint, *rest]
     early = [type(c).__name__ for c in before if isinstance(c, Callback)]
     backups = [type(c).__name__ for c in callbacks if isinstance(c, BackupAndRestore)]
     return early or begun_before(before) or backups
