@@ -84,7 +84,7 @@ def case_synchronize_is_the_broadcast_and_the_average_of_metrics():
         history = fit(model, own(), callbacks, epochs=2)
         evaluated = model.evaluate(*own(), verbose=0, return_dict=True, callbacks=callbacks)
         require_equal_ranks(model.weights)
-        results.append((history.history, evaluated, [v.numpy() for v in model.weights]))
+        results.append((history, evaluated, [v.numpy() for v in model.weights]))
     (before, score, weights), (history, evaluated, synchronized) = results
     assert history == before and evaluated == score and "loss" in history
     assert all(evaluated == theirs for theirs in tfscale.allgather_object(evaluated))

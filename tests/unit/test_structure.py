@@ -287,6 +287,13 @@ def private_names_of_others(path: Path, own: set[str]) -> set[str]:
     return found
 
 
+def test_internals_are_the_ground():
+    known = ("tfscale.internals", "tfscale.config", "tfscale.config")
+    for path in (ROOT / INTERNALS).glob("*.py"):
+        names = [n for n in imported_names(path) if n.split(".")[0] == "tfscale"]
+        assert [n for n in names if not n.startswith(known)] == [], path.name
+
+
 def test_the_stack_is_read_in_one_place():
     pattern = re.compile(r"\b(_getframe|currentframe|f_back|f_locals)\b")
     found = {relative(path) for path in LIBRARY if pattern.search(path.read_text())}

@@ -154,7 +154,7 @@ def _forwarding(name: str) -> Callable[..., None]:
     def hook(self: Container, *args: Any, **kwargs: Any) -> None:
         getattr(super(Container, self), name)(*args, **kwargs)
         for part in self.parts():
-            getattr(part, name)(*args, **kwargs)
+            getattr(part, name)(*args, *kwargs.values())  # whatever it calls them
 
     hook.__name__ = name
     hook.__doc__ = f"Hand `{name}` on to the callbacks inside."

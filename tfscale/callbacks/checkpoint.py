@@ -29,6 +29,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_integer
 from tfscale.fit import building
 from tfscale.fit.agreement import compare_weights
+from tfscale.fit.session import session_for
 from tfscale.internals.keras import steps_until
 from tfscale.internals.stack import callbacks_of_fit
 
@@ -127,11 +128,12 @@ class Checkpoint(Callback):
         when the checkpoint's was restored, and at the end of an epoch it sees whether training had
         been stopped before, amid the epoch.
         """
-        callbacks = self.session.callbacks
+        call = session_for(self.model).call  # `self.session` is that of an earlier `fit`, if any
+        callbacks = call.callbacks
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
         if before:  # in a new list: the present one is being walked through
             rest = [c for c in callbacks if c is not self]
-            self.session.call.callback_list.callbacks = [self, *rest]
+            call.callback_list.callbacks = [self, *rest]
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
         return own or begun(before)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import numpy as np
 
+from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, active_slices, check_integer, check_slices
 
@@ -224,13 +225,9 @@ class Epochs:
 
     def is_ready(self) -> bool:
         """Whether the number of ranks is known yet: data may be made before `init()`."""
-        from tfscale.comm import runtime
-
         return self.rank_and_size is not None or runtime.is_initialized()
 
     def _rank_and_size(self) -> tuple[int, int]:
-        from tfscale.comm import runtime
-
         return self.rank_and_size or (runtime.rank(), runtime.size())
 
 
