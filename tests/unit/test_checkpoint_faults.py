@@ -45,14 +45,17 @@ def test_a_damaged_newest_falls_back(tmp_path, caplog):
     content = bytearray((newest.path / "rank-00000.safetensors").read_bytes())
     content[len(content) // 2] ^= 4
     (newest.path / "rank-00000.safetensors").write_bytes(content)
-    (tmp_path / "step-0000000007-00000000").mkdir()
+    left_over = tmp_path / "step-0000000007-00000000"
+    left_over.mkdir()  # by a run that found the disk full
+    (tmp_path / f"damaged-{newest.path.name}").mkdir()  # by one that met the same damage
     with caplog.at_level(logging.WARNING, logger="tfscale"):
         model, batches = fit(Checkpoint(tmp_path, 2))
     assert len(batches) == 12 - 4
     require_equal(model, whole)
     assert "rank-00000.safetensors does not match its checksum" in caplog.text
     assert "no rank has finished its part" in caplog.text
-    assert (tmp_path / f"damaged-{newest.path.name}").exists()
+    assert (tmp_path / f"damaged-2-{newest.path.name}" / "rank-00000.manifest").exists()
+    assert not left_over.exists()
 
 
 def test_an_archive_behind_a_link_stays(tmp_path):

@@ -211,11 +211,11 @@ def test_keep(tmp_path):
         write(tmp_path, step)
     write(tmp_path, 15, ranks=[0])  # an older run's, never finished
     write(tmp_path, 50, ranks=[1])  # being written
-    prune(tmp_path, 2, RUN)
+    prune(tmp_path, 2, {RUN})
     assert [f.step for f in list_checkpoints(tmp_path)] == [50, 40, 30]
     new = set_aside(list_checkpoints(tmp_path)[1].path)
     assert new.name == f"damaged-{folder_name(40, RUN)}"
-    prune(tmp_path, 1, RUN)
+    prune(tmp_path, 1, {RUN})
     assert [f.step for f in list_checkpoints(tmp_path)] == [50, 30] and new.exists()
 
 
@@ -225,7 +225,7 @@ def test_what_other_runs_left_unfinished_is_deleted(tmp_path):
     for run in ("11111111", "22222222", RUN):
         write(tmp_path, 20, ranks=[0], run=run)
     (tmp_path / folder_name(30, "33333333")).mkdir()
-    prune(tmp_path, 3, RUN)
+    prune(tmp_path, 3, {RUN})
     left = [folder_name(10, RUN), folder_name(20, RUN)]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 

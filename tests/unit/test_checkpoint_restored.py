@@ -14,7 +14,10 @@ from tests.unit.checkpoint_model import (
     job,  # noqa: F401
 )
 from tfscale.callbacks import Checkpoint
+from tfscale.checkpoints.files import Part
+from tfscale.checkpoints.restore import Reader
 from tfscale.checkpoints.resumable import read_counters, restore_counters
+from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
 optimizers, callbacks = keras.optimizers, keras.callbacks
@@ -81,3 +84,11 @@ def test_numbers_go_to_the_same_one_of_the_same_class(caplog):
     here = waits((stop, 0))
     restore_counters(here, states, is_own=False)  # another rank's: it may have had more
     assert here[0].wait == 1 and not caplog.records
+
+
+def test_at_another_number_of_ranks_the_first_one_s_numbers_count(monkeypatch):
+    parts = [Part({"groups": [[0, 1, 2]]}, {}) for _ in range(3)]
+    for size, rank, source in ((3, 2, 2), (2, 1, 0), (4, 3, 0)):
+        monkeypatch.setattr(runtime, "size", lambda size=size: size)
+        monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
+        assert Reader(parts).source == source

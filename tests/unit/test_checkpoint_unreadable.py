@@ -63,15 +63,15 @@ def test_nothing_is_deleted_that_cannot_be_listed(tmp_path, monkeypatch):
         seen[1].check()
     monkeypatch.undo()  # from now on they could be
     monkeypatch.setattr(module, "list_checkpoints", lambda directory: seen)
-    prune(tmp_path, 1, RUN)
+    prune(tmp_path, 1, {RUN})
     monkeypatch.undo()
     assert steps_in(tmp_path) == [40, 30, 10]
     refuse(monkeypatch, errno.EIO, tmp_path)
-    prune(tmp_path, 1, RUN)
+    prune(tmp_path, 1, {RUN})
     with pytest.raises(UnreadableError, match="Input/output error"):
         list_checkpoints(tmp_path)
     monkeypatch.undo()
-    prune(tmp_path, 1, RUN)
+    prune(tmp_path, 1, {RUN})
     assert steps_in(tmp_path) == [40]
 
 
@@ -84,5 +84,5 @@ def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "unlink", refuse_to_delete)
-    prune(tmp_path, 1, RUN)
+    prune(tmp_path, 1, {RUN})
     assert steps_in(tmp_path) == [20, 10]

@@ -105,9 +105,9 @@ class Checkpoint(Callback):
         super().on_train_begin(logs)
         self._require_order(early)
         self._restart()
-        self.model._initial_epoch, self._saver.run = None, name_run()
+        self.model._initial_epoch, self._run = None, name_run()
         self._first_epoch = self.session.call.initial_epoch
-        make_directory(self.directory, self._saver.run, self.shared)
+        make_directory(self.directory, self._run, self.shared)
         parts = newest_sound(self.directory, self.shared)
         if parts is not None:
             self._reader = Reader(parts)
@@ -187,7 +187,7 @@ class Checkpoint(Callback):
             self._save_last(self._position.n_steps > self._saved, is_end=False)
         self._agree_on_due("step")
         if self._is_due:
-            self._save(self._saver.run)
+            self._save(self._run)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count, and agree on what is due. Collective about once a second."""

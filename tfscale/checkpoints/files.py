@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -358,7 +358,7 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
     return [_look(path, step) for step, _, path in sorted(found, reverse=True)]
 
 
-def prune(directory: Path, keep: int, run: str) -> None:
+def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
     """Delete all but the newest finished checkpoints, and what other runs left unfinished.
 
     What the system does not let be read or deleted stays until the next time. Links are left
@@ -367,14 +367,16 @@ def prune(directory: Path, keep: int, run: str) -> None:
     Args:
         directory: Where they are.
         keep: How many stay.
-        run: The present one; a newest checkpoint of it that is unfinished is being written.
+        runs: Names of this job's; a newest checkpoint of theirs that is unfinished is being
+            written, or its files are not seen here yet.
     """
     n_finished = 0
     with contextlib.suppress(UnreadableError, OSError):  # there will be a next time
         for found in list_checkpoints(directory):
             if found.path.is_symlink():
                 continue
-            is_left = not found.is_finished and (n_finished or not found.path.name.endswith(run))
+            is_own = found.path.name.rpartition("-")[2] in runs
+            is_left = not found.is_finished and (n_finished or not is_own)
             if (n_finished >= keep or is_left) and not found.unreadable:  # which may be sound
                 delete(found.path)
             n_finished += found.is_finished
