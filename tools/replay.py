@@ -10,6 +10,7 @@ once. Ends with status 1 if a cell is missing, failed, or differs without being 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import importlib.metadata
@@ -154,7 +155,7 @@ def _run_job(tree: Path, cells: Sequence[str], n_ranks: int) -> tuple[list[Recor
             process = subprocess.Popen(
                 [*_mpiexec(n_ranks), sys.executable, str(RECORDER), str(records), *cells],
                 cwd=folder,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)},
+                env=_environment(tree),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -166,6 +167,12 @@ def _run_job(tree: Path, cells: Sequence[str], n_ranks: int) -> tuple[list[Recor
                 _end(process)
         done = [json.loads(line) for line in records.read_text().splitlines()]
         return done, output.read_text(errors="replace")[-4000:]
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    """Return the variables of a job: tfscale's own settings are the defaults."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TFSCALE_")}
+    return {**inherited, **ENVIRONMENT, "PYTHONPATH": str(tree)}
 
 
 def _mpiexec(n_ranks: int) -> list[str]:
@@ -206,7 +213,7 @@ class Recording:
         """Read what is there."""
         self._path = FOLDER / f"{commit}.json"
         self._made_with = {
-            "recorder": hashlib.sha256(RECORDER.read_bytes()).hexdigest(),
+            "recorder": _digest_code(RECORDER.read_text()),
             "machine": f"{platform.node()} {platform.machine()} {os.cpu_count()}",
             "python": platform.python_version(),
         } | {name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
@@ -224,6 +231,11 @@ class Recording:
         unfinished = self._path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(content, indent=1))
         unfinished.replace(self._path)
+
+
+def _digest_code(source: str) -> str:
+    """Return a digest of a module that does not depend on comments and layout."""
+    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()
 
 
 def _git(*words: str) -> str:
@@ -245,7 +257,6 @@ def checkout(commit: str) -> Iterator[Path]:
         with contextlib.suppress(subprocess.CalledProcessError):
             _git("worktree", "remove", "--force", str(tree))
         shutil.rmtree(tree, ignore_errors=True)
-        _git("worktree", "prune")
 
 
 def _provide_library(tree: Path, commit: str) -> None:
@@ -273,9 +284,9 @@ def _copy_library(source: Path, target: Path) -> bool:
 def _fits(tree: Path) -> bool:
     """Return whether a checkout finds its library: its place may have moved."""
     code = "import sys, tfscale; sys.exit(not tfscale.mpi_built())"
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-c", code]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=FOLDER, env=environment, capture_output=True, check=False
+        command, cwd=FOLDER, env=_environment(tree), capture_output=True, check=False
     )
     return done.returncode == 0
 
@@ -288,6 +299,7 @@ def _say(text: str) -> None:
 def _recordings(base: str, cells: Sequence[str]) -> tuple[dict[str, Record], dict[str, Record]]:
     """Return the records of a base commit and of this checkout, making those that are missing."""
     commit = _git("rev-parse", "--verify", f"{base}^{{commit}}")
+    own = _unchanged_commit()
     kept = Recording(commit)
     old: dict[str, Record] = {}
     new: dict[str, Record] = {}
@@ -299,10 +311,15 @@ def _recordings(base: str, cells: Sequence[str]) -> tuple[dict[str, Record], dic
                 old |= made
     for made in record(ROOT, cells, "this checkout"):
         new |= made
-    if not _git("status", "--porcelain"):
-        head = Recording(_git("rev-parse", "HEAD"))  # the base of a later run
-        head.add({name: own for name, own in new.items() if name not in head.cells})
+    if own and own == _unchanged_commit():
+        head = Recording(own)  # the base of a later run
+        head.add({cell: new[cell] for cell in new if cell not in head.cells})
     return {**old, **kept.cells}, new
+
+
+def _unchanged_commit() -> str:
+    """Return the commit that is checked out here; empty if a file differs from it."""
+    return "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,31 +333,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="ten cells on 2 ranks")
     extent.add_argument("--all", action="store_true", help="each pair on each number of ranks")
-    parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="such cells only")
+    extent.add_argument("--cells", nargs="+", default=[], metavar="PATTERN", help="such cells")
     parser.add_argument(
         "--expect", default="", metavar='"CELL CELL:SECTION"', help="patterns of what may differ"
     )
     options = parser.parse_args(argv)
     known = replay_cells.all_cells()
-    chosen = known if options.all or options.cells else replay_cells.standard_cells()
+    chosen = known if options.all else replay_cells.standard_cells()
     chosen = list(replay_cells.QUICK) if options.quick else chosen
-    wanted = options.cells or ["*"]
-    cells = [cell for cell in chosen if any(fnmatchcase(cell, pattern) for pattern in wanted)]
+    if options.cells:
+        chosen = [c for c in known if any(fnmatchcase(c, pattern) for pattern in options.cells)]
     expected = options.expect.split()
     for pattern in (*options.cells, *(words.partition(":")[0] for words in expected)):
         if not any(fnmatchcase(cell, pattern) for cell in known):
             parser.error(f"A pattern must name a cell such as {known[0]}. Received: {pattern}.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # removes worktree and ranks
     if options.files:
         base, new = (json.loads(path.read_text())["cells"] for path in options.files)
     else:
-        base, new = _recordings(options.base, cells)
-    lines, is_wrong = compare(base, new, cells, expected)
+        base, new = _recordings(options.base, chosen)
+    lines, is_wrong = compare(base, new, chosen, expected)
     print("\n".join(lines))
     n_wrong = sum(line.startswith("DIFFERENT") for line in lines)
-    print(f"{len(cells)} cells, {n_wrong} wrong")
+    print(f"{len(chosen)} cells, {n_wrong} wrong")
     return int(is_wrong)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as Ctrl-C: ranks are ended, too
     sys.exit(main())

@@ -34,8 +34,8 @@ MODELS = ("vgg", "resnet", "edsr", "lstm", "outputs", "subclass")
 RANKS = (1, 2, 3, 4)
 GLOBAL_BATCH = 12  # a multiple of each number of ranks
 EPOCHS, STEPS = 2, 6  # per epoch
-# "auto" trains 13 steps with allreduce and with each plan that it tries. After 32 steps it tries
-# the second; the choice between them, which depends on measured times, would come later.
+# "auto" trains 13 steps with allreduce and with each plan that it tries. Training ends during the
+# second plan, before the choice between them, which depends on measured times.
 AUTO_STEPS = 16
 _WITHOUT_DENSE = ("edsr",)
 
@@ -371,8 +371,8 @@ def run(cell: str, folder: Path) -> dict[str, Any]:
         "cell": cell,
         "plan": [(name, size) for name, size, _ in slots],
         "labels": [(name, label) for name, _, label in slots],
-        "weights": on_all_ranks([(v.path, digest(v.numpy())) for v in model.variables]),
-        "optimizer": on_all_ranks(list(zip(names, map(digest, state), strict=True))),
+        "weights": gather_pairs([(v.path, digest(v.numpy())) for v in model.variables]),
+        "optimizer": gather_pairs(list(zip(names, map(digest, state), strict=True))),
     }
 
 
@@ -382,14 +382,14 @@ def digest(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {bits[:24]}"
 
 
-def on_all_ranks(own: Pairs) -> Pairs:
+def gather_pairs(own: Pairs) -> Pairs:
     """Return what ranks recorded, once where it is equal. Collective."""
     import tfscale
 
-    return merged(tfscale.allgather_object(own))
+    return merge_ranks(tfscale.allgather_object(own))
 
 
-def merged(every: Sequence[list[Any]]) -> list[Any]:
+def merge_ranks(every: Sequence[list[Any]]) -> list[Any]:
     """Return what ranks recorded, once where it is equal.
 
     Args:
@@ -444,13 +444,16 @@ def slots_of(content: dict[str, Any], n_ranks: int) -> list[Slot]:
         own = sorted(key for key in sizes if key[0] == rank)
         plans = sorted({plan for _, plan, _ in own})
         every.append(
-            [(f"plan {plans.index(k[1])} slot {k[2]}", in_words(sizes[k]), labels[k]) for k in own]
+            [
+                (f"plan {plans.index(k[1])} slot {k[2]}", format_sizes(sizes[k]), labels[k])
+                for k in own
+            ]
         )
-    return merged(every)
+    return merge_ranks(every)
 
 
-def in_words(sizes: Mapping[int, int]) -> str:
-    """Return number of executions and bytes of each; those of an embedding's rows are not equal."""
+def format_sizes(sizes: Mapping[int, int]) -> str:
+    """Return number of executions and bytes; each one's where they are not equal."""
     in_order = [sizes[execution] for execution in sorted(sizes)]
     n_bytes = in_order[:1] if len(set(in_order)) == 1 else in_order
     return f"{len(in_order)} x {','.join(map(str, n_bytes))} bytes"

@@ -235,8 +235,11 @@ def test_recordings_of_another_recorder_do_not_count(tmp_path, monkeypatch):
     replay.Recording("abc").add({CELL: {"plan": []}, CELLS[1]: {"error": "hung"}})
     assert replay.Recording("abc").cells == {CELL: {"plan": []}}
     changed = tmp_path / "cells.py"
-    changed.write_text("another")
     monkeypatch.setattr(replay, "RECORDER", changed)
+    source = Path(replay_cells.__file__).read_text()
+    changed.write_text(f"{source}\n# a comment changes nothing\n")
+    assert replay.Recording("abc").cells == {CELL: {"plan": []}}
+    changed.write_text(source.replace("GLOBAL_BATCH = 12", "GLOBAL_BATCH = 24"))
     assert replay.Recording("abc").cells == {}
 
 
