@@ -113,7 +113,7 @@ def test_state_goes_on_identically(rule):
         whole, first, second = (IntervalFinder(IntervalRule(rule)) for _ in range(3))
         expected = [whole.observe(theta) for theta in thetas]
         got = [first.observe(theta) for theta in thetas[:cut]]
-        second.restore(json.loads(json.dumps(first.state())))
+        second.thetas = json.loads(json.dumps(first.thetas))
         got += [second.observe(theta) for theta in thetas[cut:]]
         assert got == expected
 

@@ -48,7 +48,7 @@ class Auto(Exchange):
     replan: bool = True
 
     may_shard_later = True
-    watch = "tfscale.tuning.auto_plan:AutoWatch"
+    watch = "tfscale.measure.auto:AutoWatch"
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -86,7 +86,7 @@ class Chunked(Exchange):
     def watch(self) -> str:  # type: ignore[override]
         """The boundary of the first chunk is measured in `fit` where it is "auto"."""
         is_open = self.first_chunk_layers == "auto" and self.chunks not in (1, "per_layer")
-        return "tfscale.tuning.first_chunk:FirstChunkWatch" if is_open else ""
+        return "tfscale.measure.auto:FirstChunkWatch" if is_open else ""
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The command `tfscale plan`: predict step times on machines that one does not have yet."""
+"""The command `tfscale plan`: predict step times on machines that need not be there yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tfscale.config import ConfigError
 from tfscale.plan.choose import choose
@@ -20,21 +19,17 @@ from tfscale.plan.published import PUBLISHED, published
 _MARKS = "osv^D*Px"
 
 
-def draw(points: Sequence[Point], title: str, path: str | Path) -> None:
-    """Write a PNG.
-
-    Args:
-        points: Of one model and machine.
-        title: Above it.
-        path: The file.
-    """
+def _draw(points: Sequence[Point], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6))
-    for mark, (name, own) in zip(_MARKS, _by_exchange(points).items(), strict=False):
+    curves: dict[str, list[Point]] = {}
+    for point in points:
+        curves.setdefault(point.exchange, []).append(point)
+    for mark, (name, own) in zip(_MARKS, curves.items(), strict=False):
         ranks = [point.n_ranks for point in own]
         style = {
             "marker": mark,
@@ -49,33 +44,19 @@ def draw(points: Sequence[Point], title: str, path: str | Path) -> None:
     left.plot(ranks, ranks, color="0.7", linestyle="--", label="ideal", zorder=1)
     left.set(ylabel="speedup over one rank", yscale="log")
     right.set(ylabel="exposed communication, ms per step")
-    right.set_yscale("symlog", linthresh=_least_exposed(points))
+    # The scale turns linear at a thousandth of the longest exposed time, in ms.
+    linear = max(1e3 * max(p.predicted.exposed_s for p in points) / 1e3, 1e-3)
+    right.set_yscale("symlog", linthresh=linear)
     for axes in (left, right):
-        _finish(axes, ranks)
+        axes.set(xlabel="ranks", xscale="log")
+        axes.set_xticks(ranks, [str(n) for n in ranks], fontsize=8)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _by_exchange(points: Sequence[Point]) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {}
-    for point in points:
-        curves.setdefault(point.exchange, []).append(point)
-    return curves
-
-
-def _least_exposed(points: Sequence[Point]) -> float:
-    """Return where the scale turns linear: a thousandth of the longest exposed time, in ms."""
-    return max(1e3 * max(p.predicted.exposed_s for p in points) / 1e3, 1e-3)
-
-
-def _finish(axes: Any, ranks: Sequence[int]) -> None:
-    axes.set(xlabel="ranks", xscale="log")
-    axes.set_xticks(ranks, [str(n) for n in ranks], fontsize=8)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -131,15 +112,8 @@ def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     return numbers
 
 
-def find_table(options: argparse.Namespace) -> LayerTable:
-    """Return the model that `--model`, `--model-file` and `--input-shape` name.
-
-    Args:
-        options: Of the command line.
-
-    Raises:
-        ConfigError: There is no such model.
-    """
+def _find_table(options: argparse.Namespace) -> LayerTable:
+    """Return the model that `--model`, `--model-file` and `--input-shape` name."""
     if options.model and ":" not in options.model:
         if options.input_shape:
             raise ConfigError(
@@ -163,7 +137,7 @@ def _plan(options: argparse.Namespace) -> int:
     check_groups(options.groups, options.interval)
     try:
         scenario = Scenario(
-            find_table(options),
+            _find_table(options),
             find_machine(options.machine),
             options.explain or 1,
             options.global_batch,
@@ -198,6 +172,6 @@ def _write(folder: Path, text: str, scenario: Scenario, points: Sequence[Point])
     (folder / "plan.md").write_text(text, "utf-8")
     title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
     if has_matplotlib():
-        draw(points, f"{title} per step: predicted", folder / "plan.png")
+        _draw(points, f"{title} per step: predicted", folder / "plan.png")
     else:
         sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")

@@ -1,4 +1,26 @@
-"""Analyse recorded steps: computing, communication, waiting and their overlap."""
+"""Analyse recorded steps: computing, communication, waiting and their overlap.
+
+Definitions, for the collectives ("slots") that one rank posted within one step, on one clock:
+
+* posted: all inputs of the slot exist. started, ended: on the communication thread.
+* A mark is the post of a slot, or a stamp: the moment at which the update of some variables is
+  done (`tfscale.comm.events.stamp_updates`). It needs the slots whose results go into it, as the
+  traced graph says (`collectives_before`). What is computed for a mark is computed between the end
+  of the last slot that it needs and the mark; the rank is busy in this time.
+* The rank is blocked while a slot is posted and not ended, and it is not busy. A slot that ends
+  after the step has returned blocks nothing.
+* Every moment counts once. T_b of a slot is the time in which it blocks the rank and no slot that
+  ended earlier does. T_c of a slot is its T_b, and the time from its start to its end in which
+  nothing blocks, less what slots that ended earlier are charged for.
+
+With gradients only and without stamps the rank is busy until the last gradient is posted: the end
+of back-propagation. A collective within the forward pass, which all later ones need, blocks from
+the moment it is posted; one whose result is not needed soon does not.
+
+So the sum of T_b is the communication that is exposed, the sum of T_c is the time in which there
+was any, 0 <= T_b <= T_c, and R lies between 0 and 100. The engine of [T] makes one blocking call
+at a time, for which T_c and T_b are those of its equation 3.8.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +147,7 @@ def analyse(
     slowest: Mapping[Key, int] | None = None,
     step_end: float = float("inf"),
 ) -> list[SlotTimes]:
-    """Charge each moment of communication of a step to one slot; see the module.
+    """Charge each moment of communication of a step to one slot.
 
     Args:
         slots: The collectives and stamps of one step of one rank.
@@ -175,14 +197,7 @@ def length(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def overlap_percent(t_c: float, t_b: float) -> float | None:
-    """Return R = 100 * sum(T_c - T_b) / sum(T_c); None where nothing was sent.
-
-    Args:
-        t_c: Sum of T_c.
-        t_b: Sum of T_b, in the same unit.
-
-    Source: [T] eq. 3.8.
-    """
+    """Return R of [T] eq. 3.8, 100 * sum(T_c - T_b) / sum(T_c); None where nothing was sent."""
     return 100.0 * (t_c - t_b) / t_c if t_c > 0 else None
 
 
@@ -289,7 +304,7 @@ def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
     return found
 
 
-def shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
+def _shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
     """Return what all ranks call a collective.
 
     Keras numbers layers by a count of the process, which may differ between ranks.
@@ -301,7 +316,7 @@ def shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
 def starts_of(record: RankRecord) -> Starts:
     """Return when a rank started each collective of each step."""
     return {
-        step: {shared_key(s.key, record.names): s.started for s in own if s.key.slot >= 0}
+        step: {_shared_key(s.key, record.names): s.started for s in own if s.key.slot >= 0}
         for step, own in slots_by_step(record).items()
     }
 
@@ -340,7 +355,7 @@ def rows(
     for window in record.windows:
         own = slots[window.step]
         of_all = slowest.get(window.step, {})
-        shared = {slot.key: shared_key(slot.key, record.names) for slot in own}
+        shared = {slot.key: _shared_key(slot.key, record.names) for slot in own}
         latest = {key: of_all[name] for key, name in shared.items() if name in of_all}
         busy = find_busy(own, record.before, window.begin)
         times = analyse(own, busy, latest, window.end)
@@ -357,7 +372,7 @@ def _step(
     window: Window, record: RankRecord, times: Sequence[SlotTimes], origin_ns: int
 ) -> dict[str, Any]:
     duration = window.end - window.begin
-    row = {
+    row: dict[str, Any] = {
         "n_steps": window.n_steps,
         "begin_s": _seconds(window.begin - origin_ns),
         "step_s": _seconds(duration),
@@ -365,8 +380,7 @@ def _step(
     if record.events is None:
         return row
     t_c, t_b = sum(t.t_c for t in times), sum(t.t_b for t in times)
-    return {
-        **row,
+    return row | {
         "compute_s": _seconds(duration - t_b),
         "exposed_s": _seconds(t_b),
         "waiting_s": _seconds(sum(t.waiting for t in times)),

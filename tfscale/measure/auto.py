@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -39,6 +39,7 @@ from tfscale.optimizer.model_optimizers import accumulating
 from tfscale.optimizer.rules import LAYERWISE
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.choose import Choice, best_first_chunk, choose
+from tfscale.plan.chunks import owner_of
 from tfscale.plan.costs import Scenario
 from tfscale.plan.explain import explain
 from tfscale.plan.layers import Layer, LayerTable
@@ -46,6 +47,11 @@ from tfscale.plan.machines import Machine
 from tfscale.plan.parts import Kind
 
 logger = logging.getLogger("tfscale")
+
+T = TypeVar("T")
+# Yields the strategy of the next step if it changes, and is resumed after that step.
+Course = Generator[Exchange | None, None, T]
+
 
 
 class FirstChunkWatch:
@@ -71,22 +77,20 @@ class FirstChunkWatch:
         del model, why_uncut
         self._strategy = strategy
         self._n_layers = len(layers)
-        self._probe = LayerTimer(layers) if has_events() else None
+        self._timer = LayerTimer(layers) if has_events() else None
         self._has_chosen = False
 
     def step(self) -> Chunked | None:
-        """Count a step; after the last one, choose. Collective, on the main thread.
+        """Count a step; after the last one, choose.
 
-        Returns:
-            The strategy, equal on all ranks; None before the last step and behind it. Half of the
-            layers where the backend measures nothing, 1 where there is nothing to choose.
+        Half of the layers where the backend measures nothing, 1 where there is nothing to choose.
         """
         if self._has_chosen:
             return None
         first = max(1, self._n_layers // 2)
-        if self._probe is not None:
-            found = self._probe.step()
-            if not self._probe.is_over:
+        if self._timer is not None:
+            found = self._timer.step()
+            if not self._timer.is_over:
                 return None
             first = self._choose(found) if found is not None else 1
         self._has_chosen = True
@@ -111,10 +115,10 @@ class FirstChunkWatch:
         return first
 
 
-Course = Generator[Exchange | None, None, Any]
+# What is known of the model, and of the machine it is trained on
 
 
-def why_not(model: keras.Model | None) -> str:
+def _why_not(model: keras.Model | None) -> str:
     """Return why steps cannot be planned, or an empty string."""
     if model is None:
         return "the model is not known"
@@ -132,7 +136,11 @@ def table_of(model: keras.Model) -> LayerTable:
         table = read_layers(model)
     except Exception as error:  # whatever a model of the user's does with inputs made up
         logger.info("Dense layers send weight gradients: %s", error)
-        table = LayerTable(model.name, tuple(_bare(model)))
+        found: dict[str, list[tuple[str, int]]] = {}
+        for v in model.trainable_variables:
+            found.setdefault(owner_of(v.path), []).append((v.path, math.prod(v.shape)))
+        layers = [Layer(owner, tuple(weights)) for owner, weights in found.items()]
+        table = LayerTable(model.name, tuple(layers))
     # What cannot gather activations and errors is no dense layer to the planner.
     shared = dense.shared_weights(model)
 
@@ -148,14 +156,6 @@ def table_of(model: keras.Model) -> LayerTable:
     return LayerTable(table.name, tuple(layers))
 
 
-def _bare(model: keras.Model) -> list[Layer]:
-    owners: dict[str, list[tuple[str, int]]] = {}
-    for variable in model.trainable_variables:
-        owner = variable.path.rpartition("/")[0] or variable.path
-        owners.setdefault(owner, []).append((variable.path, math.prod(variable.shape)))
-    return [Layer(owner, tuple(weights)) for owner, weights in owners.items()]
-
-
 def _n_slots(model: keras.Model) -> int:
     """Return how many values of optimizer state there are per parameter."""
     state = model.optimizer.memory_report()["complete_state"]
@@ -163,9 +163,9 @@ def _n_slots(model: keras.Model) -> int:
     return round(state / max(own, 1))
 
 
-def measure(
+def _measure(
     auto: Auto, layers: Sequence[str], model: keras.Model, batch: int | None
-) -> Generator[Exchange | None, None, Scenario | None]:
+) -> Course[Scenario | None]:
     """Exchange each layer alone for some steps, with and without overlap, unless all is known.
 
     Args:
@@ -224,30 +224,30 @@ def _has_times(machine: Machine, table: LayerTable) -> bool:
 
 def _measure_layers(
     layers: Sequence[str], table: LayerTable
-) -> Generator[
-    Exchange | None, None, tuple[LayerMeasurement, LayerMeasurement, float, float] | None
-]:
+) -> Course[tuple[LayerMeasurement, LayerMeasurement, float, float] | None]:
     """Return a measurement as made, the same taken apart, and the shares of `separate`."""
     if not has_events():
-        found = yield from _probe(StepTimer(layers, table), table, overlap=False)
+        found = yield from _time_layers(StepTimer(layers, table), table, overlap=False)
         return None if found is None else (found, found, 1.0, 1.0)
-    alone = yield from _probe(LayerTimer(layers), table, overlap=False)
-    together = yield from _probe(LayerTimer(layers), table, overlap=True)
+    alone = yield from _time_layers(LayerTimer(layers), table, overlap=False)
+    together = yield from _time_layers(LayerTimer(layers), table, overlap=True)
     if alone is None or together is None or alone.layers != together.layers:
         return None
     return (together, *separate(alone, together))
 
 
-def _probe(
-    probe: LayerTimer | StepTimer, table: LayerTable, overlap: bool
-) -> Generator[Exchange | None, None, LayerMeasurement | None]:
+def _time_layers(
+    timer: LayerTimer | StepTimer, table: LayerTable, overlap: bool
+) -> Course[LayerMeasurement | None]:
     yield per_layer(table, overlap)
     while True:
-        found = probe.step()
-        if probe.is_over:
+        found = timer.step()
+        if timer.is_over:
             return found
         yield None
 
+
+# Plans, tried one after another
 
 _TIMED_STEPS = 10
 _SLOWER = 1.02  # a plan that takes so many times plain allreduce's time is given up
@@ -275,14 +275,6 @@ class AutoWatch:
         model: keras.Model | None,
         why_uncut: Callable[[keras.Model], str],
     ) -> None:
-        """Begin to watch.
-
-        Args:
-            strategy: What the user chose.
-            layers: Paths of the layers that own the exchanged variables, in the order of the model.
-            model: That is trained.
-            why_uncut: Returns why its parameters cannot be sharded, or an empty string.
-        """
         self._auto = strategy
         self._layers = list(layers)
         self._model = model
@@ -291,22 +283,18 @@ class AutoWatch:
         self._times: list[float] = []
 
     def step(self) -> Exchange | None:
-        """Count a step. Collective, on the main thread.
-
-        Returns:
-            The strategy of the next step if it changes, equal on all ranks.
-        """
+        """Count a step; advance the course of measurements and trials."""
         self._times.append(time.perf_counter())
         return next(self._course)
 
-    def _run(self) -> Course:
-        model, reason = self._model, why_not(self._model)
+    def _run(self) -> Course[None]:
+        model, reason = self._model, _why_not(self._model)
         while True:
             batch = self._global_batch()
             if reason or model is None:
                 logger.info("Nothing is planned: %s.", reason)
             else:
-                scenario = yield from measure(self._auto, self._layers, model, batch)
+                scenario = yield from _measure(self._auto, self._layers, model, batch)
                 if scenario is None:
                     yield self._auto  # allreduce in buckets, as before there was anything to know
                 else:
@@ -329,7 +317,7 @@ class AutoWatch:
             kinds += ["sharded", "partial"] if batch and not needs_whole else ["sharded"]
         return (*kinds, "replicated") if batch else tuple(kinds)
 
-    def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course:
+    def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course[None]:
         """Time plain allreduce and what is promising; end with the fastest."""
         choices = candidates(scenario, allowed)
         _require_equal(choices)
@@ -365,7 +353,7 @@ class AutoWatch:
             text = f"Slower than planned, plain allreduce: {words}."
         return _done(chosen, scenario, (choice, plan_s), plain_s, text)
 
-    def _time(self, strategy: Exchange) -> Generator[Exchange | None, None, float]:
+    def _time(self, strategy: Exchange) -> Course[float]:
         """Use a strategy for some steps; return seconds per step, equal on all ranks."""
         yield strategy
         self._times.clear()

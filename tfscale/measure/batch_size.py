@@ -111,7 +111,7 @@ def measure(
 
         def gradients(size: int) -> Iterable[list[tf.Tensor]]:
             batches = itertools.islice(read_batches(data, size, seed), samples // size)
-            return (gradient(*_unpack(batch)) for batch in batches)
+            return (gradient(*(*batch, None, None)[:3]) for batch in batches)
 
         full = _mean(gradients(sizes[-1]))
         measured = tuple(_measure_size(size, gradients(size), full) for size in sizes)
@@ -163,10 +163,6 @@ def _spec_of(batch: tuple) -> Any:
     return keras.tree.map_structure(
         lambda part: tf.TensorSpec((None, *part.shape[1:]), part.dtype), batch
     )
-
-
-def _unpack(batch: tuple) -> tuple:
-    return (*batch, None, None)[:3]
 
 
 def _mean(gradients: Iterable[list[tf.Tensor]]) -> list[tf.Tensor]:

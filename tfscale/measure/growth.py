@@ -1,4 +1,7 @@
-"""Rules that decide when the batch size grows."""
+"""Decide when the batch size and the learning rate change: [T] algorithm 3.
+
+Pure decisions from averaged numbers: every rank feeds in the same, and decides the same.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """What a run may choose.
+    """The choices of a run.
 
     Attributes:
         sizes: Batch sizes over all ranks, ascending; the first is the start, the last the maximum.
@@ -107,7 +110,7 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
 
     Args:
         settings: What was chosen.
-        epochs: Planned, the warm-up included; None if nobody knows.
+        epochs: Planned, the warm-up included; None if not known.
 
     Returns:
         Settings whose rule has a largest interval, at least 1.
@@ -121,7 +124,7 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
 
 @dataclass(frozen=True)
 class Measures:
-    """What all ranks together saw of an epoch.
+    """An epoch, averaged over all ranks.
 
     Attributes:
         first_cost: Loss of the first global batch of the run, or of its first execution.
@@ -140,7 +143,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class Decision:
-    """What holds from the next epoch on.
+    """Batch size and rate from the next epoch on.
 
     Attributes:
         batch_size: Samples over all ranks.
@@ -160,7 +163,7 @@ class Decision:
 class GrowthControl:
     """Algorithm 3 and the learning rate control around it, one decision per epoch.
 
-    Epochs n count from 1, the first one behind the warm-up. With interval K the batch grows at the
+    Epochs n count from 1, the first one after the warm-up. With interval K the batch grows at the
     end of epoch max(K, the epoch in which K was found) and every K epochs after it. Growth ends at
     the largest size, where memory does not suffice, or with the first decay of the rate.
 
@@ -199,14 +202,11 @@ class GrowthControl:
         return None if is_last or self._has_stopped else self.settings.sizes[self._level + 1]
 
     def end_epoch(self, epoch: int, measures: Measures) -> Decision:
-        """Decide what holds from the next epoch on.
+        """Decide what changes with the next epoch.
 
         Args:
             epoch: As Keras counts, from 0; the first call tells where the run began.
-            measures: Of this epoch; the same on all ranks.
-
-        Returns:
-            The decision; the same on all ranks.
+            measures: Of this epoch; the same on all ranks, as is the decision.
         """
         if self._first_epoch is None:
             self._first_epoch = epoch
@@ -287,12 +287,12 @@ class GrowthControl:
         return f"the training cost is saturated ({before:.4g} -> {now:.4g} in {window} epochs)"
 
     def state(self) -> dict[str, Any]:
-        """Return all that decides what comes, for `restore`; JSON can hold it."""
-        values = {name: getattr(self, f"_{name}") for name in _STATE}
-        return {**values, **self._finder.state(), "sizes": list(self.settings.sizes)}
+        """Return what decides all later epochs, for `restore`; JSON can hold it."""
+        values = {name: vars(self)[f"_{name}"] for name in _STATE}
+        return {**values, "thetas": list(self._finder.thetas), "sizes": list(self.settings.sizes)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Resume where `state` was taken.
 
         Raises:
             ConfigError: The batch sizes of that run were others.
@@ -301,11 +301,10 @@ class GrowthControl:
             raise ConfigError(
                 "A run goes on with the batch sizes it began with. Received: "
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
-                "same arguments, or remove the backup to start afresh."
+                "same arguments, or remove the backup to start again."
             )
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
-        self._finder.restore(state)
+        vars(self).update({f"_{name}": state[name] for name in _STATE})
+        self._finder.thetas = [float(theta) for theta in state["thetas"]]
 
 
 _STATE = (

@@ -1,4 +1,9 @@
-"""Measure what layers, messages and steps cost."""
+"""Measure what layers, messages and steps cost, and describe the machine on which they do.
+
+Two timers watch the steps of a training: `LayerTimer` where the backend records collectives,
+`StepTimer` elsewhere. `measured_machine`, `separate` and `calibrated` turn what they found into the
+planner's numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.events import Listener, has_events
+from tfscale.comm.events import Listener, clock_ns, has_events
+from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.chunks import owner_of
 from tfscale.plan.costs import Scenario, share
@@ -28,7 +34,10 @@ _REPEATS = 5
 _LARGE = 2**22  # values that are read and written
 _MOST_LAYERS = 8  # largest dense layers that are measured; the planner tries no others one by one
 _MOST_VALUES = 1 << 24  # of activations and errors; what more would take is extrapolated
-_LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they travel
+_LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they are exchanged
+
+
+# Computing and messages, alone
 
 
 def middle_s(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
@@ -70,9 +79,8 @@ def measure_gradients(
         rows, from all rows, and of 1 / n_ranks of it from all rows; the slowest rank's.
     """
     layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
-    layers = sorted(layers, key=lambda layer: -layer.n_values)[:_MOST_LAYERS]
     found = {}
-    for layer in layers:
+    for layer in sorted(layers, key=lambda layer: -layer.n_values)[:_MOST_LAYERS]:
         rows = global_batch * layer.rows
         timed = min(rows, max(n_ranks, _MOST_VALUES // sum(layer.dense or (1, 0))))
         objects.allgather_object(None, name="all ranks begin")
@@ -85,9 +93,8 @@ def measure_gradients(
 
 def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
     n_in, n_out = layer.dense or (0, 0)
-    ways = [(-(-rows // n_ranks), n_in), (rows, n_in), (rows, -(-n_in // n_ranks))]
     times = []
-    for n_rows, width in ways:
+    for n_rows, width in ((-(-rows // n_ranks), n_in), (rows, n_in), (rows, -(-n_in // n_ranks))):
         inputs, errors = tf.ones([n_rows, width]), tf.ones([n_rows, n_out])
         run = partial(tf.matmul, inputs, errors, transpose_a=True)
         run()
@@ -95,45 +102,46 @@ def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
     return times
 
 
+def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_set) -> float:
+    """Return the median duration of a collective, of the member that waited least. Collective.
+
+    Args:
+        run: Calls it, traced: an eager call would first compare what the ranks are about to do.
+        members: The ranks that call it.
+    """
+    if has_events():
+        listener = Listener()
+        for _ in range(_REPEATS):
+            run()
+        events = listener.take()
+        listener.close()
+        own = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
+    else:
+        ends = [time.perf_counter()]
+        for _ in range(_REPEATS):
+            run()
+            ends.append(time.perf_counter())
+        own = [end - begin for begin, end in pairwise(ends)]
+    every = objects.allgather_object(own, process_set=members, name="times of messages")
+    return statistics.median(map(min, zip(*every, strict=True)))
+
+
 _SHORT, _LONG = 2**10, 2**20  # values
 _MOST_OVERLAP = 10.0  # messages that are under way at once, as far as can be told
 
 
-def measure_messages() -> tuple[float, float]:
-    """Return seconds of a short allreduce, and seconds per byte of a longer one. Collective.
+def _measure_messages() -> tuple[float, float]:
+    """Return seconds of a short allreduce, and seconds per byte of a longer one. Collective."""
 
-    One message at a time, on the main thread; of the rank that waited least.
-    """
-    short_s, long_s = (_duration_s(n_values) for n_values in (_SHORT, _LONG))
+    def duration_s(n_values: int) -> float:
+        values, name = tf.ones([n_values]), f"speed of messages of {n_values} values"
+        run = tf.function(lambda: collectives.allreduce(values, name=name), autograph=False)
+        run()
+        return collective_s(run)
+
+    short_s, long_s = duration_s(_SHORT), duration_s(_LONG)
     per_byte = (long_s - short_s) / ((_LONG - _SHORT) * BYTES_PER_VALUE)
     return short_s, max(per_byte, long_s / (_LONG * BYTES_PER_VALUE) / _MOST_OVERLAP)
-
-
-def _duration_s(n_values: int) -> float:
-    values, name = tf.ones([n_values]), f"speed of messages of {n_values} values"
-    # Traced: an eager call would first compare what the ranks are about to do.
-    run = tf.function(lambda: collectives.allreduce(values, name=name), autograph=False)
-    run()
-    own = _recorded(run) if has_events() else _clocked(run)
-    every = objects.allgather_object(own, name="times of messages")
-    return statistics.median(map(min, zip(*every, strict=True)))
-
-
-def _recorded(run: Callable[[], Any]) -> list[float]:
-    listener = Listener()
-    for _ in range(_REPEATS):
-        run()
-    events = listener.take()
-    listener.close()
-    return [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
-
-
-def _clocked(run: Callable[[], Any]) -> list[float]:
-    times = [time.perf_counter()]
-    for _ in range(_REPEATS):
-        run()
-        times.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(times)]
 
 
 def fitted(
@@ -142,14 +150,14 @@ def fitted(
     """Return what messages and bytes cost where many messages follow each other.
 
     Args:
-        messages: Of `measure_messages`.
-        n_messages: One behind the other.
+        messages: Seconds of a short message alone, and per byte of a long one.
+        n_messages: One after the other.
         n_bytes: Of all of them.
         wire_s: How long they took together.
 
     Returns:
         Seconds per message and per byte that add up to `wire_s`: several messages are under way
-        at once, so a message may cost less than one that travels alone; what is left is the bytes'.
+        at once, so a message may cost less than one that is sent alone; what is left is the bytes'.
     """
     short_s, per_byte = messages
     each_s = (wire_s - n_bytes * per_byte) / n_messages
@@ -157,9 +165,12 @@ def fitted(
     return each_s, (wire_s - n_messages * each_s) / n_bytes
 
 
+# Steps that exchange each layer alone
+
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
 MEASURED_STEPS = 7
-_FREE = 1e15  # a rate that costs nothing
+_FORWARD = 1 / 3  # of what is computed: back-propagation makes two products of each one
+_LEAST_COMPUTED = 0.25  # of a step, however long messages take that are sent alone
 
 
 @dataclass(frozen=True)
@@ -193,18 +204,21 @@ class LayerMeasurement:
 
 
 class LayerTimer:
-    """Watches steps in which each layer's gradients travel alone."""
+    """Watches steps in which each layer's gradients are a message of their own.
+
+    Args:
+        layers: Paths of the layers that own the exchanged variables, in the order of the model.
+    """
 
     def __init__(self, layers: Sequence[str]) -> None:
-        """Begin to watch.
-
-        Args:
-            layers: Paths of the layers that own the exchanged variables, in the order of the model.
-        """
         self._places = {path: i for i, path in enumerate(layers)}
         self._ends: list[int] = []
-        self._engine: Any = runtime.backend()
         self._listener = Listener()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was counted."""
+        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
 
     def step(self) -> LayerMeasurement | None:
         """Count a step; after the last one, measure. Collective, on the main thread.
@@ -212,82 +226,121 @@ class LayerTimer:
         Returns:
             None before the last step, and where less than two layers were exchanged.
         """
-        self._ends.append(self._engine.clock_ns())
+        self._ends.append(clock_ns())
         if not self.is_over:
             return None
         events = self._listener.take()
         self._listener.close()
-        rows = [
-            row
-            for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])
-            if (row := self._row(events, begin, end))
-        ]
-        seen = sorted(rows[0]["n_bytes"]) if rows else []
-        whole = [row for row in rows if sorted(row["n_bytes"]) == seen]
-        ready = [np.median([row["ready"][place] for row in whole]) for place in seen]
-        times = [float(np.median([row[name] for row in whole])) for name in _WHOLE] if whole else []
-        n_bytes = [whole[0]["n_bytes"][place] for place in seen]
+        pairs = pairwise(self._ends[UNMEASURED_STEPS - 1 :])
+        steps = [s for begin, end in pairs if (s := self._read(events, begin, end))]
+        seen = sorted(steps[0].n_bytes) if steps else []
+        whole = [step for step in steps if sorted(step.n_bytes) == seen]
+        ready = [float(np.median([s.ready_s[place] for s in whole])) for place in seen]
+        times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
+        n_bytes = [whole[0].n_bytes[place] for place in seen]
         every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
-        return self._agree(every, measure_messages())
+        messages = _measure_messages()
+        if len(seen) < 2 or any(rank[0] != seen for rank in every):
+            return None
+        paths, n_bytes = list(self._places), every[0][3]
+        before_s, after_s, step_s = map(float, np.max([rank[2][:3] for rank in every], axis=0))
+        wire_s = min(rank[2][3] for rank in every)
+        message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
+        return LayerMeasurement(
+            tuple(paths[place] for place in seen),
+            tuple(n_bytes),
+            tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+            *(message_s, byte_s, before_s, after_s, step_s),
+        )
+
+    def _read(self, events: np.ndarray, begin: int, end: int) -> _Step | None:
+        """Return one step's times; None where it exchanged nothing."""
+        ready: dict[int, int] = {}
+        n_bytes: dict[int, int] = {}
+        wire_s = 0.0  # of several messages that are under way at once, only the sum is known
+        busy_until = 0
+        posted = events["posted_ns"]
+        inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
+        for event in np.sort(inside, order="ended_ns"):
+            name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
+            place = self._places.get(owner_of(name.split(" .. ")[0]))
+            if place is None:
+                continue
+            began = max(int(event["started_ns"]), busy_until)
+            busy_until = int(event["ended_ns"])
+            wire_s += (busy_until - began) / 1e9
+            ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
+            n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
+        if not ready:
+            return None
+        first = min(ready.values())
+        ready_s = {place: (time - first) / 1e9 for place, time in ready.items()}
+        times = (first - begin) / 1e9, (end - busy_until) / 1e9, (end - begin) / 1e9, wire_s
+        return _Step(ready_s, n_bytes, times)
+
+
+class _Step(NamedTuple):
+    """One step's layers by place, and seconds before, after, in all, and on the wire."""
+
+    ready_s: dict[int, float]
+    n_bytes: dict[int, int]
+    times_s: tuple[float, float, float, float]
+
+
+class StepTimer:
+    """Watches steps whose exchanges begin when all gradients exist.
+
+    Args:
+        layers: Paths of the layers that own the exchanged variables, in the order of the model.
+        table: The model.
+    """
+
+    def __init__(self, layers: Sequence[str], table: LayerTable) -> None:
+        owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
+        self._layers: list[tuple[str, Layer]] = [(p, owned[p]) for p in layers if p in owned]
+        self._ends: list[float] = []
 
     @property
     def is_over(self) -> bool:
         """Whether the last step was counted."""
         return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
 
-    def _row(self, events: np.ndarray, begin: int, end: int) -> dict[str, Any]:
-        """Return one step's times in seconds; nothing where it exchanged nothing."""
-        ready: dict[int, int] = {}
-        service = 0.0  # of several messages that are under way at once, only the sum is known
-        n_bytes: dict[int, int] = {}
-        busy_until = 0
-        posted = events["posted_ns"]
-        inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
-        for event in np.sort(inside, order="ended_ns"):
-            name = self._engine.slot_name(int(event["plan"]), int(event["slot"]))
-            place = self._places.get(owner_of(name.split(" .. ")[0]))
-            if place is None:
-                continue
-            began = max(int(event["started_ns"]), busy_until)
-            busy_until = int(event["ended_ns"])
-            ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
-            service += (busy_until - began) / 1e9
-            n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
-        if not ready:
-            return {}
-        first = min(ready.values())
-        return {
-            "ready": {place: (time - first) / 1e9 for place, time in ready.items()},
-            "n_bytes": n_bytes,
-            "before": (first - begin) / 1e9,
-            "after": (end - busy_until) / 1e9,
-            "step": (end - begin) / 1e9,
-            "service": service,
-        }
-
-    def _agree(
-        self, every: Sequence[Any], messages: tuple[float, float]
-    ) -> LayerMeasurement | None:
-        seen, *_, n_bytes = every[0]
-        if len(seen) < 2 or any(rank[0] != seen for rank in every):
+    def step(self) -> LayerMeasurement | None:
+        """Count a step; see `LayerTimer.step`."""
+        self._ends.append(time.perf_counter())
+        if not self.is_over or len(self._layers) < 2:
             return None
-        paths = list(self._places)
-        before, after, step = np.max([rank[2][:3] for rank in every], axis=0)
-        wire_s = min(rank[2][3] for rank in every)
-        message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
+        steps = [end - begin for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])]
+        step_s = max(objects.allgather_object(statistics.median(steps), name="times of steps"))
+        return self._cut(step_s, _measure_messages())
+
+    def _cut(self, step_s: float, messages: tuple[float, float]) -> LayerMeasurement:
+        """Lay to computing what messages do not explain, and to each layer its share of work."""
+        n_bytes = tuple(sum(4 * n for _, n in layer.weights) for _, layer in self._layers)
+        # Horovod fuses what is ready at once: the layers travel as one message.
+        wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
+        message_s, byte_s = fitted(messages, len(self._layers), sum(n_bytes), wire_s)
+        computed_s = step_s - wire_s
+        work = [layer.flops + layer.values + layer.n_values for _, layer in self._layers]
+        # The last layer's gradient is there first, each other one behind those that follow it.
+        behind = list(accumulate(reversed(work)))[::-1]
+        backward_s = (1 - _FORWARD) * computed_s
+        ready_s = tuple(backward_s * (w - behind[-1]) / sum(work) for w in behind)
         return LayerMeasurement(
-            layers=tuple(paths[place] for place in seen),
-            n_bytes=tuple(n_bytes),
-            ready_s=tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+            layers=tuple(path for path, _ in self._layers),
+            n_bytes=n_bytes,
+            ready_s=ready_s,
             message_s=message_s,
             byte_s=byte_s,
-            before_s=float(before),
-            after_s=float(after),
-            step_s=float(step),
+            before_s=computed_s - ready_s[0],
+            after_s=0.0,
+            step_s=step_s,
         )
 
 
-_WHOLE = ("before", "after", "step", "service")
+# The machine on which that is so
+
+_FREE = 1e15  # a rate that costs nothing
 
 
 def measured_machine(
@@ -378,8 +431,8 @@ def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
     return dataclasses.replace(scenario, machine=machine)
 
 
-_LEAST_SHARE = 0.1
-_LEAST_MESSAGES = 0.2
+_LEAST_COMPUTE_SHARE = 0.1
+_LEAST_MESSAGE_SHARE = 0.2
 
 
 def separate(
@@ -403,11 +456,11 @@ def separate(
     before_s = min(together.before_s, alone.before_s)
     undisturbed = min(1.0, max((alone.before_s - before_s) / computed, 1e-3))
     is_busy = min(1.0, wire / computed)  # part of back-propagation with messages under way
-    compute_share = max(_LEAST_SHARE, 1 - (1 - undisturbed) / is_busy)
+    compute_share = max(_LEAST_COMPUTE_SHARE, 1 - (1 - undisturbed) / is_busy)
     # Computing kept them waiting during this part of their time only.
     is_shared = min(1.0, computed / wire)
     message_share = 1 - (1 - wire_alone / wire) / is_shared
-    message_share = min(1.0, max(_LEAST_MESSAGES, message_share))
+    message_share = min(1.0, max(_LEAST_MESSAGE_SHARE, message_share))
     # Where the share had to be cut off, computing was as slow as it seems for other reasons.
     undisturbed = 1 - (1 - compute_share) * is_busy
     found = dataclasses.replace(
@@ -418,63 +471,3 @@ def separate(
         byte_s=alone.byte_s,
     )
     return found, compute_share, message_share
-
-
-_FORWARD = 1 / 3  # of what is computed: back-propagation makes two products of each one
-_LEAST_COMPUTED = 0.25  # of a step, however long messages take that travel alone
-
-
-class StepTimer:
-    """Watches steps whose exchanges begin when all gradients exist."""
-
-    def __init__(self, layers: Sequence[str], table: LayerTable) -> None:
-        """Begin to watch.
-
-        Args:
-            layers: Paths of the layers that own the exchanged variables, in the order of the model.
-            table: The model.
-        """
-        owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
-        self._layers: list[tuple[str, Layer]] = [(p, owned[p]) for p in layers if p in owned]
-        self._ends: list[float] = []
-
-    def step(self) -> LayerMeasurement | None:
-        """Count a step; after the last one, measure. Collective, on the main thread.
-
-        Returns:
-            None before the last step, and where less than two layers were exchanged.
-        """
-        self._ends.append(time.perf_counter())
-        if not self.is_over or len(self._layers) < 2:
-            return None
-        steps = [end - begin for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])]
-        step_s = max(objects.allgather_object(statistics.median(steps), name="times of steps"))
-        return self._cut(step_s, measure_messages())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last step was counted."""
-        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
-
-    def _cut(self, step_s: float, messages: tuple[float, float]) -> LayerMeasurement:
-        """Lay to computing what messages do not explain, and to each layer its share of work."""
-        n_bytes = tuple(sum(4 * n for _, n in layer.weights) for _, layer in self._layers)
-        # Horovod fuses what is ready at once: the layers travel as one message.
-        wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
-        message_s, byte_s = fitted(messages, len(self._layers), sum(n_bytes), wire_s)
-        computed_s = step_s - wire_s
-        work = [layer.flops + layer.values + layer.n_values for _, layer in self._layers]
-        # The last layer's gradient is there first, each other one behind those that follow it.
-        behind = list(accumulate(reversed(work)))[::-1]
-        backward_s = (1 - _FORWARD) * computed_s
-        ready_s = tuple(backward_s * (w - behind[-1]) / sum(work) for w in behind)
-        return LayerMeasurement(
-            layers=tuple(path for path, _ in self._layers),
-            n_bytes=n_bytes,
-            ready_s=ready_s,
-            message_s=message_s,
-            byte_s=byte_s,
-            before_s=computed_s - ready_s[0],
-            after_s=0.0,
-            step_s=step_s,
-        )

@@ -1,4 +1,4 @@
-"""Measures this machine: messages and sums through the engine, and what computing costs."""
+"""Measure a machine: messages and sums through the engine, matrix products and memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import tfscale
-from tfscale.comm import objects, runtime
-from tfscale.comm.events import Listener
-from tfscale.comm.runtime import ProcessSet
-from tfscale.measure.layers import memory_run, middle_s
+from tfscale.comm import collectives, objects, runtime
+from tfscale.comm.runtime import ProcessSet, add_process_set
+from tfscale.measure.layers import collective_s, memory_run, middle_s
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.costs import share
 from tfscale.plan.machines import Machine
 
 _SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
-_REPEATS = 5
 _ROUNDS = 7
 _FREE_S = 1e-13  # per byte: sums that are hidden behind the messages they wait for
 _WIDTH = 2048  # of the matrix that stands for a layer
@@ -40,14 +37,11 @@ def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], An
     """Return an allgather that yields `n_bytes`, and an allreduce of as many."""
     n_values, size = n_bytes // BYTES_PER_VALUE, members.size()
     own, whole = tf.ones([n_values // size]), tf.ones([n_values])
-
-    def named(call: Callable[[], Any]) -> Callable[[], Any]:
-        return tf.function(call, autograph=False)
-
-    return {
-        "allgather": named(lambda: tfscale.allgather(own, process_set=members)),
-        "allreduce": named(lambda: tfscale.allreduce(whole, process_set=members)),
+    calls: dict[str, Callable[[], Any]] = {
+        "allgather": lambda: collectives.allgather(own, process_set=members),
+        "allreduce": lambda: collectives.allreduce(whole, process_set=members),
     }
+    return {name: tf.function(call, autograph=False) for name, call in calls.items()}
 
 
 def measure_links(members: ProcessSet) -> list[Round]:
@@ -58,17 +52,16 @@ def measure_links(members: ProcessSet) -> list[Round]:
     Args:
         members: Two ranks or more.
     """
-    size, listener = members.size(), Listener()
+    size = members.size()
     runs = {n: _collectives(n, members) for n in _SIZES}
     rounds = []
     for number in range(-1, _ROUNDS):  # the first one warms up
         found: dict[str, list[float]] = {"allgather": [], "allreduce": []}
         for own in runs.values():
             for name, run in own.items():
-                found[name].append(_median_s(run, listener, members))
+                found[name].append(collective_s(run, members))
         if number >= 0:
             rounds.append(_link_of(size, found["allgather"], found["allreduce"]))
-    listener.close()
     return rounds
 
 
@@ -80,21 +73,11 @@ def measure_inside() -> list[Round]:
     local = runtime.local_size()
     own: list[Round] = []
     for first in range(0, runtime.size(), local):
-        members = tfscale.add_process_set(list(range(first, first + local)))
+        members = add_process_set(list(range(first, first + local)))
         if first <= runtime.rank() < first + local:
             own = measure_links(members)
-        tfscale.barrier()
+        collectives.barrier()
     return objects.allgather_object(own)[0]
-
-
-def _median_s(run: Callable[[], Any], listener: Listener, members: ProcessSet) -> float:
-    listener.take()
-    for _ in range(_REPEATS):
-        run()
-    events = listener.take()
-    durations = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
-    every = objects.allgather_object(durations, process_set=members)
-    return statistics.median(map(min, zip(*every, strict=True)))
 
 
 def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:

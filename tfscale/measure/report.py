@@ -82,7 +82,7 @@ def write_report(directory: str | Path) -> str:
     text = table(rows)
     (folder / TABLE_NAME).write_text(text, encoding="utf-8")
     if has_matplotlib():
-        draw_report(rows, folder / PICTURE_NAME)
+        _draw_report(rows, folder / PICTURE_NAME)
     return text
 
 
@@ -196,13 +196,8 @@ _COMPUTE, _WAITING, _EXPOSED, _HIDDEN, _QUEUED = "#4c78a8", "#f2cf5b", "#e45756"
 _MAX_RANKS = 8  # in the timeline
 
 
-def draw_report(rows: Sequence[Row], path: Path) -> None:
-    """Draw where the time of each rank goes, and one typical step.
-
-    Args:
-        rows: Lines of a run; see `tfscale.measure.analysis.rows`.
-        path: PNG file to write.
-    """
+def _draw_report(rows: Sequence[Row], path: Path) -> None:
+    """Draw where the time of each rank goes, and one typical step."""
     from matplotlib.figure import Figure
 
     steps = of_kind(rows, "step")
@@ -216,11 +211,11 @@ def draw_report(rows: Sequence[Row], path: Path) -> None:
         above, right = parts[0].subplots(1, 2)
         _draw_shares(above, steps)
         _draw_step_times(right, steps)
-        draw_step(parts[1].subplots(), rows, typical_step(steps))
+        draw_step(parts[1].subplots(), rows, _typical_step(steps))
     figure.savefig(path, dpi=120)
 
 
-def typical_step(steps: Sequence[Row]) -> tuple[int, int]:
+def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
     """Return epoch and number of the step of rank 0 whose time is the median."""
     own = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
     middle = own[len(own) // 2]

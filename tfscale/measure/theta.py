@@ -1,17 +1,17 @@
-"""Theta [T] eq. 5.4 and the gradient noise scale."""
+"""Fall of the cost per distance gone, theta of [T] eq. 5.4, and the gradient noise scale."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tfscale.config import ConfigError
 
 Rule = Literal["robust", "thesis", "peak"]
 RULES: tuple[Rule, ...] = ("robust", "thesis", "peak")
-FIRST_PERMITTED = 3  # a curve has no change of change before
-CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak in a row
+_FIRST_PERMITTED = 3  # a curve has no change of change before
+_CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak in a row
 
 
 def theta_of(first_cost: float, cost: float, distance: float) -> float:
@@ -37,7 +37,7 @@ def theta_of(first_cost: float, cost: float, distance: float) -> float:
 class IntervalRule:
     """When an interval is read off the curve of theta.
 
-    Epochs n are counted from 1, which is the first epoch behind the warm-up.
+    Epochs n are counted from 1, which is the first epoch after the warm-up.
 
     Attributes:
         rule: "thesis" is algorithm 3 to the letter: K = n at the first n >= 2 where
@@ -97,11 +97,14 @@ class IntervalFinder:
 
     Args:
         settings: What counts as found.
+
+    Attributes:
+        thetas: Those of the epochs so far.
     """
 
     def __init__(self, settings: IntervalRule) -> None:
         self.settings = settings
-        self._thetas: list[float] = []
+        self.thetas: list[float] = []
 
     def observe(self, theta: float) -> Finding | None:
         """Take the theta of the next epoch.
@@ -112,57 +115,49 @@ class IntervalFinder:
         Returns:
             The interval if this epoch decides it.
         """
-        self._thetas.append(theta)
+        self.thetas.append(theta)
         find = {"robust": self._robust, "thesis": self._thesis, "peak": self._peak}
         found = find[self.settings.rule]()
         return found if self.settings.rule == "thesis" else self._limit(found)
 
-    def state(self) -> dict[str, Any]:
-        """Return what was seen, for `restore`."""
-        return {"thetas": list(self._thetas)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        self._thetas = [float(theta) for theta in state["thetas"]]
-
     def _changes(self) -> list[bool]:
         """Return for each epoch from the second on whether theta has hardly changed."""
-        pairs = zip(self._thetas, self._thetas[1:], strict=False)
+        pairs = zip(self.thetas, self.thetas[1:], strict=False)
         return [abs(new - old) <= self.settings.tolerance * abs(old) for old, new in pairs]
 
     def _thesis(self) -> Finding | None:
-        if len(self._thetas) < 2 or not self._changes()[-1]:
+        if len(self.thetas) < 2 or not self._changes()[-1]:
             return None
-        n = len(self._thetas)
+        n = len(self.thetas)
         return Finding(n, f"theta changed by {self._change():.1%} in epoch {n}")
 
     def _robust(self) -> Finding | None:
-        n = len(self._thetas)
-        usable = [math.isfinite(t) and t > 0 for t in self._thetas[-1 - CONFIRMATIONS :]]
-        if n < FIRST_PERMITTED or not all(usable):
+        n = len(self.thetas)
+        usable = [math.isfinite(t) and t > 0 for t in self.thetas[-1 - _CONFIRMATIONS :]]
+        if n < _FIRST_PERMITTED or not all(usable):
             return None
-        if not all(self._changes()[-CONFIRMATIONS:]):
+        if not all(self._changes()[-_CONFIRMATIONS:]):
             return None
         return Finding(
             n,
             f"theta changed by at most {self.settings.tolerance:.0%} in each of the last "
-            f"{CONFIRMATIONS} epochs ({self._change():.1%} in epoch {n})",
+            f"{_CONFIRMATIONS} epochs ({self._change():.1%} in epoch {n})",
         )
 
     def _peak(self) -> Finding | None:
-        usable = [t if math.isfinite(t) and t > 0 else -math.inf for t in self._thetas]
+        usable = [t if math.isfinite(t) and t > 0 else -math.inf for t in self.thetas]
         best = max(usable)
         peak = usable.index(best) + 1
-        if best == -math.inf or len(usable) - peak < CONFIRMATIONS:
+        if best == -math.inf or len(usable) - peak < _CONFIRMATIONS:
             return None
         return Finding(peak, f"theta peaked at {best:.4g} in epoch {peak}")
 
     def _change(self) -> float:
-        old, new = self._thetas[-2:]
+        old, new = self.thetas[-2:]
         return abs(new - old) / abs(old) if old else 0.0
 
     def _limit(self, found: Finding | None) -> Finding | None:
-        low, high, n = self.settings.low, self.settings.high, len(self._thetas)
+        low, high, n = self.settings.low, self.settings.high, len(self.thetas)
         if found is None:
             if high is None or n < high:
                 return None

@@ -34,7 +34,7 @@ def share(n_ranks: int) -> float:
     return (n_ranks - 1) / n_ranks
 
 
-def sum_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
+def _sum_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
     """Return the time of summing the segments that a rank receives, its own included."""
     return n_bytes / machine.reduce_bytes_per_s if n_ranks > 1 else 0.0
 
@@ -58,7 +58,7 @@ def allreduce_s(
     link = link or machine.link(n_ranks)
     beta, rounds = 1 / link.bytes_per_s, math.log2(n_ranks)
     if algorithm in ("direct", "ring"):
-        return 2 * transfer_s(n_bytes, n_ranks, link) + sum_s(n_bytes, n_ranks, machine)
+        return 2 * transfer_s(n_bytes, n_ranks, link) + _sum_s(n_bytes, n_ranks, machine)
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
     if algorithm == "mpi":
@@ -72,7 +72,7 @@ def sharded_s(n_bytes: float, n_ranks: int, machine: Machine) -> tuple[float, fl
     Source: [T] eq. 4.9.
     """
     each = transfer_s(n_bytes, n_ranks, machine.link(n_ranks))
-    return each, sum_s(n_bytes, n_ranks, machine), each
+    return each, _sum_s(n_bytes, n_ranks, machine), each
 
 
 def activation_bytes(n_values: int, batch: float) -> float:

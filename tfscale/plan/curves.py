@@ -168,12 +168,7 @@ def winners(points: Sequence[Point]) -> dict[int, Point]:
 
 
 def report(scenario: Scenario, points: Sequence[Point]) -> str:
-    """Return a page of Markdown.
-
-    Args:
-        scenario: What was given to `forecast`.
-        points: What it returned.
-    """
+    """Return a page of Markdown."""
     machine = scenario.machine
     lines = [
         f"# {scenario.table.name} on {machine.name}, {scenario.global_batch} samples per step",

@@ -24,13 +24,7 @@ from tfscale.plan.tables import grid
 
 
 def wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
-    """Return how long a layer's parameters would be on the wire alone.
-
-    Args:
-        scenario: Model, machine, ranks, batch.
-        place: Position of the layer.
-        kind: How it travels.
-    """
+    """Return how long a layer's parameters would be on the wire alone."""
     layer, size = scenario.table.layers[place], scenario.n_ranks
     n_bytes = BYTES_PER_VALUE * layer.n_values
     if kind == "allreduce":
@@ -44,10 +38,6 @@ def wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
 
 def explain(scenario: Scenario, choice: Choice) -> str:
     """Return a page of Markdown about a choice.
-
-    Args:
-        scenario: What was given to `choose`.
-        choice: What it returned.
 
     Returns:
         What is predicted, and per parameter the megabytes a rank sends and the milliseconds its

@@ -67,10 +67,6 @@ class ExchangePlan:
 def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
     """Require that a plan fits a model.
 
-    Args:
-        table: The model.
-        plan: The plan.
-
     Raises:
         PlanError: A parameter is in no part or in two, or a layer is no dense one.
     """
@@ -144,39 +140,26 @@ def _grouped(
     groups = group([specs[i] for i in rest]) if rest else ()
     parts = [Part(kind, tuple(rest[i] for i in one.indices)) for one in groups]
     parts += [Part(own, table.positions(place)) for place, own in special.items()]
-    return ExchangePlan(in_ready_order(parts))
+    return ExchangePlan(_in_ready_order(parts))
 
 
 def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
-    """Return a plan in which one layer is sent alone, in the given way.
-
-    Args:
-        table: The model.
-        plan: The plan to change.
-        place: Position of the layer.
-        kind: How it is sent.
-    """
+    """Return a plan in which one layer is sent alone, in the given way."""
     own = table.positions(place)
     rest = [
         replace(p, parameters=tuple(i for i in p.parameters if i not in own)) for p in plan.parts
     ]
     parts = [*(part for part in rest if part.parameters), Part(kind, own)]
-    return replace(plan, parts=in_ready_order(parts))
+    return replace(plan, parts=_in_ready_order(parts))
 
 
-def in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return parts in the order in which back-propagation completes them."""
     return tuple(sorted(parts, key=lambda part: (min(part.parameters), part.kind), reverse=True))
 
 
 def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
-    """Return the bytes that a rank sends for a layer's parameters in each step.
-
-    Args:
-        scenario: Model, machine, ranks, batch.
-        place: Position of the layer.
-        kind: How it travels.
-    """
+    """Return the bytes that a rank sends for a layer's parameters in each step."""
     layer = scenario.table.layers[place]
     part = share(scenario.n_ranks)
     weights = BYTES_PER_VALUE * layer.n_values
@@ -230,10 +213,6 @@ def memory_bytes(scenario: Scenario, plan: ExchangePlan) -> float:
     """Return the bytes a rank holds for parameters, gradients, optimizer state and exchanges.
 
     Activations are left out: they are the same whatever the exchange.
-
-    Args:
-        scenario: Model, machine, ranks, batch.
-        plan: Of its parameters.
     """
     total, n_ranks = 0.0, scenario.n_ranks
     for part in plan.parts:

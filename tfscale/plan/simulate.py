@@ -303,9 +303,9 @@ class _Builder:
     def _first_layer(self, part: Part) -> int:
         return min(self.parameters[p].layer for p in part.parameters)
 
-    def _ready(self, place: int) -> tuple[int, ...]:
-        """Return what must end before the gradients of a layer can be sent."""
-        return (self.backward[place if self.plan.overlap else 0],)
+    def _ready(self, part: Part) -> tuple[int, ...]:
+        """Return what must end before the gradients of a part can be sent."""
+        return (self.backward[self._first_layer(part) if self.plan.overlap else 0],)
 
     def _n_bytes(self, part: Part) -> int:
         return sum(self.parameters[p].n_bytes for p in part.parameters)
@@ -315,17 +315,14 @@ class _Builder:
         return 1 + self._first_layer(part) if self.plan.has_forward_gathers else 1
 
     def _allreduce(self, part: Part) -> int:
-        scenario, n_bytes = self.scenario, self._n_bytes(part)
-        duration = costs.allreduce_s(
-            n_bytes, scenario.n_ranks, scenario.machine, self.plan.algorithm
-        )
-        ready = self._ready(self._first_layer(part))
-        sent = self._send(duration, n_bytes, ready, "allreduce")
+        n_bytes, size, machine = self._n_bytes(part), self.scenario.n_ranks, self.scenario.machine
+        duration = costs.allreduce_s(n_bytes, size, machine, self.plan.algorithm)
+        sent = self._send(duration, n_bytes, self._ready(part), "allreduce")
         return self._whole_update(part, (sent,))
 
     def _whole_update(self, part: Part, after: tuple[int, ...]) -> int:
-        scenario, n_bytes = self.scenario, self._n_bytes(part)
-        duration = scenario.update_s(n_bytes / BYTES_PER_VALUE)
+        n_bytes = self._n_bytes(part)
+        duration = self.scenario.update_s(n_bytes / BYTES_PER_VALUE)
         done = self._add(COMPUTE, duration, after, "update", 1)
         return self._average(part, n_bytes, done)
 
@@ -354,10 +351,9 @@ class _Builder:
         return self._send(gather, n_bytes, (done,), "gather", self._order(part))
 
     def _sharded(self, part: Part) -> int:
-        scenario = self.scenario
-        spread, summed, _ = costs.sharded_s(self._n_bytes(part), scenario.n_ranks, scenario.machine)
-        ready = self._ready(self._first_layer(part))
-        sent = self._send(spread, self._n_bytes(part), ready, "alltoall")
+        scenario, n_bytes = self.scenario, self._n_bytes(part)
+        spread, summed, _ = costs.sharded_s(n_bytes, scenario.n_ranks, scenario.machine)
+        sent = self._send(spread, n_bytes, self._ready(part), "alltoall")
         return self._shard_update(part, (sent,), summed)
 
     def _activations(self, part: Part, of_inputs: float, of_errors: float) -> tuple[int, int]:
@@ -460,10 +456,6 @@ def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
     All ranks do the same at the same time, so one of them is simulated: a compute stream that
     prefers back-propagation to updates, one communication thread, and a stream for local sums and
     updates of shards.
-
-    Args:
-        scenario: Model, machine, ranks, batch.
-        plan: Of the model's parameters.
 
     Raises:
         PlanError: The plan does not fit the model.
