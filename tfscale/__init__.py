@@ -17,11 +17,9 @@ _SUBMODULES = {
     "callbacks": "callbacks",
     "checkpoints": "checkpoints",
     "data": "data",
-    "elastic": "elastic",
-    "exit_codes": "config",
     "keras": "keras",
     "optimizers": "optimizers",
-    "preemption": "preemption",
+    "preemption": "checkpoints.preemption",
 }
 _NAMES_BY_MODULE = {
     "callbacks.broadcast": ("broadcast_global_variables",),
@@ -29,7 +27,7 @@ _NAMES_BY_MODULE = {
         "DistanceWeights",
         "Divergence",
     ),
-    "comm.build_info": (
+    "comm.software": (
         "cuda_built",
         "gloo_built",
         "gloo_enabled",
@@ -80,11 +78,7 @@ _NAMES_BY_MODULE = {
         "start_timeline",
         "stop_timeline",
     ),
-    "config": (
-        "ConfigError",
-        "ExchangeError",
-        "PlanError",
-    ),
+    "config": ("ConfigError", "ExchangeError", "PlanError", "exit_codes"),
     "exchange.allreduce": ("Allreduce",),
     "exchange.auto": ("Auto",),
     "exchange.chunked": ("Chunked",),
@@ -94,6 +88,7 @@ _NAMES_BY_MODULE = {
     ),
     "exchange.sharded": ("Sharded",),
     "fit.preparation": ("prepare",),
+    "keras": ("elastic",),
     "optimizer": ("DistributedOptimizer",),
     "partial": (
         "PartialDistributedGradientTape",

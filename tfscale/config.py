@@ -21,11 +21,19 @@ class ExchangeError(RuntimeError):
     """Communication cannot start, failed, or would give a wrong result."""
 
 
-PREEMPTED = 75
-"""A checkpoint was written on request (SIGTERM): start the job again to go on.
+class exit_codes:
+    """Exit codes of training processes that say more than success (0) and failure (1).
 
-EX_TEMPFAIL of sysexits.h, "the user is invited to try again later"; schedulers can requeue on it.
-"""
+    Attributes:
+        PREEMPTED: A checkpoint was written on request (SIGTERM): start the job again to resume.
+            EX_TEMPFAIL of sysexits.h, "the user is invited to try again later"; schedulers can
+            requeue on it.
+    """
+
+    PREEMPTED = 75
+
+
+PREEMPTED = exit_codes.PREEMPTED
 
 
 BACKENDS = ("auto", "engine", "horovod", "single")

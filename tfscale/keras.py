@@ -1,17 +1,9 @@
 """Horovod's names for Keras: `import tfscale.keras as hvd`."""
 
-from tfscale import callbacks, elastic
+from typing import NoReturn
+
+from tfscale import callbacks
 from tfscale.callbacks.broadcast import broadcast_global_variables
-from tfscale.comm.build_info import (
-    cuda_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from tfscale.comm.collectives import allgather, allreduce, broadcast, reducescatter
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import (
@@ -29,11 +21,38 @@ from tfscale.comm.runtime import (
     remove_process_set,
     size,
 )
+from tfscale.comm.software import (
+    cuda_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from tfscale.comm.start import init, shutdown
 from tfscale.comm.timeline import start_timeline, stop_timeline
+from tfscale.config import ConfigError
 from tfscale.optimizer import DistributedOptimizer
 from tfscale.partial import PartialDistributedOptimizer
 from tfscale.saving import load_model
+
+
+class _Elastic:
+    """Horovod's elastic module: names what to use instead."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(
+            "tfscale restarts a job from its last checkpoint instead of changing its ranks while "
+            f"it runs. Received: elastic.{name}. Give fit a tfscale.callbacks.Checkpoint and start "
+            "the job by `tfscale run --restarts 3 --min-np 2`."
+        )
+
+
+elastic = _Elastic()
 
 __all__ = [
     "Average",

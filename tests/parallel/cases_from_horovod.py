@@ -9,8 +9,8 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import require_error
 from tests.helpers.spawn import sizes
-from tfscale.comm import runtime
-from tfscale.comm.versions import require_equal, versions
+from tfscale.comm import runtime, start
+from tfscale.comm.software import require_equal, versions
 
 
 @sizes(2, 3)
@@ -22,8 +22,8 @@ def case_the_global_set_knows_its_ranks():
 
 @sizes(1, 2)
 def case_process_sets_that_come_later():
-    assert runtime._check_process_sets("Dynamic") is None
-    require_error(lambda: runtime._check_process_sets("static"), "process_sets must be a list")
+    assert start._check_process_sets("Dynamic") is None
+    require_error(lambda: start._check_process_sets("static"), "process_sets must be a list")
 
 
 @sizes(2)

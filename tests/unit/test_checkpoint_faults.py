@@ -32,7 +32,7 @@ from tfscale.callbacks import (
 )
 from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.comm import runtime
+from tfscale.comm import runtime, start
 from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 
@@ -161,10 +161,10 @@ def test_a_forked_child_does_not_leave_the_job(monkeypatch):
     monkeypatch.setattr(runtime, "_state", state)  # it comes back afterwards
     monkeypatch.setattr(state.backend, "close", lambda: left.append(os.getpid()), raising=False)
     monkeypatch.setattr(state, "process_id", os.getpid() + 1)
-    runtime._leave_at_exit()
+    start._leave_at_exit()
     assert left == [] and runtime._state is state
     monkeypatch.setattr(state, "process_id", os.getpid())
-    runtime._leave_at_exit()
+    start._leave_at_exit()
     assert left == [os.getpid()]
 
 

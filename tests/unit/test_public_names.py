@@ -211,11 +211,11 @@ def test_arguments_of_the_tape_and_others():
     assert list(parameters(callback.register_local_var)) == ["self", "var"]
 
 
-def test_build_information(monkeypatch):
-    from tfscale.comm import build_info
+def test_softwarermation(monkeypatch):
+    from tfscale.comm import software
 
     assert isinstance(hvd.gloo_built(), bool)  # Horovod's, where that is installed
-    monkeypatch.setattr(build_info, "is_installed", lambda: False)
+    monkeypatch.setattr(software, "is_installed", lambda: False)
     for name in ("gloo_enabled", "gloo_built", "cuda_built", "rocm_built"):
         assert getattr(hvd, name)() is False
     assert hvd.nccl_built() == 0

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfscale import preemption
 from tfscale.callbacks import building
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.checkpoint_agreement import (
@@ -28,6 +27,7 @@ from tfscale.callbacks.checkpoint_order import go_first, require_order
 from tfscale.callbacks.checkpoint_restore import Restore
 from tfscale.callbacks.checkpoint_rhythm import Rhythm
 from tfscale.callbacks.checkpoint_state import Position, Snapshot, is_broken
+from tfscale.checkpoints import preemption
 from tfscale.checkpoints.background import BackgroundWriter
 from tfscale.checkpoints.folders import folder_name, prune
 from tfscale.checkpoints.parts import write_part

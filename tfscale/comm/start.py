@@ -25,7 +25,7 @@ from tfscale.comm.process import (
     own_gpu,
     require_size,
 )
-from tfscale.comm.versions import require_equal, versions
+from tfscale.comm.software import require_equal, versions
 from tfscale.config import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")

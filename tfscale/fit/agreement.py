@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.versions import versions
+from tfscale.comm.software import versions
 from tfscale.config import ExchangeError
 from tfscale.data.keras_pass import argument_of_fit, callbacks_of_fit
 from tfscale.fit import adapted_layers, beginnings

@@ -23,7 +23,7 @@ from tfscale.comm.backends.base import (
 )
 from tfscale.comm.backends.library import EngineOptions, Event, load
 from tfscale.comm.backends.slots import Slots, rows_of
-from tfscale.comm.versions import versions
+from tfscale.comm.software import versions
 from tfscale.config import Settings
 from tfscale.plan.segments import SegmentedBucket
 

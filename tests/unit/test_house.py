@@ -1,0 +1,208 @@
+"""The layout of the library: rooms in a written order, imports that only go down, no circles.
+
+Reads sources only; nothing of tfscale is imported. What is still wrong is listed by name: an entry
+goes when its cause does, and a new one is a failure.
+"""
+
+import ast
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+from tests.helpers.sources import ROOT, parse
+
+HOUSE = ROOT / "tfscale"
+
+# From the ground up: a room imports what stands before it, and itself.
+ROOMS = (
+    "config",
+    "internals",
+    "files",
+    "plan",
+    "comm",
+    "data",
+    "exchange",
+    "optimizer",
+    "measure",
+    "fit",
+    "checkpoints",
+    "callbacks",
+    "launcher",
+    "keras",
+)
+MAX_MODULES = 20  # of a package
+MIN_LINES = 100  # of a module that only one other imports
+
+# Not yet where they belong: path -> room.
+ELSEWHERE: dict[str, str] = {
+    "cluster": "launcher",
+    "gradients": "optimizer",
+    "model_optimizers": "optimizer",
+    "optimizer_sharing": "optimizer",
+    "optimizer_state": "optimizer",
+    "optimizers": "optimizer",
+    "parameters": "optimizer",
+    "partial": "optimizer",
+    "proxy": "optimizer",
+    "saving": "optimizer",
+    "scalable_schedule": "optimizer",
+    "sync_batch_norm": "optimizer",
+    "tape": "optimizer",
+    "update": "optimizer",
+}
+# Imports that go up: "module -> module".
+UPWARD: set[str] = {
+    "tfscale.data.global_batches -> tfscale.fit.unsynchronised",
+    "tfscale.gradients -> tfscale.measure.auto",
+    "tfscale.measure.batch_size -> tfscale.callbacks.building",
+    "tfscale.measure.groups_probe -> tfscale.callbacks.local_models",
+    "tfscale.measure.groups_probe -> tfscale.fit.unsynchronised",
+    "tfscale.measure.script -> tfscale.callbacks",
+    "tfscale.measure.script -> tfscale.callbacks.adaptive_record",
+    "tfscale.optimizer -> tfscale.measure.stamps",
+}
+# Packages with more than MAX_MODULES.
+LARGE: dict[str, int] = {"tfscale.callbacks": 44, "tfscale.exchange": 21}
+# Modules under MIN_LINES with a single importer.
+SATELLITES: set[str] = {
+    "tfscale.callbacks.adaptive_rate",
+    "tfscale.callbacks.checkpoint_average",
+    "tfscale.callbacks.checkpoint_order",
+    "tfscale.callbacks.checkpoint_rhythm",
+    "tfscale.callbacks.finite_state",
+    "tfscale.callbacks.growing_ranks",
+    "tfscale.checkpoints.background",
+    "tfscale.comm.backends.single",
+    "tfscale.data.dataset_steps",
+    "tfscale.exchange.clipping",
+    "tfscale.exchange.means",
+    "tfscale.exchange.state_nodes",
+    "tfscale.fit.guarded_step",
+    "tfscale.fit.lockstep",
+    "tfscale.fit.lookahead",
+    "tfscale.measure.stamps",
+    "tfscale.parameters.waits",
+    "tfscale.plan.thesis",
+    "tfscale.proxy",
+}
+CIRCLES: list[set[str]] = [
+    {
+        "tfscale.callbacks.backup_agreement",
+        "tfscale.callbacks.backup_and_restore",
+        "tfscale.callbacks.backup_groups",
+        "tfscale.callbacks.backup_state",
+        "tfscale.callbacks.base",
+        "tfscale.callbacks.checkpoint_callbacks",
+        "tfscale.callbacks.checkpoint_restore",
+        "tfscale.callbacks.checkpoint_state",
+        "tfscale.callbacks.rank_zero",
+    },
+]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {dotted(p): p for p in sorted(HOUSE.rglob("*.py")) if "_lib" not in p.parts}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Modules of tfscale that each module imports, inside of functions too.
+
+    The package's own `__init__` and those that only collect names are no rooms of their own.
+    """
+    graph: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        found = set()
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: imports are absolute"
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    found |= {full if full in FILES else node.module} & FILES.keys()
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & FILES.keys()
+        graph[name] = found - {name, "tfscale"}
+    del graph["tfscale"]
+    return graph
+
+
+def room_of(module: str) -> str:
+    inside = module.removeprefix("tfscale.")
+    return ELSEWHERE.get(inside, ELSEWHERE.get(inside.split(".")[0], inside.split(".")[0]))
+
+
+def find_circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that import each other, directly or through others."""
+
+    @cache
+    def reached(start: str) -> frozenset[str]:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += graph.get(module, ())
+        return frozenset(seen)
+
+    circles: list[set[str]] = []
+    for module in graph:
+        if module in reached(module) and not any(module in circle for circle in circles):
+            circles.append({m for m in reached(module) if module in reached(m)})
+    return circles
+
+
+def test_circles_are_found():
+    """The check itself can fail."""
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    assert find_circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_import_circles():
+    assert find_circles(imports()) == CIRCLES
+
+
+def test_every_module_is_in_a_room():
+    unknown = {m for m in imports() if room_of(m) not in ROOMS}
+    assert not unknown, "put it in a room of tests/unit/test_house.py, or write down a new one"
+    unused = {name for name in ELSEWHERE if not any(room_of(m) for m in imports() if name in m)}
+    assert not unused
+
+
+def test_imports_go_down():
+    order = {room: floor for floor, room in enumerate(ROOMS)}
+    upward = {
+        f"{importer} -> {module}"
+        for importer, modules in imports().items()
+        for module in modules
+        if order[room_of(module)] > order[room_of(importer)]
+    }
+    assert upward == UPWARD
+
+
+def test_packages_are_small():
+    sizes = Counter(dotted(path.parent) for path in FILES.values() if path.name != "__init__.py")
+    assert {name: n for name, n in sizes.items() if n > MAX_MODULES} == LARGE
+
+
+def test_no_satellites():
+    """A short module with one importer is a section of that importer."""
+    importers = defaultdict(set)
+    for importer, modules in imports().items():
+        for module in modules:
+            importers[module].add(importer)
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    public = (FILES["tfscale"].read_text(), FILES["tfscale.callbacks"].read_text())
+    small = {
+        name
+        for name, path in FILES.items()
+        if lines[name] < MIN_LINES
+        and len(importers[name]) == 1
+        and path.name != "__init__.py"
+        and not any(f'"{name.removeprefix("tfscale.")}"' in text for text in public)
+        and next(iter(importers[name])) != "tfscale.callbacks"
+    }
+    assert small == SATELLITES
