@@ -2,7 +2,8 @@
 
 import pytest
 
-from tfscale.comm.process import Launch, discover, expand_counts, require_size
+from tfscale.comm.process import Launch, discover, expand_counts
+from tfscale.comm.start import require_size
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,

@@ -192,8 +192,8 @@ def test_a_signal_without_a_name():
 @pytest.mark.parametrize(("state", "code"), [(FINISHED, 0), (ALONE, 0), (None, 75)])
 def test_a_rank_that_has_left_ends_nobody(state, code):
     """mpirun and srun end all ranks when one ends with another status than 0."""
-    leave = f"rank_status.write_state({state!r}); " if state else ""
-    program = f"from tfscale.launcher import rank_status; import sys; {leave}sys.exit(75)"
+    leave = f"process.write_state({state!r}); " if state else ""
+    program = f"from tfscale.comm import process; import sys; {leave}sys.exit(75)"
     command = [sys.executable, "-m", "tfscale.launcher.rank_process", "--"]
     done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True)
     assert done.returncode == code

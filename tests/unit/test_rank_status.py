@@ -22,7 +22,7 @@ def status(monkeypatch):
 
 def test_what_a_rank_starts_is_no_rank(status):
     assert process.is_watched()
-    code = "from tfscale.launcher import rank_status as s; s.write_state(s.FINISHED)"
+    code = "from tfscale.comm import process as s; s.write_state(s.FINISHED)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert process.read(status).state == ""
 
@@ -34,7 +34,7 @@ def test_an_empty_file(status):
 
 def test_a_dead_process_is_read(status):
     code = (
-        "import os; from tfscale.launcher import rank_status as s\n"
+        "import os; from tfscale.comm import process as s\n"
         "s.write_state(s.JOINED); s.write_error('first\\n'); s.write_error('second\\n')\n"
         "os.kill(os.getpid(), 9)"
     )
