@@ -1,4 +1,4 @@
-"""What a rank says of itself, read after its death."""
+"""The last words of a rank, read after its death."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_what_a_rank_starts_is_no_rank(status):
 
 def test_an_empty_file(status):
     assert process.is_watched()
-    assert process.read(status) == process.RankStatus("", "", "")
+    assert process.read(status) == process.RankStatus("")
 
 
 def test_a_dead_process_is_read(status):
@@ -46,6 +46,21 @@ def test_states_replace_each_other(status):
     process.write_state(process.FINISHED)
     process.write_state(process.JOINED)
     assert process.read(status).state == process.JOINED
+
+
+def test_a_request_outlives_states(status):
+    assert not process.read(status).was_asked
+    process.write_request()
+    process.write_state(process.FINISHED)
+    assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
+
+
+def test_a_request_to_save_is_noted(status):
+    from tfscale.checkpoints import preemption
+
+    preemption.request_save_and_stop()
+    preemption.forget_request()
+    assert process.read(status).was_asked
 
 
 def test_long_errors_keep_their_end(status):

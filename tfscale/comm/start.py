@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm import objects, process, runtime, timeline
+from tfscale.comm import mpi_files, objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend
 from tfscale.comm.backends.single import SingleBackend
 from tfscale.comm.process import (
@@ -67,7 +67,7 @@ def init(
         do_not_watch()
     else:
         runtime.enter(start(chosen, settings, comm))
-        end_job_on_error(_abort)
+        end_job_on_error(_abort, runtime.backend().fail)
         if comm is None:
             require_size(launch, runtime.size())
     if chosen == "horovod":  # the engine has compared them
@@ -141,10 +141,13 @@ def shutdown() -> None:
     folder = timeline.write_part()
     backend = runtime.backend()
     runtime.leave()
+    process.write_state(process.LEAVING)
     if backend.close():
         error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
         is_raising = error is not None and not isinstance(error, SystemExit)
         process.write_state(process.RAISED if is_raising else process.FINISHED)
+    else:
+        process.write_state(process.LEFT)
     if folder is not None and backend.rank == 0:
         timeline.merge_at_end(folder, backend.size)  # Closing waited for all ranks.
 
@@ -252,8 +255,11 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
         else:
             from tfscale.comm.backends.engine import EngineBackend
 
+            _require_shared_memory(discover(config.environment()))
             backend = EngineBackend(settings, _fortran_handle(_checked(comm)))
             n_cores = backend.n_cores
+            # All ranks have opened them; so nothing is left of a job that is killed.
+            mpi_files.remove(mpi_files.used_by([os.getpid()]))
     if settings.set_threads and backend.local_size > 1:
         _limit_threads(n_cores)
     _take_own_gpu(backend)
@@ -263,6 +269,23 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
             "Set TF_NUM_INTEROP_THREADS to 2 or more."
         )
     return backend
+
+
+def _require_shared_memory(launch: Launch | None) -> None:
+    """Refuse to start MPICH where the ranks of a host would die of SIGBUS in /dev/shm."""
+    if launch is None or launch.launcher != "mpich" or (launch.local_size or 1) < 2:
+        return
+    # The first rank asks for all; for the others these have begun to take their part.
+    n_ranks = launch.local_size if launch.local_rank == 0 else 1
+    needed, free = (n_ranks or 1) * mpi_files.BYTES_PER_RANK, mpi_files.free_bytes()
+    if free < needed:
+        raise ExchangeError(
+            f"{launch.local_size} ranks on a host need {launch.local_size} times "
+            f"{mpi_files.BYTES_PER_RANK / 1e6:.1f} MB in {mpi_files.SHARED_MEMORY}. Received: "
+            f"{free / 1e6:.1f} MB free. `tfscale doctor` lists what jobs that were killed have "
+            "left there; give a container more (docker run --shm-size=1g, in Kubernetes an "
+            "emptyDir of medium Memory at /dev/shm)."
+        )
 
 
 def _take_own_gpu(backend: Backend) -> None:
