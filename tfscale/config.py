@@ -170,6 +170,11 @@ def take(variable: str) -> str:
     return os.environ.pop(variable, "")
 
 
+def set_environment(variable: str, value: str) -> None:
+    """Set an environment variable of this process and of those that it starts."""
+    os.environ[variable] = value
+
+
 def set_default_environment(**variables: str) -> None:
     """Set environment variables that are not set, for libraries that read them when they start.
 

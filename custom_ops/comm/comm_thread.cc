@@ -87,7 +87,7 @@ void CommThread::Run() {
 }
 
 void CommThread::WaitForOthersToLeave() {
-  while (!scheduler_.has_failed() && !scheduler_.has_left()) {
+  while (!scheduler_.has_failed() && !scheduler_.has_left() && !scheduler_.is_cut_off()) {
     if (!scheduler_.StepLeave()) std::this_thread::sleep_for(microseconds(200));
   }
 }

@@ -82,7 +82,19 @@ Engine::End Engine::Stop() {
   return {engine->scheduler_->has_left(), engine->scheduler_->leave_failure()};
 }
 
+std::string Engine::WhyForked() const {
+  return "Collectives belong to the process that called tfscale.init(). Received: a call in "
+         "process " +
+         std::to_string(getpid()) + ", forked by rank " + std::to_string(rank_) +
+         ". Start helpers as programs of their own, or by the method " +
+         "'spawn' of multiprocessing, and let only the rank call tfscale.";
+}
+
 void Engine::Submit(Task task) {
+  if (getpid() != process_) {
+    task.done(Status::Failed(WhyForked()));
+    return;
+  }
   task.posted = Clock::now();
   WorkQueue::Item item;
   item.task = std::move(task);
@@ -96,6 +108,7 @@ void Engine::GiveUpWaiting(int plan) {
 }
 
 void Engine::RunOnCommThread(const std::function<void()>& command) {
+  if (getpid() != process_) throw CommError(WhyForked());
   auto result = std::make_shared<std::promise<void>>();
   std::future<void> future = result->get_future();
   WorkQueue::Item item;

@@ -3,6 +3,7 @@
 #define TFSCALE_COMM_ENGINE_H_
 
 #include <mpi.h>
+#include <unistd.h>
 
 #include <functional>
 #include <memory>
@@ -49,7 +50,8 @@ class Engine {
   EventLog& events() { return events_; }
 
   // Hands a collective to the communication thread. `task.done` runs there,
-  // exactly once, also when the engine has failed or is stopping.
+  // exactly once, also when the engine has failed or is stopping. In a forked
+  // process, which has no such thread, it fails at once.
   void Submit(Task task);
 
   // See Scheduler::GiveUpWaiting.
@@ -72,6 +74,7 @@ class Engine {
  private:
   // Throws CommError on all ranks where `text` differs. Collective; blocking.
   void RequireEqual(const std::string& name, const std::string& text);
+  std::string WhyForked() const;
   // Runs `command` on the communication thread; waits; rethrows its CommError.
   void RunOnCommThread(const std::function<void()>& command);
 
@@ -88,6 +91,7 @@ class Engine {
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<CommThread> thread_;
   int n_groups_ = 1;
+  const pid_t process_ = getpid();
 };
 
 }  // namespace tfscale

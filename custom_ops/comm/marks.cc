@@ -177,4 +177,11 @@ std::vector<int> Marks::Without(MarkKind kind) const {
   return ranks;
 }
 
+int Marks::n_failed() const {
+  return static_cast<int>(std::count_if(received_.begin(), received_.end(), [](const auto& entry) {
+    return std::any_of(entry.second.begin(), entry.second.end(),
+                       [](const Mark& mark) { return mark.kind == MarkKind::kFailed; });
+  }));
+}
+
 }  // namespace tfscale

@@ -67,6 +67,8 @@ class Marks {
 
   // Other ranks that have neither set a mark of this kind nor failed.
   std::vector<int> Without(MarkKind kind) const;
+  // Other ranks that have failed.
+  int n_failed() const;
   // All marks of this rank have been taken over by MPI or the peers.
   bool is_sent() const { return !sends_ || sends_->is_empty(); }
 

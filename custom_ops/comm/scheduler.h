@@ -69,6 +69,9 @@ class Scheduler {
   bool StepLeave();
   // All ranks have left and nothing is under way among them.
   bool has_left() const { return has_left_; }
+  // Another rank has failed since this one began to leave: most likely because it
+  // counted on this one. There is nothing left to wait for.
+  bool is_cut_off() const { return is_cut_off_; }
   // Why communication failed while this rank was leaving; "" while it has not.
   const std::string& leave_failure() const { return leave_failure_; }
 
@@ -114,6 +117,8 @@ class Scheduler {
   Abandoned abandoned_;
   bool can_answer_ = true;  // after a failure
   bool is_leaving_ = false;
+  int n_failed_before_ = 0;  // other ranks, when this one began to leave
+  bool is_cut_off_ = false;
   bool is_quiet_ = false;
   bool has_left_ = false;
   std::string leave_failure_;

@@ -97,6 +97,7 @@ void Scheduler::StartIncarnation(int incarnation) {
 void Scheduler::Leave() {
   if (has_failed()) return;
   is_leaving_ = true;
+  n_failed_before_ = marks_.n_failed();
   try {
     Mark(MarkKind::kLeft);
   } catch (const std::exception& error) {
@@ -117,6 +118,8 @@ bool Scheduler::StepLeave() {
   bool has_moved = Step();
   if (has_failed()) return true;
   try {
+    is_cut_off_ = marks_.n_failed() > n_failed_before_;
+    if (is_cut_off_) return true;
     const std::vector<int> others = marks_.Without(MarkKind::kLeft);
     if (!others.empty()) {
       stalls_.LookAtEnd(Clock::now(), others);

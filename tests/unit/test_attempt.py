@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tfscale.launcher.attempt import StopRequest, run_attempt
+from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.mpi_command import JOB_VARIABLE, find_processes
 from tfscale.launcher.reports import Report, encode
 
@@ -55,7 +55,7 @@ def says(*reports):
 def test_the_first_failure_counts_and_ends_the_launcher(capfd):
     ended = Report(0, "a", 4, None, False, True)
     killed = Report(2, "b", None, 9, True, True, "sum of w (slot 3 of step), run 7")
-    late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n")
+    late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n", is_told=True)
     # A launcher that would go on for a minute is killed.
     outcome = run(says(ended, killed, late) + "time.sleep(60)")
     assert outcome.exit_code == 137
@@ -66,12 +66,56 @@ def test_the_first_failure_counts_and_ends_the_launcher(capfd):
 
 
 def test_exit_status_of_ranks_that_left_together():
-    preempted = Report(0, "a", 75, None, False, True)
+    preempted = Report(0, "a", 75, None, False, True, was_asked=True)
     other = Report(1, "a", 5, None, False, True)
     assert run(says(preempted, preempted)).exit_code == 75
     outcome = run(says(preempted, other))
     assert outcome.exit_code == 5
     assert outcome.is_orderly
+
+
+def test_75_of_ranks_that_were_not_asked_is_said_and_not_passed_on():
+    done = Report(0, "a", 75, None, False, True)
+    outcome = run(says(done, done))
+    assert outcome.exit_code == 1 and outcome.is_orderly
+    assert "there was no request" in outcome.describe()
+
+
+def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
+    told = Report(0, "a", 1, None, True, True, error="rank 1 has left\n", is_told=True)
+    left = Report(1, "a", 5, None, True, True, has_left=True)
+    outcome = run(says(told) + "time.sleep(0.8)\n" + says(left) + "time.sleep(60)")
+    assert outcome.exit_code == 5
+    assert outcome.describe().splitlines() == [
+        "rank 1 has left",
+        "tfscale: the traceback of rank 0.",
+        "tfscale: rank 1 on host a failed with exit status 5, leaving the job before the others.",
+    ]
+
+
+# As mpiexec, which ends when the output of all ranks does; here a child of one keeps it open.
+HOLDS_THE_OUTPUT = """
+import os, subprocess, sys, time
+from tfscale.launcher.reports import Report, Start, send
+read, write = os.pipe()
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"],
+                         pass_fds=[write])
+os.close(write)
+for rank in range(2):
+    send(Start(rank, os.uname().nodename, os.getpid(), 2))
+    send(Report(rank, "a", 0, None, False, True))
+os.read(read, 1)
+"""
+
+
+def test_ranks_are_waited_for_and_not_what_keeps_their_output_open(capfd):
+    before = time.monotonic()
+    outcome = run(HOLDS_THE_OUTPUT)
+    assert outcome == Outcome(0, is_orderly=True)
+    assert time.monotonic() - before < 20
+    said = capfd.readouterr().err
+    assert "all ranks have ended. Left of what they started, and ended now: " in said
+    assert "time.sleep(60)" in said
 
 
 # Both wait for a signal; without one they would end by themselves, too late for the test.

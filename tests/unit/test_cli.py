@@ -8,8 +8,15 @@ import sys
 import pytest
 
 from tfscale.config import ConfigError
-from tfscale.launcher import cli, doctor, mpi_command
-from tfscale.launcher.mpi_command import LaunchSpec, find_mpi, thread_variables, without_values
+from tfscale.launcher import cli, doctor, mpi_command, restarting
+from tfscale.launcher.attempt import Outcome
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    Mpi,
+    find_mpi,
+    loopback_variables,
+    thread_variables,
+)
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
 
@@ -61,6 +68,15 @@ def test_threads_are_set_where_all_hosts_are_this_one(host):
     assert thread_variables(spec, {}) == thread_variables(FOUR, {}) != {}
 
 
+def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_host():
+    mpich = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
+    assert loopback_variables(FOUR, mpich, {})["UCX_NET_DEVICES"] == "lo"
+    assert "UCX_NET_DEVICES" not in loopback_variables(FOUR, mpich, {"UCX_NET_DEVICES": "eth0"})
+    two_hosts = LaunchSpec(("x",), 4, hosts=(("a", 2), ("b", 2)))
+    assert loopback_variables(two_hosts, mpich, {}) == {}
+    assert loopback_variables(FOUR, Mpi("openmpi", "5.0", "/mpi/mpiexec"), {}) == {}
+
+
 def test_threads_are_left_alone_where_the_user_says_so_or_a_rank_is_alone():
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": "0"}) == {}
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": ""}) == thread_variables(FOUR, {})
@@ -73,10 +89,9 @@ def test_dry_run_prints_the_command(capsys):
     words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
     assert cli.main(words) == 0
     line = capsys.readouterr().out.strip()
-    assert line.startswith(
-        "env K=V TFSCALE_RESTART=0 TFSCALE_BEAT=1 TFSCALE_STOP_SIGNAL=SIGUSR1 srun "
-    )
-    assert "--ntasks=3" in line
+    assert line.startswith("env K=... TFSCALE_RESTART=0 TFSCALE_BEAT=1 ")
+    assert " TFSCALE_STOP_SIGNAL=SIGUSR1 " in line and "K=V" not in line
+    assert " srun " in line and "--ntasks=3" in line
     assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
 
 
@@ -108,12 +123,42 @@ def test_run_shows_no_values_of_variables(launcher, capsys, monkeypatch):
     ]
     assert cli.main(words) == 0
     shown = capsys.readouterr().err
-    assert "secret" not in shown and "KEY" in shown and "..." in shown
-    assert without_values(["-x", "KEY=secret", "2"], {"KEY": "secret"}) == [
-        "-x",
-        "KEY=...",
-        "2",
-    ]
+    assert "secret" not in shown and " KEY=... N=... " in shown
+
+
+@pytest.mark.parametrize("options", [[], ["--verbose"], ["--env", "TF_CPP_MIN_LOG_LEVEL=0"]])
+def test_tensorflow_is_quiet_unless_the_user_wants_to_hear_it(options, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    started = []
+
+    def run_attempt(command, environ, *_, is_quiet, **__):
+        started.append((environ.get("TF_CPP_MIN_LOG_LEVEL"), is_quiet))
+        return Outcome(0, is_orderly=True)
+
+    monkeypatch.setattr(restarting, "run_attempt", run_attempt)
+    words = ["run", "--quiet", "-np", "2", "--slurm", *options, "python", "t.py"]
+    assert cli.main(words) == 0
+    level = None if options == ["--verbose"] else "0" if options else "1"
+    assert started == [(level, not options)]
+
+
+def test_a_script_without_python(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["run", "-np", "2", "--slurm", "--dry-run"]
+    assert cli.main([*words, "train.py", "--fast"]) == 0
+    assert capsys.readouterr().out.endswith(f" -- {sys.executable} train.py --fast\n")
+    script.chmod(0o755)
+    assert cli.main([*words, "./train.py"]) == 0
+    assert capsys.readouterr().out.endswith(" -- ./train.py\n")
+
+
+def test_the_command_line_does_not_wait_for_tensorflow():
+    code = "import sys; from tfscale.launcher import cli; cli.main(sys.argv[1:])"
+    words = ["run", "-np", "1", "--slurm", "--dry-run", "true"]
+    check = "; assert 'tensorflow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code + check, *words], check=True, capture_output=True)
 
 
 def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, capsys):

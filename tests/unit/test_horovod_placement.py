@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from tfscale.comm.process import Launch, Machine, choose_backend, discover, own_gpu
+from tfscale.comm.process import Launch, discover
+from tfscale.comm.start import Machine, choose_backend, own_gpu
 from tfscale.config import ConfigError
 
 MPI = Launch(0, 4, 0, 4, "mpich")

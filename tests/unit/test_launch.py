@@ -1,8 +1,11 @@
 """Rank discovery and the command lines of each MPI."""
 
+import json
+
 import pytest
 
-from tfscale.comm.process import Launch, discover, expand_counts, require_size
+from tfscale.comm.process import Launch, discover, expand_counts
+from tfscale.comm.start import require_size
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -10,8 +13,10 @@ from tfscale.launcher.mpi_command import (
     build_command,
     parse_places,
     parse_version,
+    quote,
     require_hosts,
     spread,
+    variables_of,
 )
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
@@ -80,7 +85,7 @@ def test_mpich_line():
     assert line(MPICH) == "/mpi/mpiexec -n 4 python train.py --epochs 3"
     assert (
         line(MPICH, hosts=(("a", 2), ("b", 2)), is_prefixed=True, environment={"K": "V"})
-        == "/mpi/mpiexec -prepend-rank -genv K V -hosts a:2,b:2 -n 4 python train.py --epochs 3"
+        == "/mpi/mpiexec -prepend-rank -hosts a:2,b:2 -n 4 python train.py --epochs 3"
     )
     assert "-f hosts.txt -bind-to core" in line(MPICH, hostfile="hosts.txt", bind_to="core")
 
@@ -91,7 +96,7 @@ def test_openmpi_line():
     )
     assert line(OPENMPI, n_cores=2, is_root=True, is_prefixed=True, environment={"K": "V"}) == (
         "/mpi/mpiexec --allow-run-as-root --oversubscribe --tag-output --bind-to none "
-        "-x K=V -np 4 python train.py --epochs 3"
+        "-x K -np 4 python train.py --epochs 3"
     )
     text = line(OPENMPI, hosts=(("a", 1), ("b", 3)), bind_to="socket")
     assert "--bind-to socket -H a:1,b:3 -np 4" in text
@@ -103,10 +108,28 @@ def test_intel_line():
         "/mpi/mpiexec -prepend-rank -n 4 python train.py --epochs 3"
     )
     assert line(INTEL, hosts=(("a", 3), ("b", 1)), environment={"K": "V"}, command=("x",)) == (
-        "/mpi/mpiexec -genv K V -host a -n 3 x : -host b -n 1 x"
+        "/mpi/mpiexec -host a -n 3 x : -host b -n 1 x"
     )
-    assert "-genv I_MPI_PIN 0" in line(INTEL, bind_to="none")
-    assert "-genv I_MPI_PIN_DOMAIN core" in line(INTEL, bind_to="core")
+
+
+def test_variables_are_handed_over_in_the_environment():
+    """Every user of a host may read the arguments of all processes."""
+    given = {"KEY": "secret"}
+    for mpi in (MPICH, INTEL, OPENMPI):
+        spec = LaunchSpec(TRAIN, 4, environment=given)
+        assert "secret" not in " ".join(build_command(spec, mpi))
+        assert variables_of(spec, mpi) == given
+    assert "secret" not in line(MPICH, is_slurm=True, environment=given)
+    pins = {"none": {"I_MPI_PIN": "0"}, "core": {"I_MPI_PIN_DOMAIN": "core"}}
+    for bind_to, expected in pins.items():
+        assert variables_of(LaunchSpec(TRAIN, 4, bind_to=bind_to), INTEL) == expected
+        assert variables_of(LaunchSpec(TRAIN, 4, bind_to=bind_to), MPICH) == {}
+
+
+def test_a_word_that_mpiexec_would_take_is_quoted():
+    assert quote(TRAIN) == ("--", *TRAIN)
+    option, text = quote(("python", "t.py", "--map", "a", ":", "ü"))
+    assert option == "--words" and json.loads(text)[-2:] == [":", "ü"]
 
 
 def test_srun_line():
@@ -114,9 +137,7 @@ def test_srun_line():
         "srun --kill-on-bad-exit=1 --export=ALL --ntasks=4 python train.py --epochs 3"
     )
     text = line(MPICH, is_slurm=True, is_prefixed=True, bind_to="cores", environment={"K": "a,b"})
-    assert text.startswith(
-        "env K=a,b srun --kill-on-bad-exit=1 --export=ALL --mpi=pmi2 --ntasks=4 --label"
-    )
+    assert text.startswith("srun --kill-on-bad-exit=1 --export=ALL --mpi=pmi2 --ntasks=4 --label")
     assert "--cpu-bind=cores" in text
     assert "--mpi=pmix" in line(OPENMPI, is_slurm=True)
     text = line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)), cpus_per_task="16")

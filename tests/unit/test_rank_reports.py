@@ -1,24 +1,44 @@
-"""Reports of how ranks ended, among the lines that they print."""
+"""Messages of the processes beside ranks, among the lines that ranks print."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tfscale.comm.process import ALONE, FINISHED, JOINED, RAISED, TOLD, WAITING, Launch, RankStatus
+from tfscale.comm.process import (
+    ALONE,
+    FINISHED,
+    JOINED,
+    LEAVING,
+    LEFT,
+    RAISED,
+    TOLD,
+    WAITING,
+    Launch,
+    RankStatus,
+)
 from tfscale.launcher.rank_process import judge
-from tfscale.launcher.reports import Beat, Pulse, Report, ReportReader, encode, encode_beat
+from tfscale.launcher.reports import (
+    Beat,
+    Pulse,
+    Report,
+    ReportReader,
+    Start,
+    describe_errors,
+    encode,
+)
 
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 
 
-def read(*chunks):
+def read(*chunks, is_quiet=False):
     """Return what is passed on of the chunks, and the reports."""
     source, out = os.pipe()
     passed, target = os.pipe()
-    reader = ReportReader(source, target)
+    reader = ReportReader(source, target, is_quiet)
     for chunk in chunks:
         os.write(out, chunk)
     os.close(out)
@@ -53,11 +73,38 @@ def test_other_lines_with_that_character_stay(text):
     assert read(text) == (text, [])
 
 
-def test_a_report_stays_in_one_piece():
-    long = Report(1, "a", 1, None, True, True, error="früher " * 2000 + "ValueError: the end")
-    line = encode(long)
-    assert len(line) < 4096
-    assert read(line)[1][0].error.endswith("früher ValueError: the end")
+def test_a_long_error_is_whole_although_each_line_stays_in_one_piece():
+    error = "früher 𝄞 " * 2000 + "ValueError: the end"
+    text = encode(Report(1, "a", 1, None, True, True, error=error))
+    assert all(len(line) < 4096 for line in text.splitlines())
+    assert read(text)[1][0].error == error
+
+
+STARTUP = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+    b"I0000 00:00:1795356069.251987    6027 port.cc:153] oneDNN custom operations are on.\n"
+    b"To enable the following instructions: AVX2 AVX512F, in other operations, rebuild.\n"
+    b"E0000 00:00:1795356081.085340    6027 cuda_platform.cc:52] failed call to cuInit: INTERNAL\n"
+    b"2026-11-22 13:54:08.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
+)
+SAID = (
+    b"W0000 00:00:1795356069.251987    6027 op.cc:153] slow\n"
+    b"E0000 00:00:1795356081.085340    6027 conv.cc:52] failed\n"
+    b"I1122 13:54:08.123456 140234 train.py:12] step 7\n"
+    b"2026-11-22 13:54:08.1: W tensorflow/core/x.cc:1] slow\nWARNING:root:careful\n"
+)
+
+
+@pytest.mark.parametrize("prefix", [b"", b"[1] ", b"1: "])
+def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
+    lines = [prefix + line for line in (STARTUP + SAID).splitlines(keepends=True)]
+    kept = b"".join(lines[len(STARTUP.splitlines()) :])
+    text = b"".join(lines)
+    assert read(text, is_quiet=True)[0] == kept
+    assert read(text)[0] == text
+    cuts = (3, 100, 400)
+    pieces = [text[a:b] for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
+    assert read(*pieces, is_quiet=True)[0] == kept
 
 
 @pytest.mark.parametrize(
@@ -76,7 +123,14 @@ def test_a_report_stays_in_one_piece():
         (0, TOLD, False, True),
         (1, TOLD, False, True),
         (1, WAITING, False, True),
-        (75, JOINED, False, False),
+        (0, LEAVING, False, True),
+        (5, LEAVING, False, True),
+        (0, LEFT, False, True),
+        (5, LEFT, False, True),
+        (75, JOINED, False, True),
+        (75, JOINED, True, False),
+        (75, "", True, False),
+        (75, FINISHED, False, False),
         (-9, "", False, True),
         (-9, JOINED, False, True),
         (-15, JOINED, True, False),
@@ -86,7 +140,7 @@ def test_a_report_stays_in_one_piece():
 )
 def test_which_ends_are_failures(code, state, was_stopped, is_failure):
     launch = Launch(2, 4, None, None, "mpich")
-    report = judge(launch, code, RankStatus(state, "", ""), was_stopped)
+    report = judge(launch, code, RankStatus(state), was_stopped)
     assert report.is_failure == is_failure
     assert report.rank == 2
     assert bool(report.exit_code) == (code != 0 or is_failure)
@@ -100,11 +154,68 @@ def test_which_ends_are_failures(code, state, was_stopped, is_failure):
         (JOINED, True, False),
         (TOLD, True, True),
         (RAISED, True, False),
+        (LEAVING, True, False),
+        (LEFT, True, False),
     ],
 )
 def test_who_is_to_blame(state, has_joined, is_told):
-    report = judge(Launch(2, 4, None, None, "mpich"), 1, RankStatus(state, "", ""), False)
+    report = judge(Launch(2, 4, None, None, "mpich"), 1, RankStatus(state), False)
+    assert (report.has_left) == (state == LEFT)
     assert (report.has_joined, report.is_told) == (has_joined, is_told)
+
+
+@pytest.mark.parametrize("state", [JOINED, FINISHED, LEAVING, ""])
+def test_75_needs_a_request(state):
+    launch = Launch(2, 4, None, None, "mpich")
+    alone = judge(launch, 75, RankStatus(state), False)
+    assert alone.exit_code == 1 and "there was no request" in alone.describe()
+    for report in (
+        judge(launch, 75, RankStatus(state, was_asked=True), False),
+        judge(launch, 75, RankStatus(state), True),
+    ):
+        assert report.exit_code == 75 and not report.is_failure
+
+
+def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
+    told = [Report(n, "a", 1, None, True, True, error="left\n", is_told=True) for n in (0, 3, 2)]
+    failed = Report(1, "a", 1, None, True, True, error="bad sample\n")
+    silent = Report(4, "a", 0, None, False, True)
+    assert describe_errors([failed, *told, silent], failed) == (
+        "left\ntfscale: the traceback of ranks 0, 2, 3.\nbad sample\n"
+    )
+    assert describe_errors([failed], None) == "bad sample\ntfscale: the traceback of rank 1.\n"
+    assert describe_errors([silent], None) == ""
+
+
+def test_a_process_beside_a_rank_that_ends_without_a_report():
+    """Its rank is named; those that reported are not."""
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        source, out = os.pipe()
+        reader = ReportReader(source, os.dup(2))
+        for rank, child in enumerate(children):
+            os.write(out, encode(Start(rank, os.uname().nodename, child.pid, 2)))
+        deadline = time.monotonic() + 10
+        while len(reader.pids_beside()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert reader.find_unreported() is None
+        children[1].kill()
+        while reader.find_unreported() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = reader.find_unreported()
+        assert found.rank == 1 and found.exit_code == 137
+        assert "was killed with the process beside it" in found.describe()
+        assert not reader.have_all_ended()
+        os.write(out, encode(Report(1, "a", 0, None, False, True)))
+        os.write(out, encode(Report(0, "a", 0, None, False, True)))
+        os.close(out)
+        reader.join(10)
+        assert reader.find_unreported() is None
+        assert reader.have_all_ended()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def test_the_first_rank_that_failed_by_itself_counts():
@@ -127,15 +238,14 @@ def test_lines_for_people():
     assert (
         "exit status 0 before tfscale.shutdown()" in Report(1, "a", 0, None, True, True).describe()
     )
-    failed = Report(1, "a", 3, None, True, False, error="ValueError: x\n").describe()
+    failed = Report(1, "a", 3, None, True, False).describe()
     assert failed.splitlines() == [
-        "ValueError: x",
         "tfscale: rank 1 on host a failed with exit status 3, before tfscale.init().",
     ]
 
 
 def test_signs_of_life_are_taken_out():
-    line = encode_beat(Beat(1, "b")) + encode_beat(Beat(1, "b", is_last=True))
+    line = encode(Beat(1, "b")) + encode(Start(1, "b", 7, 2))
     assert read(b"a\n" + line + b"z") == (b"a\nz", [])
 
 
@@ -170,7 +280,7 @@ def test_a_blocked_launcher_hears_nobody():
 def test_a_rank_that_ended_is_not_missed():
     pulse = Pulse()
     beat(pulse, 0, A, B)
-    pulse.hear(Beat(1, "b", is_last=True), 1)
+    pulse.forget(1)
     for now in range(1, 60):
         beat(pulse, now, A)
         assert pulse.find_lost(now) is None
@@ -189,11 +299,18 @@ def test_a_signal_without_a_name():
     assert f"killed by signal {signal.SIGRTMAX - 6} (a real-time signal)" in report.describe()
 
 
-@pytest.mark.parametrize(("state", "code"), [(FINISHED, 0), (ALONE, 0), (None, 75)])
-def test_a_rank_that_has_left_ends_nobody(state, code):
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (f"write_state({FINISHED!r})", 0),
+        (f"write_state({ALONE!r})", 0),
+        ("write_request()", 75),
+    ],
+)
+def test_a_rank_that_has_left_ends_nobody(call, code):
     """mpirun and srun end all ranks when one ends with another status than 0."""
-    leave = f"rank_status.write_state({state!r}); " if state else ""
-    program = f"from tfscale.launcher import rank_status; import sys; {leave}sys.exit(75)"
+    leave = f"process.write_request(); process.{call}; "
+    program = f"from tfscale.comm import process; import sys; {leave}sys.exit(75)"
     command = [sys.executable, "-m", "tfscale.launcher.rank_process", "--"]
     done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True)
     assert done.returncode == code

@@ -1,4 +1,4 @@
-"""What a rank says of itself, read after its death."""
+"""The last words of a rank, read after its death."""
 
 import os
 import subprocess
@@ -22,19 +22,19 @@ def status(monkeypatch):
 
 def test_what_a_rank_starts_is_no_rank(status):
     assert process.is_watched()
-    code = "from tfscale.launcher import rank_status as s; s.write_state(s.FINISHED)"
+    code = "from tfscale.comm import process as s; s.write_state(s.FINISHED)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert process.read(status).state == ""
 
 
 def test_an_empty_file(status):
     assert process.is_watched()
-    assert process.read(status) == process.RankStatus("", "", "")
+    assert process.read(status) == process.RankStatus("")
 
 
 def test_a_dead_process_is_read(status):
     code = (
-        "import os; from tfscale.launcher import rank_status as s\n"
+        "import os; from tfscale.comm import process as s\n"
         "s.write_state(s.JOINED); s.write_error('first\\n'); s.write_error('second\\n')\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -46,6 +46,21 @@ def test_states_replace_each_other(status):
     process.write_state(process.FINISHED)
     process.write_state(process.JOINED)
     assert process.read(status).state == process.JOINED
+
+
+def test_a_request_outlives_states(status):
+    assert not process.read(status).was_asked
+    process.write_request()
+    process.write_state(process.FINISHED)
+    assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
+
+
+def test_a_request_to_save_is_noted(status):
+    from tfscale.checkpoints import preemption
+
+    preemption.request_save_and_stop()
+    preemption.forget_request()
+    assert process.read(status).was_asked
 
 
 def test_long_errors_keep_their_end(status):

@@ -79,8 +79,9 @@ class Launcher:
         monkeypatch.setattr(restarting.Job, "_answers", lambda job, host: host not in self.dead)
         monkeypatch.setattr(restarting, "pause_s", lambda n: 0.0)
 
-    def run_attempt(self, command, *_, **__):
-        self.commands.append(" ".join(command))
+    def run_attempt(self, command, environ, *_, **__):
+        ours = " ".join(f"{n}={v}" for n, v in environ.items() if n.startswith("TFSCALE"))
+        self.commands.append(f"{ours} {' '.join(command)}")
         return self.outcomes.pop(0)
 
 
@@ -93,7 +94,7 @@ def test_ranks_are_told_of_a_terminal(monkeypatch, is_shown):
     monkeypatch.setattr(restarting.sys.stdout, "isatty", lambda: is_shown)
     launcher = Launcher(monkeypatch, [Outcome(0, is_orderly=True)])
     assert run(RestartRule(0)) == 0
-    assert ("-genv TFSCALE_TERMINAL 1 " in launcher.commands[0]) == is_shown
+    assert ("TFSCALE_TERMINAL=1 " in launcher.commands[0]) == is_shown
 
 
 @pytest.mark.parametrize(
@@ -102,15 +103,15 @@ def test_ranks_are_told_of_a_terminal(monkeypatch, is_shown):
 )
 def test_ranks_are_told_of_a_signal_that_stands_for_sigterm(kind, is_slurm, expected):
     spec = LaunchSpec(("python", "t.py"), 2, is_slurm=is_slurm)
-    command = Job(spec, Mpi(kind, "5.0", "/mpi/mpiexec"), RestartRule(0), {}).command()
-    assert ("TFSCALE_STOP_SIGNAL=SIGUSR1" in command) == expected
+    given = Job(spec, Mpi(kind, "5.0", "/mpi/mpiexec"), RestartRule(0), {}).variables()
+    assert (given.get("TFSCALE_STOP_SIGNAL") == "SIGUSR1") == expected
 
 
 def test_restarts_are_counted(monkeypatch, capsys):
     launcher = Launcher(monkeypatch, [failed(), failed(), Outcome(0, is_orderly=True)])
     assert run(RestartRule(3)) == 0
     for number, command in enumerate(launcher.commands):
-        assert f"-genv TFSCALE_RESTART {number} -n 4 " in command
+        assert command.startswith(f"TFSCALE_RESTART={number} ") and " -n 4 " in command
     err = capsys.readouterr().err
     assert "tfscale: restart 2 of 3, with 4 ranks.\n" in err
     assert err.count("was killed by signal 9") == 2

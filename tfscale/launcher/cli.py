@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from tfscale.launcher.mpi_command import (
     count_cores,
     parse_places,
     require_hosts,
-    without_values,
 )
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
@@ -60,6 +60,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
     run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     run.add_argument("--quiet", action="store_true", help="do not print the command first")
+    run.add_argument(
+        "--verbose", action="store_true", help="show what TensorFlow says at its start"
+    )
     run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
 
@@ -103,9 +106,8 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
         if not (name and equals):
             raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     return LaunchSpec(
-        command=tuple(command),
+        command=_read_command(options.command),
         size=size,
         hostfile=None if options.restarts else options.hostfile,
         is_slurm=options.slurm,
@@ -116,6 +118,14 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
         cpus_per_task=environ.get("SLURM_CPUS_PER_TASK", ""),
         environment=variables,
     )
+
+
+def _read_command(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the program and its arguments; a script that is no program is one of Python."""
+    words = words[1:] if words[:1] == ["--"] else words
+    if words and words[0].endswith(".py") and shutil.which(words[0]) is None:
+        return (sys.executable, *words)
+    return tuple(words)
 
 
 def _read_places(options: argparse.Namespace) -> Places:
@@ -140,15 +150,26 @@ def _run(options: argparse.Namespace) -> int:
     environ = dict(environment())
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
-    job = Job(spec, choose_mpi(options.mpiexec, options.slurm), rule, environ)
-    command = job.command()
+    mpi = choose_mpi(options.mpiexec, options.slurm)
+    job = Job(spec, mpi, rule, environ, options.verbose)
+    command = _show(job, spec)
     if options.dry_run:
-        print(shlex.join(command))
+        print(command)
         return 0
     if not options.quiet:  # beside the program's own output, which may be piped into another
-        shown = shlex.join(without_values(command, spec.environment or {}))
-        print(f"tfscale: {shown}", file=sys.stderr, flush=True)
+        print(f"tfscale: {command}", file=sys.stderr, flush=True)
     return job.run()
+
+
+def _show(job: Job, spec: LaunchSpec) -> str:
+    """Return the command of a job as one would type it, without values that may be secret."""
+    command = shlex.join(job.command())
+    secret = spec.environment or {}
+    shown = " ".join(
+        f"{name}={'...' if name in secret else shlex.quote(value)}"
+        for name, value in job.variables().items()
+    )
+    return f"env {shown} {command}"
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
@@ -205,8 +226,15 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-# One entry per command: adds its parser, whose `handler` takes the options and returns a code.
-COMMANDS = (_add_run, _add_doctor, _add_build, _add_report, add_plan, add_tune)
+# What adds the parser of each command, whose `handler` takes the options and returns a code.
+COMMANDS = {
+    "run": _add_run,
+    "doctor": _add_doctor,
+    "build": _add_build,
+    "report": _add_report,
+    "plan": add_plan,
+    "tune": add_tune,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,9 +251,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.set_defaults(run_command=main)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    # Only what is called for: modules of the others may import TensorFlow, which takes seconds.
+    for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:
+        COMMANDS[name](commands)
+    options = parser.parse_args(words)
     try:
         return int(options.handler(options))
     except ConfigError as error:

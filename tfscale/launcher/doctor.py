@@ -1,4 +1,4 @@
-"""What `tfscale doctor` says: everything that several ranks need, and the remedy where it lacks."""
+"""The checks of `tfscale doctor`: everything that several ranks need, with remedies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfscale.comm import mpi_files
 from tfscale.comm.native import (
     PACKAGE,
     SUPPORTED_TENSORFLOW,
@@ -140,6 +141,21 @@ def check_threads(environ: Mapping[str, str]) -> Check:
     return Check("threads", "info", f"{cores} cores; each of 2 ranks: {text}")
 
 
+def check_shared_memory() -> Check:
+    """Look for space in /dev/shm, and for files of MPI that no process uses any more."""
+    left = mpi_files.find_left()
+    names = "".join(f"\n{'':21}{path}, {n_bytes / 2**20:.1f} MB" for path, n_bytes in left)
+    free = mpi_files.free_bytes()
+    detail = f"{free / 2**20:.0f} MB free in {mpi_files.SHARED_MEMORY}"
+    if free < 2 * mpi_files.BYTES_PER_RANK:
+        remedy = "remove files there, or give the container more (docker run --shm-size=1g)"
+        return Check("memory", "warning", f"{detail}: too few for 2 ranks{names}", remedy)
+    if left:
+        detail += f"; left by jobs that were killed:{names}"
+        return Check("memory", "warning", detail, "rm what is named here")
+    return Check("memory", "ok", detail)
+
+
 def check_gpus(timeout_s: float = 120.0) -> Check:
     """Count the GPUs TensorFlow sees; asked in a process of its own."""
     command = [sys.executable, "-c", _GPU_TEST]
@@ -209,6 +225,7 @@ def examine(
         check_library(mpi),
         check_horovod(),
         check_threads(environ),
+        check_shared_memory(),
     ]
     if checks[1].status == "ok":
         checks.append(check_gpus(timeout_s))

@@ -1,8 +1,10 @@
-"""Command lines of MPI launchers and the places of ranks."""
+"""Starting ranks with the MPI at hand: places, command lines, variables, processes of a job."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import re
 import signal
@@ -10,7 +12,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def require_hosts(text: str, source: str) -> str:
         source: The option that it comes from.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: It has no name in it.
     """
     if not _items(text):
         raise ConfigError(
@@ -128,7 +130,7 @@ class LaunchSpec:
         is_slurm: Start with srun inside an allocation.
         is_prefixed: Print the rank before each line of output.
         bind_to: "none", "core", "socket" or another word of the MPI; None leaves the choice to us.
-        environment: Variables given to every rank.
+        environment: Variables for every rank; see `variables_of`.
         is_root: Started by root, which Open MPI refuses unless told otherwise.
         n_cores: Cores of this host.
         cpus_per_task: What the batch script asked Slurm for; its srun does not read that itself.
@@ -149,8 +151,6 @@ class LaunchSpec:
 
 def _mpich(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["-prepend-rank"] if spec.is_prefixed else [])]
-    for name, value in (spec.environment or {}).items():
-        line += ["-genv", name, value]
     if spec.hosts:
         line += ["-hosts", ",".join(f"{name}:{n}" for name, n in spec.hosts)]
     line += ["-f", spec.hostfile] if spec.hostfile else []
@@ -160,13 +160,6 @@ def _mpich(spec: LaunchSpec, mpi: Mpi) -> list[str]:
 
 def _intel(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["-prepend-rank"] if spec.is_prefixed else [])]
-    environment = dict(spec.environment or {})
-    if spec.bind_to == "none":
-        environment["I_MPI_PIN"] = "0"
-    elif spec.bind_to:
-        environment["I_MPI_PIN_DOMAIN"] = spec.bind_to
-    for name, value in environment.items():
-        line += ["-genv", name, value]
     line += ["-f", spec.hostfile] if spec.hostfile else []
     if not spec.hosts:
         return [*line, "-n", str(spec.size), *spec.command]
@@ -185,8 +178,8 @@ def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line += ["--tag-output"] if spec.is_prefixed else []
     # Its default binds a rank to one core, which leaves TensorFlow one core.
     line += ["--bind-to", spec.bind_to or "none"]
-    for name, value in (spec.environment or {}).items():
-        line += ["-x", f"{name}={value}"]
+    for name in spec.environment or {}:  # it takes the values from its own environment
+        line += ["-x", name]
     line += ["-H", ",".join(f"{name}:{n}" for name, n in spec.hosts)] if spec.hosts else []
     line += ["--hostfile", spec.hostfile] if spec.hostfile else []
     return [*line, "-np", str(spec.size), *spec.command]
@@ -199,10 +192,8 @@ def _nodes(hosts: tuple[tuple[str, int], ...]) -> list[str]:
 
 
 def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
-    # srun hands its own environment on; a value in --export could not hold a comma.
-    environment = [f"{name}={value}" for name, value in (spec.environment or {}).items()]
-    line = [*(["env", *environment] if environment else []), "srun", "--kill-on-bad-exit=1"]
-    line += ["--export=ALL"]  # also where the batch script was to get nothing (--export=NONE)
+    # All of its own environment, also where the batch script was to get nothing (--export=NONE).
+    line = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
     if mpi is not None:
         line += ["--mpi=pmix" if mpi.kind == "openmpi" else "--mpi=pmi2"]
     line += [f"--ntasks={spec.size}", *(["--label"] if spec.is_prefixed else [])]
@@ -228,7 +219,8 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
         mpi: The MPI that is there; None is enough with srun only.
 
     Returns:
-        The words of the command, mpiexec's or srun's.
+        The words of the command, mpiexec's or srun's. It is to be run with `variables_of(spec,
+        mpi)` in its environment, which every launcher hands on: others may read its arguments.
 
     Raises:
         ConfigError: Nothing to start, no rank, hosts given twice, or no MPI.
@@ -270,11 +262,25 @@ def parse_version(text: str) -> tuple[str, str] | None:
     return None
 
 
-def without_values(command: list[str], variables: Mapping[str, str]) -> list[str]:
-    """Return a command for everyone to see: what the user gives in variables may be secret."""
-    shown = {f"{name}={value}": f"{name}=..." for name, value in variables.items()}
-    pairs = zip(["", *command], command, strict=False)  # as MPICH has it: -genv NAME VALUE
-    return ["..." if variables.get(last) == word else shown.get(word, word) for last, word in pairs]
+def variables_of(spec: LaunchSpec, mpi: Mpi | None) -> dict[str, str]:
+    """Return the environment variables for the launcher of `spec`, and so for every rank."""
+    given = dict(spec.environment or {})
+    if mpi is not None and mpi.kind == "intel" and spec.bind_to:
+        is_none = spec.bind_to == "none"
+        given |= {"I_MPI_PIN": "0"} if is_none else {"I_MPI_PIN_DOMAIN": spec.bind_to}
+    return given
+
+
+# Before the words of a command as JSON, see `quote`.
+WORDS_OPTION = "--words"
+
+
+def quote(command: Sequence[str]) -> tuple[str, ...]:
+    """Return what `rank_process` takes for a command, without a word that mpiexec would take.
+
+    ":" ends a command for every mpiexec, wherever it stands.
+    """
+    return (WORDS_OPTION, json.dumps(list(command))) if ":" in command else ("--", *command)
 
 
 # Every process of a job carries this variable, so that none can be overlooked at its end.
@@ -376,6 +382,22 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     return {name: str(value) for name, value in wanted.items() if name not in environ}
 
 
+def loopback_variables(
+    spec: LaunchSpec, mpi: Mpi | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Let MPI's transports listen on the loopback interface only, where all ranks share a host.
+
+    Args:
+        spec: What will be started.
+        mpi: The MPI that starts it; the variables are those of MPICH's transports.
+        environ: Environment variables; where the user chose an interface it stays.
+    """
+    if mpi is None or mpi.kind != "mpich" or _has_other_hosts(spec, environ):
+        return {}
+    wanted = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
 def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return a job's mark and the environment that carries it."""
     job = uuid.uuid4().hex
@@ -398,18 +420,36 @@ def find_processes(job: str) -> list[int]:
     return found
 
 
-def end_processes(job: str, grace_s: float = 2.0) -> None:
-    """End what is left of a job: asked first, killed after `grace_s`. Returns when none is left."""
+def end_processes(
+    job: str, grace_s: float = 2.0, keep: Callable[[int], bool] = lambda pid: False
+) -> None:
+    """End what is left of a job: asked first, killed after `grace_s`. Returns when none is left.
+
+    Args:
+        job: Its mark.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        keep: Whether a process, given by its id, is left alone.
+    """
+
+    def find() -> list[int]:
+        return [pid for pid in find_processes(job) if not keep(pid)]
+
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         deadline = time.monotonic() + patience_s
-        left = find_processes(job)
+        left = find()
         for process in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
-            except ProcessLookupError:
-                continue
         while left and time.monotonic() < deadline:
             time.sleep(0.05)
-            left = find_processes(job)
+            left = find()
         if not left:
             return
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def set_death_signal(number: int) -> None:
+    """Let this process get a signal when its parent ends; for `preexec_fn`."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,15 +1,15 @@
-"""Looks after one rank: starts it, says how it ended, and ends the job where the others would wait.
+"""The process beside a rank: starts it, reports its end, ends the job where others would wait.
 
-`tfscale run` puts this between the launcher of the MPI and the program, on every host:
+`tfscale run` puts it between the launcher of the MPI and the program, on every host:
 `python -m tfscale.launcher.rank_process -- python train.py`. The launcher sees this process, which
-outlives the rank, so that whatever ends a rank there is time to tell; and then, if it was a
+outlives the rank, so that whatever ends a rank there is time to report it; and then, if it was a
 failure, a process that dies of SIGKILL, at which every launcher ends all others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import json
 import os
 import signal
 import socket
@@ -18,19 +18,28 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfscale.comm import process
-from tfscale.comm.process import STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
+from tfscale.comm import mpi_files, process
+from tfscale.comm.process import RANK_VARIABLE, STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
 from tfscale.config import PREEMPTED, environment
-from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Report, encode, encode_beat
+from tfscale.launcher.mpi_command import (
+    JOB_VARIABLE,
+    WORDS_OPTION,
+    find_processes,
+    set_death_signal,
+)
+from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Leaving, Report, Start, send
 
 # After a report, until this process ends the job itself; `tfscale run` is faster.
 PATIENCE_S = 3.0
-_LOOK_S = 1.0
+# After that of a rank which only noticed: the cause may be one that is ending.
+_PATIENCE_TOLD_S = 25.0
+_LOOK_S = 0.5
 # A signal to a process group may reach the rank first, and this process so much later.
 _SAME_SIGNAL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_STARTED = 127
+# Of the launcher, not of the rank.
+_NOT_INHERITED = (STOP_VARIABLE, RANK_VARIABLE)
 
 
 class _Rank:
@@ -49,8 +58,10 @@ class _Rank:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
         self.status = process.create()
         self.was_stopped = False
-        # Jobs that the rank starts have launchers of their own.
-        own = {name: value for name, value in environment().items() if name != STOP_VARIABLE}
+        self._files: set[str] = set()
+        self._is_leaving = False
+        _close_listening_sockets()
+        own = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
             list(command),
             env={**own, STATUS_VARIABLE: process.path_of(self.status)},
@@ -59,7 +70,7 @@ class _Rank:
         )
 
     def _prepare(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_death_signal(signal.SIGKILL)
         if self._stop_signal:
             # Slurm signals its tasks alone, their process groups, or all processes, as configured.
             # The rank gets SIGTERM from here, and must not end by what stands for it.
@@ -71,11 +82,12 @@ class _Rank:
         """Return the exit status; negative: the signal that ended the rank."""
         while (code := self._process.poll()) is None:
             self._beat()
+            self._look_at_status()
             received = signal.sigtimedwait(self._watched, _LOOK_S)
             if received is not None and received.si_signo in self._stops:
                 self._stop(received.si_pid)
             if os.getppid() != self._parent:
-                self._process.kill()  # The launcher has died: nobody else would end this rank.
+                self._process.kill()  # The launcher has died: nothing else would end this rank.
         if -code in self._stops and signal.sigtimedwait(self._stops, _SAME_SIGNAL_S):
             self.was_stopped = True
         return code
@@ -84,17 +96,21 @@ class _Rank:
         """Send a sign of life, where `tfscale run` wants them."""
         if self._is_beating and time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_S
-            self._write(Beat(self.number, socket.gethostname()))
+            send(Beat(self.number, socket.gethostname()))
 
-    def end_beats(self) -> None:
-        """Tell that there are no more to come."""
-        if self._is_beating:
-            self._write(Beat(self.number, socket.gethostname(), is_last=True))
+    def _look_at_status(self) -> None:
+        state = process.read(self.status).state
+        if not state:  # MPI may start; once joined, a rank has no file of it any more
+            self._files |= mpi_files.used_by([self._process.pid, self._parent])
+        elif state == process.LEFT and not self._is_leaving:
+            self._is_leaving = True
+            send(Leaving(self.number))
 
-    def _write(self, beat: Beat) -> None:
-        # The rank shares this file, and may have made it non-blocking or closed its other end.
-        with contextlib.suppress(OSError):
-            os.write(2, encode_beat(beat))
+    def remove_files(self) -> None:
+        """Remove what MPI has made for this job on this host: the job ends."""
+        job = environment().get(JOB_VARIABLE)
+        others = find_processes(job) if job else []
+        mpi_files.remove(self._files | mpi_files.used_by([*others, self._parent]))
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True
@@ -103,26 +119,37 @@ class _Rank:
             self._process.send_signal(signal.SIGTERM)
 
 
+def _close_listening_sockets() -> None:
+    """Close the launcher's listening sockets, which this process inherits by mistake."""
+    for name in os.listdir("/proc/self/fd"):
+        with (
+            contextlib.suppress(OSError),  # the descriptor that lists, or no socket
+            socket.socket(fileno=os.dup(int(name))) as candidate,
+        ):
+            if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                os.close(int(name))
+
+
 def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
     """Decide whether the others can live with how a rank ended.
 
     Args:
-        launch: Which rank it is.
+        launch: Number of the rank.
         code: Exit status; negative: the signal that ended it.
-        status: What it said of itself.
+        status: Its last words.
         was_stopped: It had been asked to end.
 
     Returns:
         A failure, unless the rank ended with 0 or after all had left the job, or was asked to
-        end, or is a job of its own, or ended with `PREEMPTED`.
+        end, or is a job of its own. `PREEMPTED` needs a request, too.
     """
-    is_told = status.state in (process.TOLD, process.WAITING)
+    was_asked = was_stopped or status.was_asked
     if code < 0:
         is_failure = not (was_stopped and -code in _STOPS)
     elif code == 0:
-        is_failure = status.state in (process.JOINED, process.TOLD)
+        is_failure = status.state in (process.JOINED, process.LEAVING, process.LEFT, process.TOLD)
     else:
-        is_failure = status.state != process.FINISHED and code != PREEMPTED
+        is_failure = status.state != process.FINISHED and not (code == PREEMPTED and was_asked)
     return Report(
         rank=launch.rank,
         host=socket.gethostname(),
@@ -132,13 +159,10 @@ def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bo
         has_joined=status.state not in ("", process.WAITING, process.ALONE),
         place=status.place,
         error=status.error,
-        is_told=is_told,
+        is_told=status.state in (process.TOLD, process.WAITING),
+        has_left=status.state == process.LEFT,
+        was_asked=was_asked,
     )
-
-
-def _tell(report: Report) -> None:
-    sys.stderr.flush()
-    os.write(2, encode(report))
 
 
 def main(command: Sequence[str]) -> int:
@@ -153,26 +177,29 @@ def main(command: Sequence[str]) -> int:
         return after a failure: this process dies of SIGKILL.
     """
     launch = discover(environment()) or Launch(0, 1, None, None, "none")
+    send(Start(launch.rank, socket.gethostname(), os.getpid(), launch.size))
+    rank = None
     try:
         rank = _Rank(command, launch)
     except OSError as error:
-        text = f"Cannot start {' '.join(command)}: {error}\n"
-        status = process.RankStatus("", "", text)
+        status = process.RankStatus("", error=f"Cannot start {' '.join(command)}: {error}\n")
         report = judge(launch, _NOT_STARTED, status, False)
     else:
         code = rank.wait()
         status = process.read(rank.status)
         report = judge(launch, code, status, rank.was_stopped)
-        if not report.is_failure:
-            rank.end_beats()
-    if report.exit_code:
-        _tell(report)
+    sys.stderr.flush()
+    send(report)
+    if rank is not None and (report.is_failure or report.signal is not None):
+        rank.remove_files()
     if report.is_failure:
-        time.sleep(PATIENCE_S)
+        time.sleep(_PATIENCE_TOLD_S if report.is_told else PATIENCE_S)
         os.kill(os.getpid(), signal.SIGKILL)
     has_left = status.state in (process.FINISHED, process.ALONE)
     return 0 if has_left and report.status is not None else report.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:][sys.argv[1:2] == ["--"] :]))
+    words = sys.argv[1:]
+    # mpiexec takes ":" for the end of a command, so that one with it comes in another form.
+    sys.exit(main(json.loads(words[1]) if words[0] == WORDS_OPTION else words[1:]))

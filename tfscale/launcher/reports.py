@@ -1,4 +1,4 @@
-"""Reports of ranks to the launcher and their signs of life."""
+"""Messages of the processes beside ranks to `tfscale run`: lines among the ranks' stderr."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import dataclasses
 import json
 import os
 import re
+import select
 import signal
+import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
+
+from tfscale.config import PREEMPTED
 
 # Where ranks run on several hosts, the process beside each sends a sign of life so often.
 BEAT_S = 2.0
@@ -22,38 +27,227 @@ _PERSISTENT_S = 3.0
 
 
 @dataclass(frozen=True)
+class Start:
+    """A rank has been started.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its host, as the host calls itself.
+        pid: Process id of the process beside it.
+        size: Number of ranks.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Beat:
     """A sign of life.
 
     Attributes:
         rank: Whose.
         host: Name of its host, as the host calls itself.
-        is_last: The rank has ended in good order.
     """
 
     rank: int
     host: str
-    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A rank has left the job before others, which failed of it; its exit status is to come."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """A piece of the error that ended a rank; its `Report` follows."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The end of a rank.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its host, as the host calls itself.
+        status: Exit status; None where a signal ended it.
+        signal: Number of the signal that ended it; None where it ended by itself.
+        is_failure: The other ranks cannot continue.
+        has_joined: It had come through `tfscale.init`.
+        place: The last collective it finished; may be empty.
+        error: Its traceback; may be empty.
+        is_lost: Nothing is heard of its host; how it ended is not known.
+        is_told: It ended because of others, or of communication: it may not be the cause.
+        has_left: It left the job while others still called collectives.
+        is_alone: The process beside it ended without a word, and so did the rank.
+        was_asked: It was asked to save and stop; else exit status 75 is not believed.
+    """
+
+    rank: int
+    host: str
+    status: int | None
+    signal: int | None
+    is_failure: bool
+    has_joined: bool
+    place: str = ""
+    error: str = ""
+    is_lost: bool = False
+    is_told: bool = False
+    has_left: bool = False
+    is_alone: bool = False
+    was_asked: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the job, if this is how it ends; never 0 for a failure."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.is_unbelieved:
+            return 1
+        return self.status or (1 if self.is_failure else 0)
+
+    @property
+    def is_unbelieved(self) -> bool:
+        """Exit status 75, which means a checkpoint on request, without a request."""
+        return self.status == PREEMPTED and not self.was_asked
+
+    def describe(self) -> str:
+        """Return the lines that name the rank, for people."""
+        who = f"tfscale: rank {self.rank} on host {self.host}"
+        if self.is_lost:
+            text = f"{who} gives no sign of life: the host or its network is lost."
+        elif self.is_alone:
+            text = (
+                f"{who} was killed with the process beside it, which ended without a word: it was "
+                "killed, or the MPI's own process on that host was."
+            )
+        elif self.signal is not None:
+            text = f"{who} was killed by signal {self.signal} ({_name(self.signal)})."
+            if self.signal == signal.SIGKILL:
+                text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
+        elif self.status == 0:
+            text = (
+                f"{who} ended with exit status 0 before tfscale.shutdown() had ended for all, "
+                "while the others counted on it (an early return, sys.exit, os._exit, or a caught "
+                "ExchangeError?)."
+            )
+        else:
+            text = f"{who} failed with exit status {self.status}"
+            text += ", leaving the job before the others" if self.has_left else ""
+            text += "." if self.has_joined else ", before tfscale.init()."
+        if self.is_unbelieved:
+            text += (
+                f" {PREEMPTED} means that a checkpoint was written on request, and there was no "
+                "request: the job ends with 1."
+            )
+        last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
+        return f"{text}\n{last}"
+
+
+def _name(number: int) -> str:
+    """Return what a signal is called; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def describe_errors(reports: list[Report], failure: Report | None) -> str:
+    """Return each distinct traceback once, with the ranks that had it; that of `failure` last."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for report in reports:
+        if report.error:
+            ranks[report.error].append(report.rank)
+    last = failure.error if failure is not None else ""
+    text = ""
+    for error, own in sorted(ranks.items(), key=lambda item: item[0] == last):
+        names = ", ".join(map(str, sorted(own)))
+        text += error if error.endswith("\n") else f"{error}\n"
+        if error != last or len(own) > 1:
+            text += f"tfscale: the traceback of rank{'s' if len(own) > 1 else ''} {names}.\n"
+    return text
+
+
+Message = Start | Beat | Leaving | Words | Report
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__.lower(): kind for kind in (Start, Beat, Leaving, Words, Report)
+}
+# Less than a pipe takes at once (PIPE_BUF), so that a message stays in one piece. A character
+# takes 12 bytes of JSON at most.
+_MAX_BYTES = 4000
+_MAX_CHARACTERS = 300
+_START = b"\x1e"
+# What launchers print before a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
+_PREFIX = rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?"
+_LINE = re.compile(_PREFIX + rb"\x1etfscale ([^\n]*)\n")
+# What TensorFlow says at its start, whatever TF_CPP_MIN_LOG_LEVEL is: of levels below a warning,
+# and that there is no GPU.
+_NOISE = re.compile(
+    rb"^" + _PREFIX + rb"(?:WARNING: All log messages before absl::InitializeLog\(\) is called"
+    rb"|To enable the following instructions: "
+    rb"|(?:I\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: I )[\w./]+\.(?:cc|h):\d+\] "
+    rb"|(?:E\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: E )[\w./]+\.(?:cc|h):\d+\] "
+    rb"(?:failed call to cuInit|Unable to register cu\w+ factory)).*\n",
+    re.MULTILINE,
+)
+_MAY_BE_NOISE = re.compile(_PREFIX + rb"(?:WARNING: All|To enable|[IE]\d{4} |\d{4}-\d\d-)")
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as a line that is printed; an error goes before its report, in pieces."""
+    if isinstance(message, Report) and message.error:
+        error, step = message.error, _MAX_CHARACTERS
+        starts = range(0, len(error), step)
+        lines: list[Message] = [Words(message.rank, error[i : i + step]) for i in starts]
+        lines.append(dataclasses.replace(message, error=""))
+        return b"".join(map(encode, lines))
+    fields = {"kind": type(message).__name__.lower(), **dataclasses.asdict(message)}
+    return _START + b"tfscale " + json.dumps(fields).encode() + b"\n"
+
+
+def send(message: Message) -> None:
+    """Print a message on stderr, line by line."""
+    # The rank shares this file, and may have made it non-blocking or closed its other end.
+    with contextlib.suppress(OSError):
+        for line in encode(message).splitlines(keepends=True):
+            os.write(2, line)
+
+
+def _decode(text: bytes) -> Message | None:
+    try:
+        fields = json.loads(text)
+        return _KINDS[fields.pop("kind")](**fields)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 class Pulse:
-    """Remembers who was heard when; times are in seconds of any steady clock.
+    """Remembers the last signs of life; times are in seconds of any steady clock.
 
     A host is lost when it has been silent for long while another one is heard. Where all are
     silent, it is the launcher that does not listen: its output may be blocked, or it was stopped.
     """
 
     def __init__(self) -> None:
-        """Nobody was heard yet."""
+        """No rank was heard yet."""
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._suspected_since: float | None = None
 
     def hear(self, beat: Beat, now: float) -> None:
         """Note a sign of life."""
-        if beat.is_last:
-            self._heard.pop(beat.rank, None)
-        else:
-            self._heard[beat.rank] = (beat, now)
+        self._heard[beat.rank] = (beat, now)
+
+    def forget(self, rank: int) -> None:
+        """Expect no more of a rank, which has ended in good order."""
+        self._heard.pop(rank, None)
 
     def find_lost(self, now: float) -> Beat | None:
         """Return the last sign of life of a rank whose host is lost, or None. Ask often."""
@@ -72,117 +266,32 @@ class Pulse:
         return min(silent, key=lambda beat: beat.rank) if is_sure else None
 
 
-# Less than a pipe takes at once (PIPE_BUF), so that a report stays in one piece.
-_MAX_BYTES = 3900
-_START = b"\x1e"
-# What launchers print before a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
-_LINE = re.compile(rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?\x1etfscale ([^\n]*)\n")
-
-
-@dataclass(frozen=True)
-class Report:
-    """How a rank ended.
+class ReportReader(threading.Thread):
+    """Passes on what a launcher prints on stderr, takes messages out, watches their senders.
 
     Attributes:
-        rank: Its number.
-        host: Name of its host, as the host calls itself.
-        status: Exit status; None where a signal ended it.
-        signal: Number of the signal that ended it; None where it ended by itself.
-        is_failure: The other ranks cannot go on.
-        has_joined: It had come through `tfscale.init`.
-        place: The last collective it finished; may be empty.
-        error: End of its traceback; may be empty.
-        is_lost: Nothing is heard of its host; how it ended nobody knows.
-        is_told: It ended because of others, or of communication: it may not be the cause.
+        reports: Ends of ranks, in the order in which they became known.
+        first_failure_at: Time of the first failure (`time.monotonic`); None without.
     """
 
-    rank: int
-    host: str
-    status: int | None
-    signal: int | None
-    is_failure: bool
-    has_joined: bool
-    place: str = ""
-    error: str = ""
-    is_lost: bool = False
-    is_told: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the job, if this is how it ends; never 0 for a failure."""
-        if self.signal is not None:
-            return 128 + self.signal
-        return self.status or (1 if self.is_failure else 0)
-
-    def describe(self) -> str:
-        """Return the lines that name the rank, for people."""
-        who = f"tfscale: rank {self.rank} on host {self.host}"
-        if self.is_lost:
-            text = f"{who} gives no sign of life: the host or its network is lost."
-        elif self.signal is not None:
-            text = f"{who} was killed by signal {self.signal} ({_name(self.signal)})."
-            if self.signal == signal.SIGKILL:
-                text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
-        elif self.status == 0:
-            text = (
-                f"{who} ended with exit status 0 before tfscale.shutdown() had ended for all, "
-                "while the others counted on it (os._exit, or a caught ExchangeError?)."
-            )
-        else:
-            text = f"{who} failed with exit status {self.status}"
-            text += "." if self.has_joined else ", before tfscale.init()."
-        last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
-        return f"{self.error}{text}\n{last}"
-
-
-def _name(number: int) -> str:
-    """Return what a signal is called; most real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"
-
-
-def encode(report: Report) -> bytes:
-    """Return a report as the line that is printed, short enough to stay in one piece."""
-    fields = {"kind": "end", **dataclasses.asdict(report)}
-    n_kept = len(report.error)
-    while True:
-        fields["error"] = report.error[len(report.error) - n_kept :]
-        line = _START + b"tfscale " + json.dumps(fields).encode() + b"\n"
-        if len(line) <= _MAX_BYTES:
-            return line
-        n_kept = n_kept * 3 // 4
-
-
-def encode_beat(beat: Beat) -> bytes:
-    """Return a sign of life as the line that is printed."""
-    fields = {"kind": "beat", **dataclasses.asdict(beat)}
-    return _START + b"tfscale " + json.dumps(fields).encode() + b"\n"
-
-
-def _decode(text: bytes) -> Report | Beat | None:
-    try:
-        fields = json.loads(text)
-        return {"end": Report, "beat": Beat}[fields.pop("kind")](**fields)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-class ReportReader(threading.Thread):
-    """Passes on what a launcher prints, and takes the reports out."""
-
-    def __init__(self, source: int, target: int) -> None:
+    def __init__(self, source: int, target: int, is_quiet: bool = False) -> None:
         """Begin to read.
 
         Args:
             source: Descriptor to read from, until its end.
             target: Descriptor to write to.
+            is_quiet: Leave out what TensorFlow says at its start.
         """
         super().__init__(daemon=True)
-        self._source, self._target = source, target
+        self._source, self._target, self._is_quiet = source, target, is_quiet
         self._rest = b""
         self._pulse = Pulse()
+        self._words: dict[int, str] = defaultdict(str)
+        self._leaving: set[int] = set()
+        self._starts: dict[int, Start] = {}
+        # Descriptors of the processes beside this host's ranks, and those that have ended.
+        self._beside: dict[int, Start] = {}
+        self._gone: list[Start] = []
         self.reports: list[Report] = []
         self.first_failure_at: float | None = None
         self.start()
@@ -191,50 +300,106 @@ class ReportReader(threading.Thread):
         """Report a rank whose host is lost, once; to be called often."""
         lost = self._pulse.find_lost(time.monotonic())
         if lost is not None and self.first_failure_at is None:
-            self.first_failure_at = time.monotonic()
-            self.reports.append(Report(lost.rank, lost.host, None, None, True, True, is_lost=True))
+            self._add(Report(lost.rank, lost.host, None, None, True, True, is_lost=True))
 
     def failure(self) -> Report | None:
         """Return the first report of a failure, best of one that was its own; or None."""
         failures = [report for report in self.reports if report.is_failure]
         return next((r for r in failures if not r.is_told), next(iter(failures), None))
 
+    def find_unreported(self) -> Report | None:
+        """Return a report for the first rank whose process ended without one, or None."""
+        ended = {report.rank for report in self.reports}
+        gone = next((start for start in self._gone if start.rank not in ended), None)
+        if gone is None:
+            return None
+        number = int(signal.SIGKILL)
+        return Report(gone.rank, gone.host, None, number, True, True, is_alone=True)
+
+    def pids_beside(self) -> set[int]:
+        """Return the ids of the processes beside this host's ranks."""
+        return {start.pid for start in self._beside.values()}
+
+    def has_other_hosts(self) -> bool:
+        """Return whether ranks run on other hosts than this process."""
+        return any(start.host != socket.gethostname() for start in self._starts.values())
+
+    def is_cause_to_come(self) -> bool:
+        """Return whether a rank is ending that others have failed of."""
+        failure = self.failure()
+        return failure is not None and failure.is_told and bool(self._leaving)
+
+    def have_all_ended(self) -> bool:
+        """Return whether all ranks have said that they ended."""
+        size = next((start.size for start in self._starts.values()), 0)
+        return 0 < size <= len({report.rank for report in self.reports})
+
     def run(self) -> None:
         """Read until the end; on a thread of its own."""
-        # An error: the descriptor was closed, and nobody waits for this thread any more.
-        with contextlib.suppress(OSError):
-            while chunk := os.read(self._source, 1 << 16):
-                self._feed(chunk)
-        self._write(self._rest)
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        try:
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor != self._source:
+                        poll.unregister(descriptor)
+                        self._gone.append(self._beside[descriptor])
+                        continue
+                    if not (chunk := os.read(self._source, 1 << 16)):
+                        return
+                    before = set(self._beside)
+                    self._feed(chunk)
+                    for new in set(self._beside) - before:
+                        poll.register(new, select.POLLIN)
+        except OSError:
+            return  # the descriptor was closed: this thread is not waited for any more
+        finally:
+            self._write(self._rest)
+            for descriptor in self._beside:
+                os.close(descriptor)
 
     def _feed(self, chunk: bytes) -> None:
         text = self._rest + chunk
-        self._write(_LINE.sub(self._take, text[: (end := _end_of_whole(text))]))
-        self._rest = text[end:]
+        self._rest = text[(end := self._end_of_whole(text)) :]
+        text = _LINE.sub(self._take, text[:end])
+        self._write(_NOISE.sub(b"", text) if self._is_quiet else text)
+
+    def _end_of_whole(self, text: bytes) -> int:
+        """Return where a line begins that is to be read as a whole and is not all there yet."""
+        start = text.rfind(b"\n") + 1
+        is_held = _START in text[start:]
+        is_held |= self._is_quiet and _MAY_BE_NOISE.match(text, start) is not None
+        return start if is_held and len(text) - start <= 2 * _MAX_BYTES else len(text)
 
     def _take(self, found: re.Match[bytes]) -> bytes:
-        report = _decode(found.group(1))
-        if report is None:
+        message = _decode(found.group(1))
+        if message is None:
             return found.group(0)
-        if isinstance(report, Beat):
-            self._pulse.hear(report, time.monotonic())
-            return b""
-        self.reports.append(report)
-        if report.is_failure and self.first_failure_at is None:
-            self.first_failure_at = time.monotonic()
+        if isinstance(message, Start):
+            self._starts[message.rank] = message
+            if message.host == socket.gethostname():
+                # An old kernel, or a Python that was built on one.
+                with contextlib.suppress(OSError, AttributeError):
+                    self._beside[os.pidfd_open(message.pid)] = message
+        elif isinstance(message, Beat):
+            self._pulse.hear(message, time.monotonic())
+        elif isinstance(message, Leaving):
+            self._leaving.add(message.rank)
+        elif isinstance(message, Words):
+            self._words[message.rank] += message.text
+        else:
+            self._add(dataclasses.replace(message, error=self._words.pop(message.rank, "")))
         return b""
 
+    def _add(self, report: Report) -> None:
+        self.reports.append(report)
+        self._leaving.discard(report.rank)
+        if not report.is_failure:
+            self._pulse.forget(report.rank)
+        elif self.first_failure_at is None:
+            self.first_failure_at = time.monotonic()
+
     def _write(self, text: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # no reader any more; reports still count
             while text:
                 text = text[os.write(self._target, text) :]
-        except OSError:
-            return  # Nobody reads it any more; reports still count.
-
-
-def _end_of_whole(text: bytes) -> int:
-    """Return where a report begins that is not all there yet; the length if there is none."""
-    start = text.rfind(_START)
-    if start < 0 or b"\n" in text[start:] or len(text) - start > 2 * _MAX_BYTES:
-        return len(text)
-    return text.rfind(b"\n", 0, start) + 1

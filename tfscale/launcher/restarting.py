@@ -18,8 +18,11 @@ from tfscale.launcher.mpi_command import (
     Mpi,
     Places,
     build_command,
+    loopback_variables,
+    quote,
     spread,
     thread_variables,
+    variables_of,
 )
 from tfscale.launcher.reports import BEAT_VARIABLE
 
@@ -144,6 +147,8 @@ def next_places(
 RESTART_VARIABLE = "TFSCALE_RESTART"
 # Set where the job's output is shown in a terminal: ranks write to a pipe and cannot tell.
 TERMINAL_VARIABLE = "TFSCALE_TERMINAL"
+# TensorFlow's level of messages; see also `ReportReader`.
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ANSWER_S = 20.0
 
 
@@ -151,7 +156,12 @@ class Job:
     """A job that is started, and started again as its rule says."""
 
     def __init__(
-        self, spec: LaunchSpec, mpi: Mpi | None, rule: RestartRule, environ: Mapping[str, str]
+        self,
+        spec: LaunchSpec,
+        mpi: Mpi | None,
+        rule: RestartRule,
+        environ: Mapping[str, str],
+        is_verbose: bool = False,
     ) -> None:
         """Prepare a job.
 
@@ -160,11 +170,14 @@ class Job:
             mpi: The MPI that is there.
             rule: When and where to start again.
             environ: Environment variables of the launcher.
+            is_verbose: Show what TensorFlow says at its start.
 
         Raises:
             ConfigError: The rule does not fit.
         """
         check_rule(rule, spec)
+        given = {**environ, **(spec.environment or {})}
+        self._is_quiet = not is_verbose and not given.get(_LOG_LEVEL)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
@@ -180,10 +193,13 @@ class Job:
             ConfigError: There is nothing to start, no MPI, or no place for all ranks.
         """
         spec = self._next_spec()
-        # So that nobody mistakes a rank that was started by hand for one that is looked after.
-        watched = (sys.executable, "-m", "tfscale.launcher.rank_process", "--", *spec.command)
-        command = watched if spec.command else ()
+        beside = (sys.executable, "-m", "tfscale.launcher.rank_process")
+        command = (*beside, *quote(spec.command)) if spec.command else ()
         return build_command(dataclasses.replace(spec, command=command), self._mpi)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of the next attempt, for the launcher's environment."""
+        return variables_of(self._next_spec(), self._mpi)
 
     def _next_spec(self) -> LaunchSpec:
         size = self._spec.size
@@ -192,8 +208,12 @@ class Job:
         hosts = spread(self._places, size) if self._rule.places else ()
         spec = dataclasses.replace(self._spec, size=size, hosts=hosts)
         given = dict(spec.environment or {})
-        threads = thread_variables(spec, {**self._environ, **given})
+        present = {**self._environ, **given}
+        threads = thread_variables(spec, present)
+        threads |= loopback_variables(spec, self._mpi, present)
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
+        if self._is_quiet:
+            ours[_LOG_LEVEL] = "1"
         if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
             ours[BEAT_VARIABLE] = "1"
         if self._stop_signal != signal.SIGTERM:
@@ -213,7 +233,12 @@ class Job:
             while True:
                 started = time.monotonic()
                 outcome = run_attempt(
-                    self.command(), self._environ, stop, self._stop_signal, may_kill=not is_slurm
+                    self.command(),
+                    {**self._environ, **self.variables()},
+                    stop,
+                    self._stop_signal,
+                    may_kill=not is_slurm,
+                    is_quiet=self._is_quiet,
                 )
                 is_long = time.monotonic() - started >= WORTHWHILE_S
                 self._n_short = 0 if is_long else self._n_short + 1
@@ -221,7 +246,7 @@ class Job:
                     return outcome.exit_code
 
     def _prepare_next(self, outcome: Outcome, stop: StopRequest) -> bool:
-        """Return whether there is another attempt; say why this one ended, last of all."""
+        """Return whether there is another attempt; say why this one ended, after all else."""
         why = outcome.describe()
         if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
             _say(why)
@@ -253,7 +278,7 @@ class Job:
         try:
             done = subprocess.run(
                 command,
-                env=dict(self._environ),
+                env={**self._environ, **variables_of(spec, self._mpi)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_ANSWER_S,

@@ -53,7 +53,6 @@ T = TypeVar("T")
 Course = Generator[Exchange | None, None, T]
 
 
-
 class FirstChunkWatch:
     """Watches steps that exchange each layer alone, then chooses where the first chunk ends."""
 

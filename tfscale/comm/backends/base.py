@@ -249,8 +249,17 @@ class Backend(Protocol):
         """End all processes of the job. Does not return."""
         ...
 
+    def fail(self, why: str) -> None:
+        """Tell the other ranks, where they can hear it, that this one takes part in no more."""
+        ...
+
     def close(self) -> bool:
-        """Leave the job; waits for all ranks unless communication has failed: then False."""
+        """Leave the job; waits for all ranks unless communication has failed.
+
+        Returns:
+            Whether all ranks left together; False too where another one could not continue
+            without this one.
+        """
         ...
 
 

@@ -272,8 +272,15 @@ class EngineBackend:
         """End all processes of the job. Does not return."""
         self._library.call("abort", code)
 
+    def fail(self, why: str) -> None:
+        """Tell the other ranks that this one takes part in no further collective."""
+        self._library.call("fail", why.encode())
+
     def close(self) -> bool:
-        """Leave the job; waits for all ranks unless communication has failed: then False.
+        """Leave the job; waits for all ranks unless communication has failed.
+
+        Returns:
+            Whether all ranks left together.
 
         Raises:
             ExchangeError: A rank does not come, and gives no sign of life.

@@ -397,8 +397,11 @@ class HorovodBackend(WaitingBackend):
                 pass  # The launcher notices the exit code.
         os._exit(code)
 
+    def fail(self, why: str) -> None:
+        """Do nothing: Horovod has no way to tell it."""
+
     def close(self) -> bool:
-        """Leave the job; nobody is waited for."""
+        """Leave the job without waiting for others."""
         self._hvd.shutdown()
         return True
 

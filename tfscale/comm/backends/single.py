@@ -74,6 +74,9 @@ class SingleBackend(WaitingBackend):
         """End this process."""
         sys.exit(code)
 
+    def fail(self, why: str) -> None:
+        """There is no other rank."""
+
     def close(self) -> bool:
         """Nothing to leave."""
         return True
