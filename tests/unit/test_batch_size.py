@@ -13,7 +13,7 @@ from tfscale.data import GlobalBatches
 from tfscale.launcher import cli
 from tfscale.measure.batch_size import SizeMeasures, Stage, measure
 from tfscale.measure.batch_size_command import advise, as_text
-from tfscale.measure.script import integers, probe_script
+from tfscale.measure.script import probe_script
 
 SAMPLES = 256
 
@@ -245,5 +245,7 @@ def test_scripts_that_cannot_be_measured(tmp_path, code, text):
 def test_arguments_of_the_command(tmp_path, capsys):
     assert cli.main(["tune", "batch-size", str(tmp_path / "none.py")]) == 2
     assert "no such file" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="Received: --stages 0,x"):
-        integers("--stages", "0,x")
+    for option, text in (("--stages", "0,x"), ("--stages", "0,-1"), ("--sizes", "16,0")):
+        words = ["tune", "batch-size", option, text, str(tmp_path / "none.py")]
+        assert cli.main(words) == 2
+        assert f"Received: {option} {text}." in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from tfscale.measure.batch_size import Stage
+from tfscale.measure.forecast import read_numbers
 from tfscale.measure.pictures import has_matplotlib
 
 CLOSENESS = 0.7  # of the smallest size's norm, half of its square: "similar" in [T] 5.1.4
@@ -178,12 +179,12 @@ def add_batch_size(tuners: argparse._SubParsersAction) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from tfscale.measure.script import integers, probe_script
+    from tfscale.measure.script import probe_script
 
     stages = probe_script(
         [options.script, *options.arguments],
-        batch_sizes=integers("--sizes", options.sizes),
-        at_epochs=integers("--stages", options.stages),
+        batch_sizes=read_numbers(options.sizes, "--sizes"),
+        at_epochs=read_numbers(options.stages, "--stages", least=0),
         samples=options.samples,
     )
     advice = advise(stages)

@@ -108,12 +108,13 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.set_defaults(handler=_plan)
 
 
-def read_numbers(text: str, name: str) -> tuple[int, ...]:
-    """Return numbers of 1 or more that are written with commas between them.
+def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
+    """Return whole numbers that are written with commas between them.
 
     Args:
         text: Such as "1,2,4".
         name: Of the option, for the error.
+        least: Lower bound of each.
 
     Raises:
         ConfigError: It is something else.
@@ -122,9 +123,9 @@ def read_numbers(text: str, name: str) -> tuple[int, ...]:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) < 1:
+    if not numbers or min(numbers) < least:
         raise ConfigError(
-            f"{name} must be numbers of 1 or more with commas between them. "
+            f"{name} must be numbers of {least} or more with commas between them. "
             f"Received: {name} {text}. Example: {name} 1,2,4"
         )
     return numbers

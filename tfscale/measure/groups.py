@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import ConfigError
+from tfscale.measure.forecast import read_numbers
 from tfscale.measure.pictures import has_matplotlib
 
 PROPORTION = 0.85  # of twice the distance that half as many groups have
@@ -198,9 +199,8 @@ def add_groups(tuners: argparse._SubParsersAction) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from tfscale.measure.script import integers
 
-    numbers = check_groups(integers("--groups", options.groups))
+    numbers = check_groups(read_numbers(options.groups, "--groups"))
     if options.interval < 1 or options.steps < 2 * options.interval:
         raise ConfigError(
             "A probe must hold two averages or more. Received: "

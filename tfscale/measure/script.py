@@ -172,20 +172,6 @@ def probe_script(
     return stages
 
 
-def integers(name: str, text: str) -> list[int]:
-    """Return the whole numbers of a list such as "16,32".
-
-    Raises:
-        ConfigError: It holds something else.
-    """
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"{name} must list whole numbers. Received: {name} {text}. Example: {name} 0,1,3."
-        ) from None
-
-
 @contextlib.contextmanager
 def as_main(words: Sequence[str]) -> Iterator[None]:
     """Let a script see the arguments and the import path that it has when started by itself."""
