@@ -27,7 +27,6 @@ from keras import layers
 
 import command_line
 import datasets
-import flag_rules
 import tfscale
 import tfscale.keras as hvd
 import training
@@ -93,7 +92,7 @@ def load_small() -> tuple[Any, Any, keras.Model]:
 def load_imagenet() -> tuple[Any, Any, keras.Model]:
     """Return training data, validation data and ResNet-50."""
     ignored = {"images": 0, "test_images": 0, "augment": True}
-    flag_rules.refuse("ImageNet is used whole, and always augmented.", ignored)
+    command_line.refuse("ImageNet is used whole, and always augmented.", ignored)
     if FLAGS.depth != 50:
         sys.exit(f"ImageNet is for ResNet-50. Received: --depth={FLAGS.depth}. Pass --depth 50.")
     data = imagenet.load(FLAGS.data_dir, batch_size=FLAGS.batch_size, seed=FLAGS.seed)

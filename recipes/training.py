@@ -11,7 +11,6 @@ from absl import flags
 
 import batch_growth
 import command_line
-import flag_rules
 import tfscale
 import tfscale.keras as hvd
 from run_folder import RunFolder
@@ -79,9 +78,9 @@ def start() -> bool:
         Whether this is rank 0.
 
     Raises:
-        SystemExit: The command line has flags without effect, see `flag_rules`.
+        SystemExit: The command line has flags without effect, see `command_line.check_flags`.
     """
-    flag_rules.check()
+    command_line.check_flags()
     hvd.init()
     keras.utils.set_random_seed(FLAGS.seed)
     if FLAGS.mixed_precision != "none":

@@ -24,7 +24,6 @@ from keras import layers
 
 import command_line
 import datasets
-import flag_rules
 import tfscale
 import tfscale.keras as hvd
 import training
@@ -80,7 +79,7 @@ def build_model(shape: tuple[int, int, int], classes: int, *, is_centred: bool) 
 def load() -> tuple[Any, Any, keras.Model]:
     """Return training data, test data and the network."""
     if FLAGS.data == "imagenet":
-        flag_rules.refuse("ImageNet is used whole.", {"images": 0, "test_images": 0})
+        command_line.refuse("ImageNet is used whole.", {"images": 0, "test_images": 0})
         data = imagenet.load(FLAGS.data_dir, batch_size=FLAGS.batch_size, seed=FLAGS.seed)
         return data.train, data.valid, build_model((224, 224, 3), data.classes, is_centred=True)
     sets = datasets.load(FLAGS.data, FLAGS.data_dir)

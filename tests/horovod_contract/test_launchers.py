@@ -86,7 +86,10 @@ def test_a_script_made_for_horovod_runs(launch, tmp_path):
     text = EXAMPLE.read_text()
     assert text.count("horovod.") == 1
     script = tmp_path / "train.py"
-    probe = "\nfrom tfscale.comm import runtime as r\nprint(f'backend {r.backend().name}', flush=True)\n"
+    probe = (
+        "\nfrom tfscale.comm import runtime\n"
+        "print(f'backend {runtime.backend().name}', flush=True)\n"
+    )
     script.write_text(text.replace(HOROVOD_IMPORT, "import tfscale.keras as hvd") + probe)
     output = horovodrun(launch, script, tmp_path)
     accuracies = re.findall(r"of 2: test accuracy ([\d.]+)", output)

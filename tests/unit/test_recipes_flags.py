@@ -14,11 +14,11 @@ from absl.testing import flagsaver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import flag_rules
+import command_line
 import training
 from command_line import flags_parser, verbosity
 
-RECIPES = Path(flag_rules.__file__).parent
+RECIPES = Path(command_line.__file__).parent
 FLAGS = flags.FLAGS
 PAPERS = {"resnet": 1e-4, "vgg": 5e-4}  # L2 of He et al., of Simonyan and Zisserman
 
@@ -76,7 +76,7 @@ def test_flags_without_effect_are_refused(words, told):
 @pytest.mark.parametrize("recipe", ["lenet", "resnet"])  # by default constant, and cosine
 def test_other_flags_are_not(recipe, words):
     with _recipe(recipe, words.split()):
-        flag_rules.check()
+        command_line.check_flags()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_sizes_of_smoke_are_no_flags_of_the_command_line():
     with _recipe("vgg", ["--smoke", "--data", "imagenet"]) as names:
         flags_parser(names["SMOKE"])(["vgg", "--smoke", "--data", "imagenet"])
         assert FLAGS.images == 320
-        flag_rules.refuse("ImageNet is used whole.", {"images": 0})
+        command_line.refuse("ImageNet is used whole.", {"images": 0})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def _read_commands():
 @pytest.mark.parametrize(("recipe", "words", "published"), _read_commands())
 def test_commands_that_are_published_are_taken(recipe, words, published, monkeypatch):
     with _recipe(recipe, words) as names:
-        flag_rules.check()
+        command_line.check_flags()
         if recipe not in PAPERS:
             return
         monkeypatch.setattr(training, "distributed", lambda optimizer: optimizer)

@@ -15,7 +15,7 @@ from absl.testing import flagsaver
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import batch_growth
-import flag_rules
+import command_line
 import study_picture
 import study_published
 import study_report
@@ -210,5 +210,5 @@ def test_committed_studies_load_and_their_recipes_know_what_they_ask_for(path):
 def _require_flags(command):
     rest = flags.FLAGS(command)  # an error where there is no such flag, or no such value
     assert rest == command[:1]
-    flag_rules.check()
+    command_line.check_flags()
     batch_growth.callbacks(GlobalBatches(np.zeros((4096, 1)), batch_size=8), 8, Path("runs"))

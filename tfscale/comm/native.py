@@ -347,10 +347,19 @@ def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the build from the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="tfscale build", description=__doc__)
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tfscale build`."""
     parser.add_argument("--output", type=Path, default=PACKAGE / "_lib", help="folder to fill")
     parser.add_argument("--objects", type=Path, help="folder kept between builds")
-    parser.add_argument("--mpicxx", help="MPI's compiler wrapper (default: found)")
-    options = parser.parse_args(argv)
+    parser.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build as the options say; return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             library = build(options.output, options.objects or Path(folder), options.mpicxx)

@@ -198,12 +198,8 @@ def _add_build(commands: argparse._SubParsersAction) -> None:
     build = commands.add_parser(
         "build", help="build the shared library for the TensorFlow and MPI that are here"
     )
-    build.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
-    build.set_defaults(handler=_build)
-
-
-def _build(options: argparse.Namespace) -> int:
-    return native.main(["--mpicxx", options.mpicxx] if options.mpicxx else [])
+    native.add_options(build)
+    build.set_defaults(handler=native.run)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
