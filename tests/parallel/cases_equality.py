@@ -155,7 +155,7 @@ def case_every_model():
             check(build, make)
 
 
-@sizes(2, 3, 4, timeout_s=300)
+@sizes(2, 3, 4, timeout_s=600)
 def case_every_exchange():
     """Those of tfscale by name, and an example of one's own (docs/architecture.md)."""
     assert set(EXCHANGES) == {"allreduce", "auto", "chunked", "sharded", "grid"}

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 class NoneCompressor:
-    """Tensors travel as they are."""
+    """Tensors are sent as they are."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -38,20 +38,20 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """Floats travel as float16: range 6e-8 to 65504, 11 bits of precision.
+    """Floats are sent as float16: range 6e-8 to 65504, 11 bits of precision.
 
     The ranks' values are added in float32 and the sum is rounded once.
     """
 
 
 class BF16Compressor(_CastCompressor):
-    """Floats travel as bfloat16: the range of float32, 8 bits of precision."""
+    """Floats are sent as bfloat16: the range of float32, 8 bits of precision."""
 
     wire = tf.bfloat16
 
 
 class Compression:
-    """What travels instead of float32 and float64: `none`, `fp16` or `bf16`."""
+    """Dtypes sent instead of float32 and float64: `none`, `fp16` or `bf16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

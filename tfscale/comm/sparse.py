@@ -32,7 +32,7 @@ def allreduce_sparse(
 ) -> tf.IndexedSlices:
     """Gather the rows of all ranks; together they are the sum.
 
-    Repeated rows are added up on each rank before they travel (horovod#3328).
+    Repeated rows are added up on each rank before they are sent (horovod#3328).
 
     Args:
         slices: This rank's rows; any number of them.

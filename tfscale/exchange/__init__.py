@@ -1,1 +1,1 @@
-"""How gradients become updates: one file per strategy."""
+"""Exchange strategies, the plans they compile to, and the executor that runs them."""

@@ -32,7 +32,7 @@ class Auto(Exchange):
     is kept. All ranks agree on every decision, and every step is synchronous SGD whatever is being
     tried.
 
-    Until it has decided, and where nobody calls the optimizer's `after_step` (`fit` does, given a
+    Until it has decided, and where the optimizer's `after_step` is not called (`fit` does, given a
     tfscale callback), this is `Allreduce()`.
 
     Attributes:

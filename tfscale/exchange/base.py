@@ -130,7 +130,7 @@ class DenseLayer:
 
 
 class Exchange(abc.ABC):
-    """A strategy: an immutable description of who sends what, compiled to plans.
+    """A strategy: an immutable description of an exchange, compiled to plans.
 
     Attributes:
         is_sharding: Whether ranks may update parts of parameters.

@@ -31,7 +31,7 @@ class Chunked(Exchange):
             variables. "auto" exchanges each layer alone for ten steps of `fit`, then chooses from
             their times; outside of `fit` it keeps to single layers.
         replicated_dense: f, how many of the first Dense layers exchange activations and errors;
-            "auto" takes those for which fewer than half of the values travel that way. Needs
+            "auto" takes those for which that sends fewer than half of the values. Needs
             `tfscale.prepare(model)` or a tfscale callback. Not with backward_passes_per_step.
         global_batch: Samples of all ranks together, for "auto": the batch size is not known when
             a step is traced.

@@ -98,8 +98,8 @@ class ReplicatedCall:
         self._original = type(layer).call
         self._options = options
         self._process_set = process_set
-        # Orders this layer's collectives among themselves. The kernel would order them behind its
-        # own arrival, and later reads of the kernel behind them.
+        # Orders this layer's collectives among themselves. The kernel would order them after its
+        # own arrival, and later reads of the kernel after them.
         self._order = tf.Variable(0.0, trainable=False, name="order")
 
     def belongs_to(self, options: GradientOptions, process_set: ProcessSet) -> bool:

@@ -80,7 +80,7 @@ class LocalSGD(Exchange):
             the last common parameters by the learning rate times the mean of the groups' sums of
             gradients since then.
         start: "immediately", the number of the first local epoch (0 or more), or
-            "after_first_decay" of the learning rate (post-local SGD): behind the first step of the
+            "after_first_decay" of the learning rate (post-local SGD): after the first step of the
             epoch that begins at a lower one. Before that all ranks train together, by `within`.
         outer: A Keras optimizer that takes the change of the average as a gradient, as in DiLoCo;
             None takes over the average.

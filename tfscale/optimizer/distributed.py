@@ -106,7 +106,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             op: Average or Sum.
             backward_passes_per_step: Batches whose gradients are added up locally before they are
                 exchanged and applied. `iterations` advances with every batch. Where one rank
-                stops amid a cycle, or its update is skipped, all go back to its beginning.
+                stops within a cycle, or its update is skipped, all go back to its beginning.
             average_aggregated_gradients: Divide that sum by the number of batches.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that are sent together.

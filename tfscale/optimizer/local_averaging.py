@@ -146,7 +146,7 @@ class GroupAverage:
         since: Steps since the last average.
         distance: Mean over groups of the distance between a group's parameters and the average,
             measured at the last average ([L] eq. 9).
-        wants_to_stop: Set on a rank that is to stop training; it travels with the next average.
+        wants_to_stop: Set on a rank that is to stop training; sent with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
         n_averages: Averages taken in steps so far.
     """
@@ -240,7 +240,7 @@ class GroupAverage:
             _set(variable, mean_over(self.across, [value], variable.path)[0])
 
     def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Average if it is due. Called in the traced step, behind the update.
+        """Average if it is due. Called in the traced step, after the update.
 
         Args:
             targets: What was updated.
@@ -260,7 +260,7 @@ class GroupAverage:
         self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
 
     def _parts(self) -> list[list[int]]:
-        """Return what travels together; all at once where an outer optimizer takes one step."""
+        """Return what is sent together; all at once where an outer optimizer takes one step."""
         if self._strategy.outer is not None:
             return [list(range(len(self.targets)))] if self.targets else []
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
@@ -311,7 +311,7 @@ class GroupAverage:
             self._sums[i].assign(tf.zeros_like(mean))
 
     def _rate_of_step(self) -> Any:
-        """Return the rate of the update just made, behind which a schedule is a step ahead."""
+        """Return the rate of the update just made, after which a schedule is a step ahead."""
         rate = rate_of(self._rule)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             return rate(self._rule.iterations - 1)
@@ -322,7 +322,7 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
     def _measure(self, square: tf.Tensor) -> tf.Tensor:
-        """Each group's distance travels as one number; ranks of a group add their parts up.
+        """Each group's distance is sent as one number; ranks of a group add their parts up.
 
         One more number says how many ranks want to stop.
         """

@@ -32,8 +32,8 @@ class NonFinite:
     """What a distributed optimizer does about gradients that are not finite.
 
     Reduced gradients are equal on all ranks, and NaN and infinity survive a sum, so the ranks
-    agree without a message; parts of sharded gradients take one number per step. Who sent what is
-    asked only in a step in which something is wrong.
+    agree without a message; parts of sharded gradients take one number per step. The ranks and
+    parameters are asked for only in a step in which something is wrong.
     """
 
     def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
@@ -44,7 +44,7 @@ class NonFinite:
                 that names rank, step and parameter; "skip" leaves weights, the optimizer's state
                 and `iterations` as they were before the step. Metrics have seen it; what layers
                 keep beside their weights is the business of `callbacks.finite_state`.
-            exchange: How gradients travel.
+            exchange: The strategy.
 
         Raises:
             ConfigError: The policy is none of these, or does not go together with the exchange.

@@ -51,7 +51,7 @@ def refuse_bypassed(optimizer: Any) -> None:
 
     Raises:
         ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`; or
-            Keras computes with another library, whose gradients nobody would exchange.
+            Keras computes with another library, whose gradients would not be exchanged.
     """
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(

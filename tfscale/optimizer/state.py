@@ -191,8 +191,8 @@ class Meeting:
     """Finds out whether all ranks of a group have come to the same place.
 
     An eager collective that some rank never joins would spoil the order of all later ones. So this
-    one is a traced function, which has a plan of its own, and runs on a thread: who has waited
-    long enough goes on, and the thread tells late ranks that nobody waits any more.
+    one is a traced function, which has a plan of its own, and runs on a thread: a rank
+    that has waited long enough continues, and the thread tells late ranks that it does not wait.
     """
 
     def __init__(self, group: Group) -> None:
@@ -266,7 +266,7 @@ class _Attempt:
                 self._is_met = True
                 is_wanted = self._is_wanted
             self.is_success = bool(self._least(tf.constant(int(is_wanted))))
-        except Exception as error:  # Told to whoever waits.
+        except Exception as error:  # Raised where a rank waits.
             self._error = error
         self._done.set()
 
@@ -402,7 +402,7 @@ class KeptState:
             root_rank: Which one; the first of the process set, if it is none of it. Where it has
                 loaded none since the last update, nothing happens: the parts that the ranks hold
                 belong together.
-            process_set: Who takes part.
+            process_set: The ranks that take part.
 
         Returns:
             Whether there was one.

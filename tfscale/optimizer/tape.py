@@ -96,7 +96,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             ExchangeError: Communication failed.
         """
         flat = tf.nest.flatten(sources)
-        # Keras's variables are no tape sources; the tensors behind them are.
+        # Keras's variables are no tape sources; the tensors in them are.
         raw = [v.value if isinstance(v, keras.Variable) else v for v in flat]
         gradients = self.__wrapped__.gradient(target, raw, output_gradients, unconnected_gradients)
         reduced = self._self_executor.reduce(gradients, flat)
@@ -109,7 +109,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return gradients by who shares them, as Horovod does.
+        """Return local and shared gradients apart, as Horovod does.
 
         Args:
             target: What is differentiated.
