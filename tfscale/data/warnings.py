@@ -47,9 +47,9 @@ def warn_if_unsynchronised(
     if not isinstance(model, keras.Model) or not _is_one_of_several():
         return
     optimizers = optimizers_of(model)
-    is_wrapped = any(is_wrapped(optimizer) for optimizer in optimizers)
+    some_wrapped = any(is_wrapped(optimizer) for optimizer in optimizers)
     is_own_step = type(model).train_step is not keras.Model.train_step
-    if is_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
+    if some_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
         return
     if not train_apart(callbacks):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
