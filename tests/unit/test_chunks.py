@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import tfscale
 from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
-from tfscale.exchange.base import GradientOptions
 from tfscale.exchange.dense import DenseCalls, ReplicatedCall
+from tfscale.exchange.plan import GradientOptions
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.chunks import (
     build_chunks,

@@ -49,9 +49,7 @@ SATELLITES: set[str] = {
     "tfscale.comm.backends.single",
     "tfscale.measure.memory",
 }
-CIRCLES: list[set[str]] = [
-    {"tfscale.exchange.base", "tfscale.exchange.plan", "tfscale.exchange.shards"},
-]
+CIRCLES: list[set[str]] = []
 
 
 def dotted(path: Path) -> str:

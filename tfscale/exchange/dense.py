@@ -24,8 +24,8 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, raw_variable
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, GradientOptions
-from tfscale.exchange.plan import values_of
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.plan import GradientOptions, values_of
 from tfscale.internals.optimizers import layers_of, own_weights
 from tfscale.internals.trace import (
     context_of,

@@ -14,9 +14,18 @@ from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.comm.sparse import deduplicate, is_cheaper_dense
 from tfscale.config import ConfigError, PlanError
-from tfscale.exchange.base import Exchange, GradientOptions
+from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
-from tfscale.exchange.plan import ExchangePlan, Gradient, Parameter, Table, Wire, name_of, values_of
+from tfscale.exchange.plan import (
+    ExchangePlan,
+    Gradient,
+    GradientOptions,
+    Parameter,
+    Table,
+    Wire,
+    name_of,
+    values_of,
+)
 from tfscale.exchange.shards import Shards
 from tfscale.internals.optimizers import layers_of
 from tfscale.plan.buckets import GradientSpec

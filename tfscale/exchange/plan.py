@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
@@ -19,17 +19,115 @@ from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import scaling_of
 from tfscale.comm.sparse import allreduce_sparse
+from tfscale.config import ConfigError
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, row_cuts
-
-if TYPE_CHECKING:
-    from tfscale.exchange.base import GradientOptions
-    from tfscale.exchange.shards import Shards
 
 # "rows": IndexedSlices. "replicated", "partial": of the whole batch already, all of it or this
 # rank's rows, as the calls of a dense layer have made it. "none": not in this step.
 Gradient = Literal["none", "dense", "rows", "replicated", "partial"]
 ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are reduced; the same for every strategy.
+
+    Attributes:
+        op: "Average" or "Sum".
+        predivide: Divide by this before the sum and by size / predivide after it (Average).
+        compression: See `tfscale.Compression`.
+        sparse_as_dense: Make IndexedSlices dense first.
+        num_groups: Number of buckets; 0 leaves it to the strategy.
+        groups: Variables that are sent together, by object; None leaves it to the strategy.
+    """
+
+    op: str = "Average"
+    predivide: float = 1.0
+    compression: Any = None
+    sparse_as_dense: bool = False
+    num_groups: int = 0
+    groups: Sequence[Sequence[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what users choose.
+
+        Raises:
+            ConfigError: Something does not fit.
+        """
+        if self.op not in (runtime.Average, runtime.Sum):
+            raise ConfigError(f"op must be Average or Sum for gradients. Received: op={self.op!r}.")
+        if self.predivide != 1.0 and self.op != runtime.Average:
+            raise ConfigError(
+                "gradient_predivide_factor needs op=Average. "
+                f"Received: gradient_predivide_factor={self.predivide}, op={self.op}."
+            )
+        if not self.predivide > 0:
+            raise ConfigError(
+                "gradient_predivide_factor must be greater than 0. "
+                f"Received: gradient_predivide_factor={self.predivide}."
+            )
+        if not hasattr(self.compression, "compress"):
+            raise ConfigError(
+                "compression must be Compression.none, Compression.fp16 or Compression.bf16. "
+                f"Received: compression={self.compression!r}."
+            )
+        groups = [] if self.groups is None else self.groups
+        is_list = isinstance(groups, list | tuple)
+        if (
+            self.num_groups < 0
+            or not is_list
+            or not all(isinstance(g, list | tuple) for g in groups)
+        ):
+            raise ConfigError(
+                "groups must be a number of 0 or more, or lists of variables that are sent "
+                f"together. Received: num_groups={self.num_groups}, groups={self.groups!r}."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        predivide: float,
+        compression: Any,
+        sparse_as_dense: bool,
+        num_groups: int,
+        groups: Any,
+    ) -> GradientOptions:
+        """Return options from Horovod's arguments, where `groups` may be a number, too."""
+        is_number = isinstance(groups, int)
+        return cls(
+            op=op,
+            predivide=predivide,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            num_groups=groups if is_number else num_groups,
+            groups=None if is_number else groups,
+        )
+
+    def factors(self) -> Scaling:
+        """Return what is multiplied before and after the sum, besides the mean's division."""
+        return Scaling(1.0 / self.predivide, self.predivide)
+
+
+class Pieces(Protocol):
+    """The pieces of parameters that a rank owns, as parts of a plan need them; see `Shards`."""
+
+    def n_owned(self, index: int) -> int:
+        """Return how many values of a variable this rank owns."""
+        ...
+
+    def part(self, index: int, value: Any) -> Any:
+        """Return the own part of a value of a variable's shape."""
+        ...
+
+    def shaped(self, index: int, flat: tf.Tensor) -> tf.Tensor:
+        """Return a flat own part in the shape of its piece."""
+        ...
+
+    def call(self, what: str, indices: Sequence[int]) -> Call:
+        """Return the label and order of a collective of some variables."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +215,7 @@ class Wire:
     group: Group
     options: GradientOptions
     variables: Sequence[Any]
-    shards: Shards | None = None
+    shards: Pieces | None = None
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
         """Return a collective's label and order for the gradients of some variables."""

@@ -19,10 +19,10 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
-from tfscale.exchange.base import Exchange, GradientOptions, Watch, load, resolve
+from tfscale.exchange.base import Exchange, Watch, load, resolve
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.plan import name_of
+from tfscale.exchange.plan import GradientOptions, name_of
 from tfscale.internals.optimizers import (
     iterations_of,
     own_variables,

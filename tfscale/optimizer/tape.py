@@ -10,8 +10,9 @@ import wrapt
 
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
-from tfscale.exchange.base import GradientOptions, resolve
+from tfscale.exchange.base import resolve
 from tfscale.exchange.executor import Executor
+from tfscale.exchange.plan import GradientOptions
 
 
 class DistributedGradientTape(wrapt.ObjectProxy):
