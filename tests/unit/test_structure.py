@@ -226,15 +226,10 @@ STACK_READERS = {
 }
 # Callers of `internals.stack` besides `fit/session.py`, and of the pass over data.
 STACK_CALLERS = {
-    "tfscale/callbacks/checkpoint.py",
     "tfscale/fit/preparation.py",
     "tfscale/measure/auto.py",
 }
 PRIVATE_READERS = {
-    "tfscale/callbacks/checkpoint.py",
-    "tfscale/callbacks/model_checkpoint.py",
-    "tfscale/callbacks/save_points.py",
-    "tfscale/checkpoints/state.py",
     "tfscale/comm/backends/horovod.py",
     "tfscale/launcher/tune/scripts.py",
     "tfscale/measure/auto.py",
@@ -242,8 +237,6 @@ PRIVATE_READERS = {
     "tfscale/optimizers/lars.py",
 }
 PATCHERS = {
-    "tfscale/callbacks/finite_state.py": ["train_step"],
-    "tfscale/callbacks/model_checkpoint.py": ["_save_model"],
     "tfscale/callbacks/save_points.py": ["a name"],
     "tfscale/exchange/dense.py": ["call"],
     "tfscale/measure/model_layers.py": ["call"],

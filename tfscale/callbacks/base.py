@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -69,7 +69,7 @@ class Callback(Traits):
         """
         self._session = session = session_for(self.model, joining=self)
         if not runtime.is_single():
-            _refuse_plain_backup(session)
+            _refuse_plain_backup(session.callbacks)
         if agreement.begin(session, self.params or {}):
             save_points.agree(session)
             if accumulating(self.model):
@@ -176,8 +176,8 @@ def may_communicate() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _refuse_plain_backup(session: FitSession) -> None:
-    for callback in session.callbacks:
+def _refuse_plain_backup(callbacks: Iterable[Any]) -> None:
+    for callback in callbacks:
         if type(callback) is keras.callbacks.BackupAndRestore:
             raise ConfigError(
                 "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "

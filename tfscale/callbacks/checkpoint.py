@@ -29,9 +29,8 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_integer
 from tfscale.fit import building
 from tfscale.fit.agreement import compare_weights
-from tfscale.fit.session import session_for
-from tfscale.internals.keras import steps_until
-from tfscale.internals.stack import callbacks_of_fit
+from tfscale.fit.session import running_session, session_for
+from tfscale.internals.keras import begin_at_epoch, steps_until
 
 logger = logging.getLogger("tfscale")
 
@@ -85,8 +84,12 @@ class Checkpoint(Callback):
         self.shared = shared
         self._schedule = Schedule(every_n_steps, every_n_epochs, every_seconds)
         self._saver = Saver(self.directory, self.keep, shared, asynchronous)
-        self._handler = preemption.TermHandler(lambda: self in callbacks_of_fit())
+        self._handler = preemption.TermHandler(self._is_running)
         self._restart()
+
+    def _is_running(self) -> bool:
+        session = running_session()  # that of this `fit` may have ended by an error
+        return session is not None and self in session.callbacks
 
     def _restart(self) -> None:
         self._saver.wait()  # for what a `fit` that ended by an error began
@@ -95,8 +98,7 @@ class Checkpoint(Callback):
         self._rounds = StepRounds()
         self._reader: Reader | None = None  # until it is restored
         self._restored: Restore | None = None  # until the first step begins
-        self._n_given_up = self._n_batches = 0
-        self._is_void = self._is_cut = False  # as in EpochCallback; ended before its last step
+        self._is_cut = False  # the epoch ended before its last step
         self._is_due = self._is_stopping = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -105,7 +107,8 @@ class Checkpoint(Callback):
         super().on_train_begin(logs)
         self._require_order(early)
         self._restart()
-        self.model._initial_epoch, self._run = None, name_run()
+        begin_at_epoch(self.model, None)
+        self._run = name_run()
         self._first_epoch = self.session.call.initial_epoch
         make_directory(self.directory, self._run, self.shared)
         parts = newest_sound(self.directory, self.shared)
@@ -113,7 +116,7 @@ class Checkpoint(Callback):
             self._reader = Reader(parts)
             self._position = Position(**self._reader.info["position"])
             self._saved = self._position.n_steps
-            self.model._initial_epoch = self._position.epoch
+            begin_at_epoch(self.model, self._position.epoch)
             leader = group_of(self._reader.source, self._reader.groups)[0]
             restore_callbacks(self.session.callbacks, parts, leader)
         else:
@@ -128,12 +131,12 @@ class Checkpoint(Callback):
         when the checkpoint's was restored, and at the end of an epoch it sees whether training had
         been stopped before, amid the epoch.
         """
-        call = session_for(self.model).call  # `self.session` is that of an earlier `fit`, if any
-        callbacks = call.callbacks
+        self._session = session_for(self.model)  # of this `fit`, which it has not joined yet
+        callbacks = self.session.callbacks
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
         if before:  # in a new list: the present one is being walked through
             rest = [c for c in callbacks if c is not self]
-            call.callback_list.callbacks = [self, *rest]
+            self.session.call.callback_list.callbacks = [self, *rest]
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
         return own or begun(before)
@@ -153,8 +156,6 @@ class Checkpoint(Callback):
         super().on_epoch_begin(epoch, logs)
         first_step = self._begin_from(self._reader, epoch) if self._reader is not None else 0
         self._position.epoch, self._position.step = epoch, first_step
-        self._n_given_up, self._n_batches = runtime.num_given_up(), 0
-        self._is_void = False
 
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Return the first step of the epoch."""
@@ -192,9 +193,7 @@ class Checkpoint(Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count, and agree on what is due. Collective about once a second."""
         super().on_train_batch_end(batch, logs)
-        self._n_batches += 1
-        if runtime.num_given_up() > self._n_given_up:
-            self._is_void = self._n_batches == 1
+        if self.session.is_given_up:
             return
         before = self._position.n_steps
         step = steps_until(self.model, batch)  # Keras counts the last execution as full
@@ -214,7 +213,7 @@ class Checkpoint(Callback):
         """Let a checkpoint be taken once all callbacks have ended the epoch."""
         self._agree_on_due("epoch")  # before others are told that this rank's epoch is over
         super().on_epoch_end(epoch, logs)
-        if self._is_void:
+        if self.is_void:
             return
         steps = (self.params or {}).get("steps")
         # Where the number of steps is unknown: one that stops training in a batch cuts the epoch.
@@ -234,7 +233,7 @@ class Checkpoint(Callback):
             building.require_built(self.model)
             building.when_built(self.model, lambda: self._restore(reader))
             restore_data(self.session.data, self._position.data, None)
-        self.model._initial_epoch = None
+        begin_at_epoch(self.model, None)
         self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
 
     def _make_due(self) -> None:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.checkpoints.state import non_trainable_state
+from tfscale.internals.keras import replace_train_step
 from tfscale.internals.optimizers import optimizers_of
 
 _Pairs = Sequence[tuple[keras.Variable, tf.Tensor]]
@@ -39,8 +40,7 @@ def keep_finite(model: keras.Model) -> None:
         return logs
 
     train_step.keeps_finite = True  # type: ignore[attr-defined]
-    model.__dict__["train_step"] = train_step
-    model.train_function = None
+    replace_train_step(model, train_step)
 
 
 def _skips(model: keras.Model) -> bool:

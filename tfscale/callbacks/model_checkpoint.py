@@ -10,6 +10,7 @@ import keras
 
 from tfscale.callbacks import save_points
 from tfscale.comm import runtime
+from tfscale.internals.keras import shown_to, wrap_saves
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -39,9 +40,7 @@ class _NeverSaved:
 
 def make_checkpoints_safe() -> None:
     """Let Keras's own callback keep to what the ranks agreed on, see `save_points`."""
-    plain = keras.callbacks.ModelCheckpoint
-    if not hasattr(plain._save_model, "__wrapped__"):
-        plain._save_model = _agreed(plain._save_model)
+    wrap_saves(_agreed)
 
 
 def _agreed(save_model: Any) -> Any:
@@ -62,10 +61,5 @@ def _agreed(save_model: Any) -> Any:
 
 def _decide(callback: Any, decide: Any) -> None:
     """Let a callback take its decision, and write and print nothing."""
-    shown = callback._model, callback.filepath, callback.verbose
-    callback._model, callback.verbose = _NeverSaved(), 0
-    callback.filepath = os.path.basename(callback.filepath)
-    try:
+    with shown_to(callback, _NeverSaved()):
         decide()
-    finally:
-        callback._model, callback.filepath, callback.verbose = shown

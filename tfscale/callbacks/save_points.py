@@ -10,6 +10,7 @@ import keras
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession
+from tfscale.internals.keras import batches_of, saves_after
 from tfscale.internals.optimizers import optimizers_of
 from tfscale.optimizer.model_optimizers import sharded_states
 
@@ -56,7 +57,7 @@ class SavePoints(keras.callbacks.Callback):
         self._n_steps += 1
         self.is_given_up = runtime.num_given_up() > self._n_given_up
         self._is_void = self.is_given_up and self._n_steps == 1
-        due = [_Checkpoint._should_save_on_batch(point, batch) for point in self._points]
+        due = [saves_after(point, batch) for point in self._points]
         if any(due) and not self.is_given_up:
             self._gather()
 
@@ -167,6 +168,5 @@ def _point(callback: Any) -> dict[str, Any]:
     return {
         "save_freq": callback.save_freq,
         "path": callback.filepath,
-        "_batches_seen_since_last_saving": callback._batches_seen_since_last_saving,
-        "_last_batch_seen": callback._last_batch_seen,
+        **batches_of(callback),
     }

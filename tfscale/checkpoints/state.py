@@ -17,10 +17,11 @@ from tfscale.comm import runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.fit import adapted_layers
+from tfscale.internals.keras import gradient_sums, layers_of, state_of, trained_by, weights_of
+from tfscale.internals.keras import seeds_of as seeds_of_layer
 from tfscale.internals.optimizers import optimizers_of, slots_of, update_rule
 from tfscale.optimizer.distributed import is_distributed
 
-ACCUMULATORS = "_accumulated_gradients"
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
 
 
@@ -45,7 +46,7 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = N
         `id` of each local variable and of the optimizer slots that belong to it.
     """
     # Those that are frozen now stay local; a model's `trainable_variables` leave them out.
-    kept = [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+    kept = [v for layer in layers_of(model) for v in weights_of(layer)]
     local = [*(variables or ()), *_registered(model, kept)]
     return slot_ids(model, local) | {id(variable) for variable in local}
 
@@ -78,7 +79,7 @@ def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if wanted else ():
         rule = update_rule(optimizer)
-        trainable = getattr(rule, "_trainable_variables", [])
+        trainable = trained_by(rule)
         owners = slots_of(rule) if trainable else {}
         slots |= {slot for slot, index in owners.items() if id(trainable[index]) in wanted}
     return slots - wanted
@@ -95,9 +96,7 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
         if not is_distributed(optimizer):
-            partial |= {
-                id(item) for item in getattr(update_rule(optimizer), ACCUMULATORS, None) or ()
-            }
+            partial |= {id(item) for item in gradient_sums(update_rule(optimizer))}
         partial |= {id(item) for item in getattr(optimizer, "parts", ())}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 
@@ -127,8 +126,8 @@ def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
     """
     adapted = {id(variable) for variable in adapted_layers.statistics(model)}
     variables: list[keras.Variable] = []
-    for layer in model._flatten_layers():
-        variables.extend(layer._non_trainable_variables)
+    for layer in layers_of(model):
+        variables.extend(state_of(layer))
     return [
         item
         for item in distinct(variables)
@@ -141,7 +140,7 @@ def seeds_of(model: keras.Model) -> list[keras.Variable]:
 
     Keras does not save them with the weights.
     """
-    return [g.state for layer in model._flatten_layers() for g in layer._seed_generators]
+    return [state for layer in layers_of(model) for state in seeds_of_layer(layer)]
 
 
 def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
@@ -193,9 +192,7 @@ class Variables:
     def of(model: keras.Model) -> Variables:
         """Sort the variables of a built model and the local slots of its optimizers."""
         ids = local_ids(model)
-        state = distinct(
-            v for layer in model._flatten_layers() for v in layer._non_trainable_variables
-        )
+        state = distinct(v for layer in layers_of(model) for v in state_of(layer))
         own = {id(v) for v in state}
         weights = distinct(model.weights)
         slots = [v for optimizer in optimizers_of(model) for v in optimizer.variables]

@@ -3,20 +3,24 @@
 All names were checked on Keras 3.10 and 3.15 with TensorFlow 2.18 and 2.21; what differs between
 them is said where it is used. A name that goes away fails here and nowhere else.
 
-Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`;
-`Model._resolve_auto_jit_compile`, `_symbolic_build`, `_get_metrics_result_or_logs`;
-`Optimizer._learning_rate`, `_iterations`, `_trainable_variables`, `_accumulated_gradients`;
-`TextVectorization._lookup_layer`; `CallbackList._async_train`;
-`EpochIterator._enumerate_iterator`, `_get_iterator`, `_distributed_dataset`, `_current_iterator`,
-`_num_batches`, `_steps_seen`; `PyDatasetAdapter._output_signature`;
-`keras.src.utils.io_utils.print_msg`, `data_adapter_utils.class_weight_to_sample_weights`.
+Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
+`_seed_generators`; `Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
+`_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`, `_trainable_variables`,
+`_accumulated_gradients`; `TextVectorization._lookup_layer`; `CallbackList._async_train`;
+`ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`, `_last_batch_seen`,
+`_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`, `_get_iterator`,
+`_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
+`PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
+`data_adapter_utils.class_weight_to_sample_weights`.
 Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +56,11 @@ def weights_of(layer: Any) -> list[keras.Variable]:
 def state_of(layer: Any) -> list[keras.Variable]:
     """Return what the layer itself changes in a step beside its weights."""
     return list(layer._non_trainable_variables)
+
+
+def seeds_of(layer: Any) -> list[keras.Variable]:
+    """Return the states of the layer's own random numbers."""
+    return [generator.state for generator in layer._seed_generators]
 
 
 def is_xla_automatic(model: keras.Model) -> bool:
@@ -111,8 +120,8 @@ def n_updates(optimizer: Any) -> int:
 
 
 def trained_by(optimizer: Any) -> list[keras.Variable]:
-    """Return the variables on which an optimizer was built."""
-    return list(optimizer._trainable_variables)
+    """Return the variables on which an optimizer was built; none before."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
 
 
 def gradient_sums(optimizer: Any) -> list[keras.Variable]:
@@ -146,6 +155,17 @@ def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: ty
         return model.train_function
 
     model.make_train_function = make_wrapped
+
+
+def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
+    """Let a model take another training step, in functions that are traced from now on."""
+    model.__dict__["train_step"] = step
+    model.train_function = None
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let the `fit` that begins, and later ones, begin with an epoch; None: with the given one."""
+    model._initial_epoch = epoch
 
 
 def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
@@ -197,6 +217,41 @@ def put_last(callback_list: Any, callback: keras.callbacks.Callback) -> None:
     """Put a callback after the others; see `put_first`."""
     callback_list.callbacks = [*callback_list.callbacks, callback]
     callback_list._async_train = False
+
+
+def wrap_saves(wrap: Callable[[Any], Any]) -> None:
+    """Let `wrap` make another method of `ModelCheckpoint._save_model`, once in a process."""
+    plain = keras.callbacks.ModelCheckpoint
+    if not hasattr(plain._save_model, "__wrapped__"):
+        plain._save_model = wrap(plain._save_model)
+
+
+@contextlib.contextmanager
+def shown_to(callback: Any, model: Any) -> Iterator[None]:
+    """Show a `ModelCheckpoint` another model, and let it print nothing."""
+    before = callback._model, callback.filepath, callback.verbose
+    callback._model, callback.verbose = model, 0
+    callback.filepath = os.path.basename(callback.filepath)
+    try:
+        yield
+    finally:
+        callback._model, callback.filepath, callback.verbose = before
+
+
+def batches_of(callback: Any) -> dict[str, int]:
+    """Return what a `ModelCheckpoint` has counted, for `saves_after`."""
+    names = ("_batches_seen_since_last_saving", "_last_batch_seen")
+    return {name: getattr(callback, name) for name in names}
+
+
+def saves_after(point: Any, batch: int) -> bool:
+    """Return whether a `ModelCheckpoint` saves after a batch, and count it.
+
+    Args:
+        point: Has `save_freq` and the attributes that `batches_of` returned.
+        batch: As in `on_train_batch_end`.
+    """
+    return bool(keras.callbacks.ModelCheckpoint._should_save_on_batch(point, batch))
 
 
 # Keras's iterator of epochs, which serves the batches of one `fit`.
