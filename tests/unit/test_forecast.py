@@ -221,7 +221,7 @@ def test_a_model_of_a_module_in_the_working_directory(tmp_path):
         "    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
     )
     package = Path(tfscale.__file__).parents[1]
-    code = f"import sys; sys.path[0] = {str(package)!r}; from tfscale.cli import main; "
+    code = f"import sys; sys.path[0] = {str(package)!r}; from tfscale.launcher.cli import main; "
     code += "sys.exit(main(['plan', '--model', 'own_models:build', '--explain', '2']))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
