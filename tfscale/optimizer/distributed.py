@@ -289,7 +289,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if executor.shards is not None:
             return
         if inner.built and executor.is_sharding:
-            state = [v.numpy() for v in inner.variables]
+            with tf.init_scope():  # perhaps in the first step, of a loaded model for example
+                state = [v.numpy() for v in inner.variables]
             self._rebuild(trained_by(update_rule(inner)), state)
         else:
             self._build(variables)
