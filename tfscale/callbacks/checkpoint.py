@@ -105,6 +105,7 @@ class Checkpoint(Callback):
         self._require_order(early)
         self._restart()
         self.model._initial_epoch, self._run = None, name_run()
+        self._saver.runs.add(self._run)  # before any other rank begins to write under this name
         self._first_epoch = int(argument_of_fit("initial_epoch") or 0)
         make_directory(self.directory, self._run, self.shared)
         parts = newest_sound(self.directory, self.shared)
