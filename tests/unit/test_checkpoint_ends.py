@@ -13,12 +13,15 @@ from tests.unit.checkpoint_model import (
     arrays,
     build,
     fit,
+    interrupt,
     job,  # noqa: F401
     steps_in,
 )
 from tfscale import preemption
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints import agreement
+from tfscale.checkpoints.files import Part, folder_name, write_part
+from tfscale.checkpoints.saver import Saver
 from tfscale.data import GlobalBatches
 
 
@@ -77,3 +80,19 @@ def test_what_one_rank_says_counts_for_all(monkeypatch):
             lambda own, name, others=others: [own, others],
         )
         assert agree(False, False) == expected
+
+
+def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_path, monkeypatch):
+    """They may begin as soon as rank 0 has agreed, while it still deletes old checkpoints."""
+    checkpoint, finish, seen = Checkpoint(tmp_path, 2), Saver.finish, []
+
+    def finish_late(saver):
+        other = tmp_path / folder_name(2, checkpoint._run)
+        if not seen:  # as rank 1 of two would have it by now
+            write_part(other, 1, Part({"run": checkpoint._run, "step": 2, "size": 2}, {}))
+        finish(saver)
+        seen.append((other / "rank-00001.manifest").exists())
+
+    monkeypatch.setattr(Saver, "finish", finish_late)
+    fit(checkpoint, Act(3, interrupt))
+    assert seen == [True]

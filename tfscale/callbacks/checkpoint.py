@@ -109,6 +109,7 @@ class Checkpoint(Callback):
         self._restart()
         begin_at_epoch(self.model, None)
         self._run = name_run()
+        self._saver.runs.add(self._run)  # before any other rank begins to write under this name
         self._first_epoch = self.session.call.initial_epoch
         make_directory(self.directory, self._run, self.shared)
         parts = newest_sound(self.directory, self.shared)

@@ -29,7 +29,7 @@ class Saver:
         self.directory = directory
         self.keep = keep
         self.is_shared = is_shared
-        self._runs: set[str] = set()
+        self.runs: set[str] = set()  # names of this job's; rank 0 deletes what others left
         # An interpreter that ends waits for it, until the files are complete.
         self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint") if uses_thread else None
         self._job: Future[None] | None = None
@@ -47,7 +47,7 @@ class Saver:
             run: Name of the run, with which no part of another one was written.
         """
         folder = self.directory / folder_name(part.info["step"], run)
-        self._runs.add(run)
+        self.runs.add(run)
         parts = {runtime.rank(): part}
         if not self.is_shared:
             for rank in range(1, runtime.size()):
@@ -60,7 +60,7 @@ class Saver:
             for rank, each in parts.items():
                 write_part(folder, rank, each)
             if not self.is_shared:  # it is finished, and others may go
-                prune(self.directory, self.keep, self._runs)
+                prune(self.directory, self.keep, self.runs)
 
         if self.is_shared or runtime.rank() == 0:
             self._run(write)
@@ -73,7 +73,7 @@ class Saver:
         """
         raise_together(self.wait(), self.is_shared)
         if runtime.rank() == 0:
-            prune(self.directory, self.keep, self._runs)
+            prune(self.directory, self.keep, self.runs)
 
     def wait(self) -> str:
         """Wait for the last job; return why it failed, or an empty text. Forgets it."""
