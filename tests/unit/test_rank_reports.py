@@ -34,13 +34,14 @@ from tfscale.launcher.reports import (
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 
 
-def read(*chunks, is_quiet=False):
+def read(*chunks, is_quiet=False, pause_s=0.0):
     """Return what is passed on of the chunks, and the reports."""
     source, out = os.pipe()
     passed, target = os.pipe()
     reader = ReportReader(source, target, is_quiet)
     for chunk in chunks:
         os.write(out, chunk)
+        time.sleep(pause_s)  # so that the reader sees most of them alone
     os.close(out)
     reader.join(10)
     os.close(target)
@@ -105,6 +106,8 @@ def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
     cuts = (3, 100, 400)
     pieces = [text[a:b] for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
     assert read(*pieces, is_quiet=True)[0] == kept
+    slowly = [text[i : i + 1] for i in range(700)] + [text[700:]]
+    assert read(*slowly, is_quiet=True, pause_s=0.0005)[0] == kept
 
 
 @pytest.mark.parametrize(

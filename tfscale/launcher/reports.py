@@ -199,6 +199,16 @@ _NOISE = re.compile(
     re.MULTILINE,
 )
 _MAY_BE_NOISE = re.compile(_PREFIX + rb"(?:WARNING: All|To enable|[IE]\d{4} |\d{4}-\d\d-)")
+_NOISE_HEADS = (b"WARNING: All", b"To enable", b"I0000 ", b"E0000 ", b"0000-00-")
+_CUT_PREFIX = re.compile(rb"\[\d*(?:,\d*)?(?:\](?:<\w*>?:?)? ?)?|\d+:? ?")
+
+
+def _may_be_noise(beginning: bytes) -> bool:
+    """Return whether a line that begins so, perhaps in the middle of a word, may be noise."""
+    if _MAY_BE_NOISE.match(beginning) or _CUT_PREFIX.fullmatch(beginning):
+        return True
+    head = re.sub(rb"\d", b"0", re.sub(rb"^" + _PREFIX, b"", beginning))
+    return any(noise.startswith(head) for noise in _NOISE_HEADS)
 
 
 def encode(message: Message) -> bytes:
@@ -368,7 +378,7 @@ class ReportReader(threading.Thread):
         """Return where a line begins that is to be read as a whole and is not all there yet."""
         start = text.rfind(b"\n") + 1
         is_held = _START in text[start:]
-        is_held |= self._is_quiet and _MAY_BE_NOISE.match(text, start) is not None
+        is_held |= self._is_quiet and _may_be_noise(text[start:])
         return start if is_held and len(text) - start <= 2 * _MAX_BYTES else len(text)
 
     def _take(self, found: re.Match[bytes]) -> bytes:
