@@ -26,7 +26,7 @@ def commands():
     """Return the parser of each command by its words."""
     parser = argparse.ArgumentParser(prog="tfscale")
     below = parser.add_subparsers()
-    for add in cli.COMMANDS:
+    for add in cli.COMMANDS.values():
         add(below)
     return dict(parsers(parser))
 

@@ -251,7 +251,7 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
 
 
 # What adds the parser of each command, whose `handler` takes the options and returns a code.
-_COMMANDS = {
+COMMANDS = {
     "run": _add_run,
     "doctor": _add_doctor,
     "build": _add_build,
@@ -277,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
     # Only what is called for: modules of the others may import TensorFlow, which takes seconds.
-    for name in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
-        _COMMANDS[name](commands)
+    for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:
+        COMMANDS[name](commands)
     options = parser.parse_args(words)
     try:
         return int(options.handler(options))
