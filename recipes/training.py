@@ -147,7 +147,7 @@ def parse_exchange(text: str) -> Any:
     name, _, options = text.partition(":")
     strategies = {n.lower(): n for n in tfscale.__all__ if n[0].isupper()}
     strategy: Any = getattr(tfscale, strategies.get(name.lower(), ""), None)
-    if not hasattr(strategy, "exchange"):
+    if not hasattr(strategy, "plan"):
         sys.exit(f"--exchange must name a strategy of docs/exchanges.md. Received: {text}.")
     pairs = (option.partition("=") for option in options.split(",") if option)
     return strategy(**{key.strip(): _value(value.strip()) for key, _, value in pairs})

@@ -22,8 +22,16 @@ x, y = np.ones((512, 4)), np.ones((512, 1))
 def fail():
     raise ValueError("bad sample")
 
-actions = {"exception": fail, "wait": lambda: None,
-           "os._exit(1)": lambda: os._exit(1), "os._exit(0)": lambda: os._exit(0)}
+class Return(Exception):
+    pass
+
+def leave():
+    raise Return()
+
+actions = {"exception": fail, "wait": lambda: None, "return": leave,
+           "os._exit(1)": lambda: os._exit(1), "os._exit(0)": lambda: os._exit(0),
+           "os._exit(75)": lambda: os._exit(75),
+           "sys.exit(5)": lambda: sys.exit(5), "sys.exit(0)": lambda: sys.exit(0)}
 
 class Report(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -32,8 +40,11 @@ class Report(keras.callbacks.Callback):
             if hvd.rank() == 1:
                 actions[sys.argv[1]]()
 
-model.fit(GlobalBatches(x, y, batch_size=8), verbose=0, epochs=10**6,
-          callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Report()])
+try:
+    model.fit(GlobalBatches(x, y, batch_size=8), verbose=0, epochs=10**6,
+              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Report()])
+except Return:
+    pass
 """
 
 
@@ -41,6 +52,10 @@ KINDS = {
     "exception": (1, "rank 1 on host {host} failed with exit status 1."),
     "os._exit(1)": (1, "rank 1 on host {host} failed with exit status 1."),
     "os._exit(0)": (1, "rank 1 on host {host} ended with exit status 0 before"),
+    "os._exit(75)": (1, "rank 1 on host {host} failed with exit status 75. 75 means that"),
+    "sys.exit(5)": (5, "rank 1 on host {host} failed with exit status 5, leaving the job before"),
+    "sys.exit(0)": (1, "rank 1 on host {host} ended with exit status 0 before"),
+    "return": (1, "rank 1 on host {host} ended with exit status 0 before"),
     "SIGKILL": (137, "rank 1 on host {host} was killed by signal 9 (SIGKILL)."),
     "SIGTERM": (143, "rank 1 on host {host} was killed by signal 15 (SIGTERM)."),
 }
@@ -64,6 +79,7 @@ def test_death_in_training(tmp_path, kind):
     assert where.startswith("tfscale: its last collective was")
     if kind == "exception":
         assert "ValueError: bad sample\ntfscale: rank 1" in job.output()
+        assert job.output().count("Traceback") == 1
 
 
 def kill_at_a_random_moment(folder, seed):

@@ -1,4 +1,4 @@
-"""What `tfscale run` does when ranks, or it itself, end; TensorFlow plays no part in it."""
+"""`tfscale run` when ranks, or it itself, end; TensorFlow plays no part in it."""
 
 import os
 import signal
@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tests.helpers.mortal_job import START_S, Job, wait_for_end
+from tests.helpers.mortal_job import START_S, Job, job_of, listening_addresses, wait_for_end
 
 PLAIN = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 kind, rank = sys.argv[1], int(os.environ["PMI_RANK"])
 n_signals = 0
 
@@ -31,7 +31,11 @@ if kind == "exits" and rank == 1:
 if kind == "fails once":
     print(f"rank {rank} after {os.environ['TFSCALE_RESTART']}", flush=True)
     sys.exit()
+if kind == "child":  # with the rank's output, which it keeps open
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
 print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+if kind == "child":
+    sys.exit()
 deadline = time.time() + 100
 while not n_signals and time.time() < deadline:
     time.sleep(0.05)
@@ -97,6 +101,58 @@ def test_a_job_is_started_again_with_fewer_ranks(tmp_path):
         assert job.process.wait(START_S) == 0, job.output()
     assert "rank 0 after 1" in job.output()
     assert "rank 1 after 1" not in job.output()
+
+
+@pytest.mark.timeout(START_S)
+def test_a_child_that_keeps_the_output_does_not_keep_the_job(tmp_path):
+    with Job(tmp_path, PLAIN, "child") as job:
+        since = max(job.ready(rank)[1] for rank in range(2))
+        assert job.end(since) == 0, job.output()
+    assert "all ranks have ended. Left of what they started, and ended now: " in job.output()
+    assert job.output().count("time.sleep(100)") == 2
+
+
+@pytest.mark.timeout(START_S)
+def test_a_rank_whose_neighbour_is_killed_is_named(tmp_path):
+    with Job(tmp_path, PLAIN, "saves") as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        with open(f"/proc/{pids[1]}/stat") as file:
+            beside = int(file.read().rpartition(")")[2].split()[1])
+        since = time.time()
+        os.kill(beside, signal.SIGKILL)
+        assert job.end(since) == 137, job.output()
+        wait_for_end(pids, since)
+    line = job.output().splitlines()[-1]
+    assert line.startswith(f"tfscale: rank 1 on host {os.uname().nodename} was killed with the")
+
+
+@pytest.mark.timeout(START_S)
+def test_words_that_mpiexec_would_take(tmp_path):
+    words = ("--map", ":", "a:b", "", "two words", "-n", "ü")
+    with Job(tmp_path, "import sys; print(sys.argv[1:])", *words) as job:
+        assert job.process.wait(START_S) == 0, job.output()
+    assert job.output().count(str(list(words))) == 2
+
+
+LOOKS = """
+import os, sys, time
+print(f"READY {os.environ['PMI_RANK']} {os.getpid()} {time.time()} .", flush=True)
+assert os.environ["KEY"] == "se=cret: 7"
+time.sleep(100)
+"""
+
+
+@pytest.mark.timeout(START_S)
+def test_no_process_shows_secrets_or_inherits_listening_sockets(tmp_path):
+    with Job(tmp_path, LOOKS, options=("--env", "KEY=se=cret: 7")) as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        processes = job_of(pids[0])
+        assert set(pids) < set(processes)  # and mpiexec, its proxy and those beside ranks
+        for pid in processes:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                assert b"se=cret" not in file.read()
+        assert not any(listening_addresses(pid) for pid in pids)
+    assert "se=cret" not in job.output()
 
 
 # As Slurm's, with tasks followed by cgroups: SIGTERM kills, others go to the tasks, no further.

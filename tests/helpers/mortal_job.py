@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 
 from tests.helpers.launching import start_job
+from tfscale.launcher.mpi_command import find_processes
 
 DEADLINE_S = 10  # from the death to the end of the job
 START_S = 120  # TensorFlow on a loaded machine
@@ -78,3 +81,22 @@ def wait_for_end(pids, since):
     while any(is_alive(pid) for pid in pids):
         assert time.time() - since < DEADLINE_S
         time.sleep(0.05)
+
+
+def job_of(pid):
+    """Return the ids of all processes of the job of a rank."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        marks = [v for v in file.read().split(b"\0") if v.startswith(b"TFSCALE_JOB=")]
+    return find_processes(marks[0].partition(b"=")[2].decode())
+
+
+def listening_addresses(pid):
+    """Return the IPv4 addresses, as in /proc/net/tcp, on which sockets of a process listen."""
+    with open("/proc/net/tcp") as file:
+        lines = [line.split() for line in file.readlines()[1:]]
+    listening = {line[9]: line[1].partition(":")[0] for line in lines if line[3] == "0A"}
+    found = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.append(listening.get(os.readlink(entry.path).removeprefix("socket:[")[:-1]))
+    return [address for address in found if address]

@@ -1,4 +1,4 @@
-"""Every code block of README, tutorial and docs/data.md runs: on one process and on two ranks."""
+"""Every code block of README and of the pages for users runs: on one process and on two ranks."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from tfscale.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]
+PYTHON = [*DOCUMENTS, ROOT / "docs" / "from-horovod.md"]
 # Blocks run in their order and see the names of those before them, as a reader does.
 DRIVER = """
 import json, sys, traceback
@@ -34,7 +35,7 @@ def blocks(document: Path, *languages: str) -> list[str]:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("size", [0, 2])
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", PYTHON, ids=lambda path: path.stem)
 def test_python_blocks_run(document, size, tmp_path, monkeypatch):
     texts = blocks(document, "python", "py")
     assert texts
@@ -43,6 +44,19 @@ def test_python_blocks_run(document, size, tmp_path, monkeypatch):
     result = launch_script(size, code, timeout_s=400)
     assert result.exit_code == 0, result.output[-8000:]
     assert result.output.count(f"block {len(texts)} done") == max(1, size)
+
+
+@pytest.mark.timeout(420)
+def test_the_example_prints_the_same_losses_on_every_number_of_ranks(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    text = blocks(ROOT / "README.md", "python")[0]
+    printed = []
+    for size in (0, 2, 4):
+        result = launch_script(size, text, timeout_s=130)
+        assert result.exit_code == 0, result.output[-8000:]
+        printed.append(re.findall(r"(\w+: [\d.e+-]+)(?= |$)", result.output, re.MULTILINE))
+    assert len(printed[0]) == 3 * 4  # accuracy and loss, of training and validation
+    assert printed[0] == printed[1] == printed[2]
 
 
 def command_lines(document: Path) -> list[str]:

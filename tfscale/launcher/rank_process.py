@@ -59,7 +59,7 @@ class _Rank:
         self.status = process.create()
         self.was_stopped = False
         self._files: set[str] = set()
-        self._is_leaving = False
+        self._state = ""
         _close_listening_sockets()
         own = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
@@ -99,18 +99,24 @@ class _Rank:
             send(Beat(self.number, socket.gethostname()))
 
     def _look_at_status(self) -> None:
-        state = process.read(self.status).state
-        if not state:  # MPI may start; once joined, a rank has no file of it any more
-            self._files |= mpi_files.used_by([self._process.pid, self._parent])
-        elif state == process.LEFT and not self._is_leaving:
-            self._is_leaving = True
+        before, self._state = self._state, process.read(self.status).state
+        if not self._state:  # MPI may be starting
+            self._files |= self._find_files()
+        elif not before and self._state == process.JOINED:  # all ranks have read what MPI needs
+            mpi_files.remove(self._files | self._find_files())
+        elif self._state == process.LEFT != before:
             send(Leaving(self.number))
+
+    def _find_files(self) -> set[str]:
+        """Return what MPI has made for this rank and for the process that has started this one."""
+        pids = [self._process.pid, *([self._parent] if os.getppid() == self._parent else [])]
+        return mpi_files.used_by(pids)
 
     def remove_files(self) -> None:
         """Remove what MPI has made for this job on this host: the job ends."""
         job = environment().get(JOB_VARIABLE)
         others = find_processes(job) if job else []
-        mpi_files.remove(self._files | mpi_files.used_by([*others, self._parent]))
+        mpi_files.remove(self._files | self._find_files() | mpi_files.used_by(others))
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True

@@ -1,0 +1,125 @@
+"""What ranks and their children inherit from the launcher, and what they leave on a host."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.helpers.mortal_job import START_S, Job, job_of, listening_addresses
+from tfscale.comm import mpi_files
+from tfscale.launcher.mpi_command import find_mpi
+
+pytestmark = pytest.mark.skipif(
+    (find_mpi() or pytest.fail("no MPI")).kind != "mpich", reason="names and variables are MPICH's"
+)
+WAITS = """
+import os, sys, time
+import tfscale
+rank = os.environ["PMI_RANK"]
+if sys.argv[1] == "in init":
+    print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+    if rank == "1":
+        time.sleep(100)
+tfscale.init()
+print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+time.sleep(100)
+"""
+
+
+def wait_until(is_true, timeout_s=START_S):
+    deadline = time.monotonic() + timeout_s
+    while not (value := is_true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return value
+
+
+def in_memory(paths):
+    return {path for path in paths if path.startswith("/dev/shm/")}
+
+
+@pytest.mark.timeout(2 * START_S)
+def test_what_mpi_has_made_while_it_starts_is_removed(tmp_path):
+    with Job(tmp_path, WAITS, "in init") as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        assert wait_until(lambda: in_memory(mpi_files.used_by(pids))), job.output()
+        files = mpi_files.used_by(job_of(pids[0]))
+        assert all(os.path.exists(path) for path in files)
+        os.kill(pids[1], signal.SIGKILL)
+        assert job.process.wait(START_S) == 137, job.output()
+    assert not [path for path in files if os.path.exists(path)]
+
+
+@pytest.mark.timeout(2 * START_S)
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_job_that_is_killed_leaves_no_file(tmp_path, victim):
+    with Job(tmp_path, WAITS, "later") as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        files = mpi_files.used_by(job_of(pids[0]))
+        # Ranks share memory that has no name any more, whatever ends them.
+        assert in_memory(files) and not any(map(os.path.exists, in_memory(files)))
+        wait_until(lambda: not any(map(os.path.exists, files)), 10)
+        assert not [path for path in files if os.path.exists(path)]
+        if victim == "rank":
+            os.kill(pids[1], signal.SIGKILL)
+        else:
+            job.process.kill()
+        job.process.wait(START_S)
+        assert not [path for path in files if os.path.exists(path)]
+
+
+SMALL = 'mount -t tmpfs -o size=1500k none /dev/shm && exec "$@"'
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
+@pytest.mark.timeout(START_S)
+def test_too_little_shared_memory_is_said_at_once(tmp_path):
+    prefix = ("unshare", "-m", "sh", "-c", SMALL, "sh")
+    with Job(tmp_path, WAITS, "later", options=("--restarts", "3"), prefix=prefix) as job:
+        assert job.process.wait(START_S) == 1, job.output()
+    assert "2 ranks on a host need 2 times 1.1 MB in /dev/shm. Received: 1.5 MB free." in (
+        job.output()
+    )
+    assert "restart 1" not in job.output()
+
+
+@pytest.mark.timeout(START_S)
+def test_ranks_of_a_host_listen_on_the_loopback_interface_only(tmp_path):
+    with Job(tmp_path, WAITS, "later") as job:
+        pids = [job.ready(rank)[0] for rank in range(2)]
+        addresses = [address for pid in pids for address in listening_addresses(pid)]
+    assert [address for address in addresses if address != "0100007F"] == []
+
+
+CHILDREN = """
+import os, subprocess, sys
+import numpy as np, tensorflow as tf
+import tfscale
+tfscale.init()
+code = "import tfscale; tfscale.init(); print('child in a job of', tfscale.size())"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+print(done.stdout + done.stderr, flush=True)
+assert np.asarray(tfscale.allreduce(np.ones(3, np.float32), op=tfscale.Sum)).sum() == 6
+pid = os.fork()
+if pid == 0:
+    try:
+        tfscale.allreduce(np.ones(3, np.float32), op=tfscale.Sum)
+    except tfscale.ExchangeError as error:
+        print("child fails:", error, flush=True)
+        os._exit(3)
+    os._exit(0)
+print("status of the child:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+tfscale.allreduce(np.ones(3, np.float32), op=tfscale.Sum)
+"""
+
+
+@pytest.mark.timeout(2 * START_S)
+def test_children_of_a_rank_are_no_ranks(tmp_path):
+    """Programs that it starts are jobs of their own; in forked ones collectives fail at once."""
+    with Job(tmp_path, CHILDREN) as job:
+        assert job.process.wait(2 * START_S) == 0, job.output()
+    assert job.output().count("child in a job of 1\n") == 2, job.output()
+    assert job.output().count("status of the child: 3") == 2, job.output()
+    for rank in range(2):
+        assert f"forked by rank {rank}. Start helpers as programs of their own" in job.output()
