@@ -43,12 +43,12 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "TFSCALE_REDUCE_THREADS": "1",
     "TFSCALE_SET_THREADS": "0",
-    "TFSCALE_STALL_SHUTDOWN_S": "200",
+    "TFSCALE_STALL_SHUTDOWN_S": "3000",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_NUM_INTEROP_THREADS": "2",
     "TF_NUM_INTRAOP_THREADS": "1",
 }
-SILENCE_S = 300.0  # without a further cell: the job has hung
+SILENCE_S, _POLL_S = 300.0, 0.1  # a job that ends no cell for so long has hung
 
 Record = dict[str, Any]
 
@@ -162,11 +162,12 @@ def _run_job(tree: Path, cells: Sequence[str], n_ranks: int) -> tuple[list[Recor
                 start_new_session=True,
             )
             try:
-                _wait(process, records)
+                is_over = _wait(process, records)
             finally:
                 _end(process)
         done = [json.loads(line) for line in records.read_text().splitlines()]
-        return done, output.read_text(errors="replace")[-4000:]
+        text = output.read_text(errors="replace")[-4000:]
+        return done, text if is_over else f"{text}\nended: no cell within {SILENCE_S:.0f} s"
 
 
 def _environment(tree: Path) -> dict[str, str]:
@@ -188,13 +189,20 @@ def _mpiexec(n_ranks: int) -> list[str]:
     return [mpiexec, *options, "-n", str(n_ranks)]
 
 
-def _wait(process: subprocess.Popen, records: Path) -> None:
-    """Wait for the end of a job, or until it has been silent for too long."""
-    size, since = 0, time.monotonic()
-    while process.poll() is None and time.monotonic() - since < SILENCE_S:
-        time.sleep(0.1)
+def _wait(process: subprocess.Popen, records: Path) -> bool:
+    """Return whether a job ends by itself; False once it has been silent for too long.
+
+    Polls are counted, as a job that was suspended together with this process has not hung.
+    """
+    size = n_silent = 0
+    while n_silent * _POLL_S < SILENCE_S:
+        if process.poll() is not None:
+            return True
+        time.sleep(_POLL_S)
         now = records.stat().st_size
-        size, since = (now, time.monotonic()) if now > size else (size, since)
+        n_silent = 0 if now > size else n_silent + 1
+        size = now
+    return False
 
 
 def _end(process: subprocess.Popen) -> None:

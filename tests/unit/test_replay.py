@@ -227,7 +227,7 @@ class TestJobs:
         replay.RECORDER.write_text("import time\ntime.sleep(600)\n")
         monkeypatch.setattr(replay, "SILENCE_S", 0.5)
         found = record(tmp_path, ["vgg/auto/2"])
-        assert "error" in found["vgg/auto/2"]
+        assert "no cell within" in found["vgg/auto/2"]["error"]
 
 
 def test_recordings_of_another_recorder_do_not_count(tmp_path, monkeypatch):
