@@ -51,14 +51,24 @@ def test_callbacks_of_a_fit_share_a_session_and_the_next_fit_has_another():
 
 
 def test_a_session_knows_what_fit_was_given():
-    model, look, valid = compiled(), Look(), (X[:4], X[:4])
+    model, valid, counts = compiled(), (X[:4], X[:4]), []
+    look = Look(lambda look: counts.append(look.session.call.epochs.num_batches))
     given = {"batch_size": 4, "epochs": 3, "initial_epoch": 2, "validation_data": valid}
     model.fit(X, X, verbose=0, callbacks=[look], class_weight={0: 1.0}, **given)
     session = look.seen[0]
     assert session.data is X and session.model is model and look in session.callbacks
     assert session.call.batch_size == 4 and session.call.initial_epoch == 2
     assert session.call.validation_data is valid and session.call.class_weight == {0: 1.0}
-    assert session.call.epochs.num_batches == 2
+    assert counts == [2]
+
+
+def test_a_session_does_not_keep_what_serves_the_batches():
+    """Python would wait for its threads for ever when it ends, and they for Python."""
+    model, served = compiled(), []
+    look = Look(lambda look: served.append(weakref.ref(look.session.call.epochs)))
+    model.fit(X, X, verbose=0, callbacks=[look])
+    gc.collect()
+    assert look.seen[0].call.epochs is None and served[0]() is None
 
 
 @pytest.mark.parametrize("is_other", [False, True])

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,7 +43,8 @@ class FitCall:
         validation_data: As given.
         class_weight: As given.
         initial_epoch: As given, until the first epoch begins.
-        epochs: Keras's iterator of epochs; None before it is made.
+        epochs_of: Returns Keras's iterator of epochs; None before it is made, and after the `fit`.
+            One that lived until Python ends would wait for ever for threads that need Python.
         callback_list: Keras's list; what the user gave before it is made.
     """
 
@@ -52,8 +54,13 @@ class FitCall:
     validation_data: Any = None
     class_weight: Any = None
     initial_epoch: int = 0
-    epochs: Any = None
+    epochs_of: Callable[[], Any] = lambda: None
     callback_list: Any = None
+
+    @property
+    def epochs(self) -> Any:
+        """Keras's iterator of epochs, while the `fit` runs."""
+        return self.epochs_of()
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -132,6 +139,7 @@ def running_fit() -> FitCall | None:
     for frame in _frames():
         if _TRAINERS.get(frame.f_code) == "fit":
             given = frame.f_locals
+            epochs = given.get("epoch_iterator")
             return FitCall(
                 given["self"],
                 given.get("x"),
@@ -139,7 +147,7 @@ def running_fit() -> FitCall | None:
                 given.get("validation_data"),
                 given.get("class_weight"),
                 given.get("initial_epoch") or 0,
-                given.get("epoch_iterator"),
+                (lambda: None) if epochs is None else weakref.ref(epochs),
                 given.get("callbacks"),
             )
     return None
