@@ -17,7 +17,7 @@ from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import OPTIMIZERS, float64
 from tests.parallel.delayed_model import Pair, due, layers_of
 from tests.parallel.futures_model import flatten
-from tests.parallel.reading_ways import WAYS
+from tests.parallel.parameter_reads import WAYS
 from tfscale.comm import runtime
 
 X, Y = np.linspace(-1, 1, 24).reshape(4, 6), np.linspace(0, 1, 12).reshape(4, 3)

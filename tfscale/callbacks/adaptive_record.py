@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 from keras.src.utils import io_utils
 
 from tfscale.comm import runtime
+from tfscale.files import append_json_line, read_json_lines, write_json_lines
 from tfscale.measure.growth import Decision, Measures
 
 logger = logging.getLogger("tfscale")
@@ -36,12 +35,8 @@ class AdaptiveRecord:
         """
         if self._path is None or runtime.rank() != 0:
             return
-        kept = ""
-        if epoch is not None and self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = "".join(line for line in lines if _epoch_of(line) < epoch)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(kept, encoding="utf-8")
+        lines = [] if epoch is None else read_json_lines(self._path)
+        write_json_lines(self._path, [line for line in lines if line["epoch"] < epoch])
 
     def write(self, line: dict[str, Any], measures: Measures, decision: Decision) -> None:
         """Append the line of an epoch, and say what changes; rank 0 only.
@@ -59,8 +54,7 @@ class AdaptiveRecord:
                 io_utils.print_msg(f"\nEpoch {line['epoch'] + 1}: {reason}.")
         if self._path is None:
             return
-        line = {
-            **line,
+        more = {
             "loss": measures.cost,
             "first_loss": measures.first_cost,
             "distance": measures.distance,
@@ -69,18 +63,4 @@ class AdaptiveRecord:
             "next_rate_scale": decision.rate_scale,
             "reasons": list(decision.reasons),
         }
-        clean = {key: None if _is_not_finite(value) else value for key, value in line.items()}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _epoch_of(line: str) -> float:
-    """Return the epoch of a line; that of one cut short is not before any."""
-    try:
-        return float(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        append_json_line(self._path, {**line, **more})

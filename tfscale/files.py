@@ -1,0 +1,108 @@
+"""Atomic writes, digests and files of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+UNFINISHED = ".unfinished"
+_BLOCK = 2**20
+
+
+def write_atomically(path: str | Path, content: bytes | str | Callable[[IO[bytes]], Any]) -> None:
+    """Write a file under another name, force it to the disk and rename it.
+
+    A process that is killed leaves the file that was there before, or none.
+
+    Args:
+        path: Where it appears, complete; its folder exists.
+        content: The bytes, text, or a function that is given the open file.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    path = Path(path)
+    aside = path.with_name(path.name + UNFINISHED)
+    try:
+        with aside.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(content: bytes | Path) -> str:
+    """Return the SHA-256 of bytes, or of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    if isinstance(content, bytes):
+        digest.update(content)
+    else:
+        with content.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def append_json_line(path: str | Path, record: dict[str, Any]) -> None:
+    """Add a line to a file; its folder is made if need be.
+
+    Args:
+        path: Of the file, which need not exist.
+        record: JSON. Numbers that are not finite become null.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_line(record))
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a file: none if it is missing, without a line that was cut short."""
+    records: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+    return records
+
+
+def write_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replace a file by these records, atomically; its folder is made if need be."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(map(_line, records)))
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(_without_nan(record)) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
