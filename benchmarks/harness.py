@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance, sessions
-from benchmarks.places import MEMORY, RunFailedError, cluster_for, run_ranks
+from benchmarks.launch import MEMORY, RunFailedError, cluster_for, run_ranks
+from tfscale.files import sha256
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Cell:
         suite: "collectives" or "step".
         group: Cells of one group run in turn and are compared.
         system: What is measured.
-        place: See `benchmarks.places`.
+        place: See `benchmarks.launch`.
         n_ranks: Number of ranks.
         arguments: Of the worker.
         most_rounds: Fewer rounds than the run has are enough; 0 for all of them.
@@ -88,7 +88,7 @@ def _begin(content: dict[str, Any], cells: Sequence[Cell]) -> tuple[str, set[tup
     """Return the session of this invocation, and what is done of it: keys with rounds."""
     described = json.dumps([asdict(cell) for cell in cells])
     description = provenance.describe()
-    description["cells"] = hashlib.sha256(described.encode()).hexdigest()[:12]
+    description["cells"] = sha256(described.encode())[:12]
     session = sessions.enter(content, description)
     here = (session, description["commit"])  # a commit may have been made while the session ran
     done = [run for run in content["runs"] if (run["session"], run["commit"]) == here]

@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from benchmarks.gathers import gathers_of
-from benchmarks.kernels import BACKWARD, FORWARD
+from benchmarks.gather_tables import gathers_of
+from benchmarks.kernel_times import BACKWARD, FORWARD
 from benchmarks.numbers import bus_bandwidth
 from benchmarks.rows import MEMORY, Row, Runs, step_limit, systems_of
 from benchmarks.step_tables import name_of

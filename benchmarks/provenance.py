@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -13,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tfscale.files import sha256
 from tfscale.launcher.mpi_command import find_mpi
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ def commit() -> str | None:
     """
     number = _git("rev-parse", "HEAD")
     changes = _git("diff", "HEAD") if number else None
-    return f"{number}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else number
+    return f"{number}+{sha256(changes.encode())[:8]}" if changes else number
 
 
 def without_output(words: Iterable[str]) -> list[str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sessions
-from benchmarks.gathers import gathers_of, gathers_table
+from benchmarks.gather_tables import gathers_of, gathers_table
+from benchmarks.markdown import milliseconds, ratio_text, table, three_digits
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
 from benchmarks.step_tables import group_table, overhead_table, summary
-from benchmarks.text import milliseconds, ratio_text, table, three_digits
 from tools.cluster.layout import parse_rate
 
 _HEADINGS = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}

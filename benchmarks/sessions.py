@@ -7,10 +7,11 @@ versions. Only within a session systems took turns, hence only runs of one sessi
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from pathlib import Path
 from typing import Any
+
+from tfscale.files import write_atomically
 
 Content = dict[str, Any]
 # A session goes on where these are the same.
@@ -38,9 +39,7 @@ def read(path: Path) -> Content:
 def write(path: Path, content: Content) -> None:
     """Replace a file as a whole: one that is being written when its writer dies would be lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps(content, indent=1))
-    os.replace(aside, path)
+    write_atomically(path, json.dumps(content, indent=1))
 
 
 def enter(content: Content, description: dict[str, Any]) -> str:

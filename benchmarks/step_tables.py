@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.markdown import interval, milliseconds, ratio_of, ratio_text, table
 from benchmarks.numbers import paired_ratio
 from benchmarks.rows import IN_TURN, MEMORY, Row, Turn, step_limit
-from benchmarks.text import interval, milliseconds, ratio_of, ratio_text, table
 
 _AUTO = "tfscale-auto"
 NAMES = {"compute": "compute only", "horovod": "Horovod", "mwms": "MWMS", "mpi": "MPI's allreduce"}

@@ -14,7 +14,7 @@ import numpy as np
 
 import tfscale
 from benchmarks import worker
-from benchmarks.kernels import BACKWARD, FORWARD, Span, kernels_of
+from benchmarks.kernel_times import BACKWARD, FORWARD, Span, kernels_of
 from benchmarks.systems import start
 from benchmarks.worker_step import make_step
 from benchmarks.workloads import WORKLOADS

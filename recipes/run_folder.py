@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 import plots
-import whole_files
+from tfscale.files import read_json_lines, write_atomically
 
 
 class RunFolder(keras.callbacks.Callback):
@@ -54,9 +54,7 @@ class RunFolder(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Read what an earlier run has written; the first epoch says what of it holds."""
-        path = self.folder / "metrics.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        self._lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        self._lines = read_json_lines(self.folder / "metrics.jsonl")
         self._started_s = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -69,7 +67,7 @@ class RunFolder(keras.callbacks.Callback):
             before_s = self._lines[-1]["seconds"] if self._lines else 0.0
             self._started_s = self._epoch_began_s - before_s
             text = "".join(json.dumps(line) + "\n" for line in self._lines)
-            whole_files.write(self.folder / "metrics.jsonl", text)
+            write_atomically(self.folder / "metrics.jsonl", text)
 
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Stop the clock of the epoch: validation is not training."""
@@ -99,4 +97,4 @@ class RunFolder(keras.callbacks.Callback):
                 plots.learning_curve(self._lines, path, self._baselines)
 
     def _write_settings(self, content: dict[str, Any]) -> None:
-        whole_files.write(self.folder / "run.json", json.dumps(content, indent=2) + "\n")
+        write_atomically(self.folder / "run.json", json.dumps(content, indent=2) + "\n")

@@ -50,10 +50,10 @@ from pathlib import Path
 from absl import app, flags
 
 import study_picture
-import study_process
-import study_published
 import study_report
+import study_results
 import study_runs
+import study_subprocess
 from command_line import flags_parser
 from study_runs import Run
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
     every = list(study_runs.runs(study, folder))
     chosen = study_runs.choose(study, every, FLAGS.only, FLAGS.seeds)
     where = Path(FLAGS.results_dir) / study.name
-    kept = study_published.read(every, where.with_suffix(".json")) if FLAGS.keep else {}
+    kept = study_results.read(every, where.with_suffix(".json")) if FLAGS.keep else {}
     missing = [run for run in chosen if run.folder not in kept]
     failed = 0 if FLAGS.draw else _finish(every, missing, folder)
     known = kept | {outcome.run.folder: outcome for outcome in study_runs.outcomes(study, folder)}
@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> None:
 
 def _finish(every: Sequence[Run], chosen: Sequence[Run], folder: Path) -> int:
     """Do what is left of some runs; return how many failed."""
-    study_process.end_on_signals()
-    with study_process.only_one(folder) as lock:
+    study_subprocess.end_on_signals()
+    with study_subprocess.only_one(folder) as lock:
         for run in every:  # what cannot be read is told now, not after hours
             study_runs.is_finished(run)
         extra = [f"--data_dir={FLAGS.data_dir}"]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import machine
-import study_note
-import study_process
+import provenance
+import study_metadata
+import study_subprocess
+from tfscale.files import read_json_lines
 
 RECIPES = Path(__file__).resolve().parent
 Column = Callable[[list[dict[str, float]]], float | None]
@@ -56,7 +57,7 @@ class Outcome:
         epochs: Lines of `metrics.jsonl`.
         steps: Recorded steps of all ranks, see `CommunicationReport`; none on one process.
         made: Commit, machine, load and versions of each part of it, oldest first: of one, unless
-            it was interrupted. See `machine.describe`.
+            it was interrupted. See `provenance.describe`.
     """
 
     run: Run
@@ -160,7 +161,7 @@ def is_finished(run: Run) -> bool:
     Raises:
         SystemExit: Its folder does not tell with which flags it was begun.
     """
-    is_own = study_note.read(run.folder).get("key") == _key(run)
+    is_own = study_metadata.read(run.folder).get("key") == _key(run)
     return is_own and "seconds" in _settings(run.folder)
 
 
@@ -170,7 +171,7 @@ def finish(run: Run, extra: Sequence[str] = (), lock: IO[str] | None = None) -> 
     Args:
         run: Which one.
         extra: More arguments of the recipe.
-        lock: See `study_process.call`.
+        lock: See `study_subprocess.call`.
 
     Returns:
         Whether it is finished now.
@@ -182,17 +183,17 @@ def finish(run: Run, extra: Sequence[str] = (), lock: IO[str] | None = None) -> 
     if is_finished(run):
         print(f"{run.folder.name}: finished before.", flush=True)
         return True
-    if study_note.read(run.folder).get("key", _key(run)) != _key(run):
+    if study_metadata.read(run.folder).get("key", _key(run)) != _key(run):
         shutil.rmtree(run.folder)  # of other flags
     run.folder.mkdir(parents=True, exist_ok=True)
-    study_note.write(run.folder, _key(run), machine.describe())
+    study_metadata.write(run.folder, _key(run), provenance.describe())
     launch = ["-m", "tfscale.launcher.cli", "run", "-np", str(run.ranks), sys.executable]
     words = [sys.executable, *(launch if run.ranks > 1 else []), str(RECIPES / f"{run.recipe}.py")]
     words += [*command(run)[1:], *extra, "--resume", *(["--report"] if run.ranks > 1 else [])]
     words += [f"--run_dir={run.folder.parent}", f"--run_name={run.folder.name}"]
     log = run.folder / "log.txt"
     print(f"{run.folder.name}: {' '.join(command(run))} on {run.ranks} rank(s)", flush=True)
-    code = study_process.call(words, log, lock)
+    code = study_subprocess.call(words, log, lock)
     if code:
         print(f"{run.folder.name}: failed with exit code {code}, see {log}.", flush=True)
     return code == 0 and is_finished(run)
@@ -204,13 +205,10 @@ def outcomes(study: Study, folder: Path) -> list[Outcome]:
 
 
 def _outcome(run: Run) -> Outcome:
-    def lines(name: str) -> list[dict[str, Any]]:
-        path = run.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    steps = [line for line in lines("communication.jsonl") if line["kind"] == "step"]
-    made = study_note.parts(study_note.read(run.folder))
-    return Outcome(run, lines("metrics.jsonl"), steps, made)
+    lines = read_json_lines(run.folder / "communication.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    made = study_metadata.parts(study_metadata.read(run.folder))
+    return Outcome(run, read_json_lines(run.folder / "metrics.jsonl"), steps, made)
 
 
 def _slug(name: str) -> str:

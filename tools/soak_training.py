@@ -23,6 +23,7 @@ import tfscale
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.comm.process import discover
 from tfscale.data import GlobalBatches
+from tfscale.files import write_atomically
 
 STEPS_PER_EPOCH = 50
 STEP_S = 0.1
@@ -60,9 +61,7 @@ def main(folder: Path, n_steps: int, exchange: str) -> None:
     """Train to the end."""
     launch = discover(os.environ)
     assert launch is not None, "started by tools/soak.py"
-    new = folder / f"new-{launch.rank}"
-    new.write_text(str(os.getpid()))
-    new.replace(folder / f"rank-{launch.rank}")
+    write_atomically(folder / f"rank-{launch.rank}", str(os.getpid()))
     keras.utils.set_random_seed(1)
     tf.config.experimental.enable_op_determinism()
     logging.basicConfig()

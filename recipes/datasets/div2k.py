@@ -20,8 +20,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import tfscale
-from datasets import damage
-from datasets.agreement import on_first_rank
+from datasets import damaged_pictures
+from datasets.rank_zero import on_first_rank
 from tfscale.data import GlobalBatches
 
 # Of the training set, red to blue, in [0, 1]: what the authors of EDSR subtract.
@@ -176,9 +176,8 @@ def _decode(path: tf.Tensor) -> tf.Tensor:
 def _sound(data_dir: str, part: str, scale: int) -> Pairs:
     """Return the pairs of a part whose files can be decoded and fit each other."""
     pairs = on_first_rank(lambda: _list(data_dir, part, scale))
-    stamp = on_first_rank(
-        lambda: damage.stamp_of([Path(name) for column in pairs for name in column if name])
-    )
+    names = [Path(name) for column in pairs for name in column if name]
+    stamp = on_first_rank(lambda: damaged_pictures.stamp_of(names))
 
     def read(large: tf.Tensor, small: tf.Tensor) -> tf.Tensor:
         picture = cut_to_multiple(_decode(large), scale)
@@ -187,8 +186,8 @@ def _sound(data_dir: str, part: str, scale: int) -> Pairs:
         with tf.control_dependencies([tf.debugging.assert_equal(found, shape)]):
             return tf.identity(picture)
 
-    damaged = damage.find(read, tuple(pairs), stamp, str(Path(data_dir) / ".checked"))
-    left = damage.without([Path(name).name for name in pairs.large], damaged)
+    damaged = damaged_pictures.find(read, tuple(pairs), stamp, str(Path(data_dir) / ".checked"))
+    left = damaged_pictures.without([Path(name).name for name in pairs.large], damaged)
     return Pairs(*([column[position] for position in left] for column in pairs))
 
 

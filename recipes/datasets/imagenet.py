@@ -19,8 +19,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import tfscale
-from datasets import damage, tfrecords
-from datasets.agreement import on_first_rank
+from datasets import damaged_pictures, tfrecords
+from datasets.rank_zero import on_first_rank
 from tfscale.data import GlobalBatches
 
 # Of the training set, red to blue, from 0 to 255: Simonyan and Zisserman, ICLR 2015.
@@ -184,10 +184,10 @@ def _records(files: Files, data_dir: str):
     def read(path: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return decode(tf.io.read_file(path)), label
 
-    stamp = on_first_rank(lambda: damage.stamp_of([Path(path) for path in files.paths]))
-    damaged = damage.find(
+    stamp = on_first_rank(lambda: damaged_pictures.stamp_of([Path(path) for path in files.paths]))
+    damaged = damaged_pictures.find(
         read, (files.paths, files.labels), stamp, str(Path(data_dir) / ".checked")
     )
-    left = damage.without([Path(path).name for path in files.paths], damaged)
+    left = damaged_pictures.without([Path(path).name for path in files.paths], damaged)
     paths, labels = ([column[position] for position in left] for column in files)
     return tf.data.Dataset.from_tensor_slices((paths, labels)), read

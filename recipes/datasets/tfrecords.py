@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from datasets import damage
-from datasets.agreement import on_first_rank
+from datasets import damaged_pictures
+from datasets.rank_zero import on_first_rank
 
 PARTS = ("train", "validation")
 _HEAD_BYTES, _TAIL_BYTES = 12, 4
@@ -95,10 +95,10 @@ def open_part(data_dir: str, part: str, decode: Callable) -> tuple[tf.data.Datas
         return decode(example["image/encoded"]), example["image/class/label"] - 1
 
     columns = (found.files, found.offsets, found.lengths)
-    stamp = on_first_rank(lambda: damage.stamp_of(paths))
-    damaged = damage.find(read, columns, stamp, str(Path(data_dir) / ".checked"))
+    stamp = on_first_rank(lambda: damaged_pictures.stamp_of(paths))
+    damaged = damaged_pictures.find(read, columns, stamp, str(Path(data_dir) / ".checked"))
     records = [f"{Path(found.paths[f]).name} byte {o}" for f, o in zip(*columns[:2], strict=True)]
-    left = damage.without(records, damaged, found.lost)
+    left = damaged_pictures.without(records, damaged, found.lost)
     kept = tuple(np.array(column, np.int64)[left] for column in columns)
     return tf.data.Dataset.from_tensor_slices(kept), read
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.gathers import gathers_table
-from benchmarks.kernels import BACKWARD, FORWARD, by_pass, kernels_of
+from benchmarks.gather_tables import gathers_table
+from benchmarks.kernel_times import BACKWARD, FORWARD, by_pass, kernels_of
 from benchmarks.pictures import draw_gathers
 from benchmarks.worker_gathers import picture, shares_of
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from benchmarks import harness, provenance
-from benchmarks.places import RunFailedError
+from benchmarks.launch import RunFailedError
 from tests.bench.fakes import cell
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import harness, sessions
 from benchmarks import report as program
+from benchmarks.markdown import ratio_text, three_digits
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
 from benchmarks.step_tables import eligible, overhead_table, summary
-from benchmarks.text import ratio_text, three_digits
 from tests.bench.fakes import CELLS, run
 
 DOCS = Path(__file__).parents[2] / "docs"

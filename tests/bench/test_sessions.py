@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from pathlib import Path
+import os
 
 import pytest
 
 from benchmarks import harness, provenance, sessions
+from benchmarks.markdown import ratio_of
 from benchmarks.rows import collect
-from benchmarks.text import ratio_of
 from tests.bench.fakes import CELLS, cell, run
 
 
@@ -140,13 +140,11 @@ def test_older_files_are_never_gone_on_with(measure, tmp_path):
 def test_a_file_is_whole_when_its_writer_dies(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "results.json"
     sessions.write(path, {"runs": [1]})
-    write = Path.write_text
 
-    def half(self, text):
-        write(self, text[: len(text) // 2])
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sessions.write(path, {"runs": [1, 2]})
     assert json.loads(path.read_text()) == {"runs": [1]}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.emulated import require_cluster
+from tests.helpers.emulated_cluster import require_cluster
 from tests.helpers.environment import QUIET
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import find_processes

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.cluster.training_bytes import BATCH, WIDTHS
-from tests.helpers.emulated import require_cluster
+from tests.helpers.emulated_cluster import require_cluster
 from tests.helpers.environment import QUIET
 from tools.cluster import control, running
 from tools.cluster.commands import Shape

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.mortal_job import START_S, Job, wait_for_end
+from tests.helpers.killed_job import START_S, Job, wait_for_end
 
 TRAINING = """
 import os, sys, time

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.mortal_job import START_S, Job, job_of, listening_addresses
+from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses
 from tfscale.comm import mpi_files
 from tfscale.launcher.mpi_command import find_mpi
 

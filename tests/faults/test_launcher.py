@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.mortal_job import START_S, Job, job_of, listening_addresses, wait_for_end
+from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses, wait_for_end
 
 PLAIN = """
 import os, signal, subprocess, sys, time

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.helpers.emulated import require_cluster
-from tests.helpers.mortal_job import START_S, Job
+from tests.helpers.emulated_cluster import require_cluster
+from tests.helpers.killed_job import START_S, Job
 from tools.cluster import commands, control
 from tools.cluster.state import script_path
 

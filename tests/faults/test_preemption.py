@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.environment import QUIET
-from tests.helpers.mortal_job import START_S
+from tests.helpers.killed_job import START_S
 from tfscale.checkpoints import list_checkpoints
 
 STEPS_PER_EPOCH = 50  # of the training

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.mortal_job import START_S, Job
+from tests.helpers.killed_job import START_S, Job
 
 SCRIPT = """
 import os, sys, time

@@ -9,10 +9,12 @@ INTENTS = {
     "learning rates through a long fit": [
         "optimizer:case_unbuilt_optimizer_and_scheduled_learning_rate",
         "optimizer:case_learning_rate_changes_between_traced_steps",
-        "callbacks_ends:case_warmup_with_momentum_keeps_ranks_equal",
+        "callback_errors:case_warmup_with_momentum_keeps_ranks_equal",
     ],
-    "sparse gradients made dense": ["contract:case_sparse_as_dense"],
-    "sparse gradients with aggregation": ["contract:case_sparse_gradients_with_aggregation"],
+    "sparse gradients made dense": ["horovod_keras_tests:case_sparse_as_dense"],
+    "sparse gradients with aggregation": [
+        "horovod_keras_tests:case_sparse_gradients_with_aggregation"
+    ],
     "infinity in aggregation": ["optimizer_cycles:case_infinity_of_one_cycle_is_gone_in_the_next"],
     "aggregation with exact values": ["optimizer_cycles:case_aggregation_is_exact"],
     "aggregation with local variables": [
@@ -25,20 +27,20 @@ INTENTS = {
         "callbacks:case_local_variables_stay_local",
     ],
     "load_model": [
-        "contract:case_load_model_and_go_on",
-        "contract:case_loaded_optimizer_weights_are_broadcast",
+        "horovod_keras_tests:case_load_model_and_go_on",
+        "horovod_keras_tests:case_loaded_optimizer_weights_are_broadcast",
     ],
     "process-set optimizer": [
-        "contract:case_process_set_in_fit",
+        "horovod_keras_tests:case_process_set_in_fit",
         "optimizer_cycles:case_process_set_of_even_ranks",
     ],
     "fit leaves the ranks equal": [
-        "contract:case_fit_leaves_the_ranks_equal",
-        "contract:case_fit_leaves_ranks_equal_that_begin_differently",
+        "horovod_keras_tests:case_fit_leaves_the_ranks_equal",
+        "horovod_keras_tests:case_fit_leaves_ranks_equal_that_begin_differently",
     ],
     "metrics": [
         "callbacks:case_metrics_equal_one_process",
-        "callbacks_ends:case_a_metric_key_of_one_rank_is_an_error_on_all",
+        "callback_errors:case_a_metric_key_of_one_rank_is_an_error_on_all",
     ],
     # Horovod's tests of its ops
     "allreduce": [
@@ -136,7 +138,7 @@ INTENTS = {
         "adaptive:case_growing_batches_equal_one_process",
         "adaptive_ranks:case_growing_batches_equal_one_process_sharded",
     ],
-    "several optimizers": ["delays:case_two_optimizers_and_delays"],
+    "several optimizers": ["late_ranks:case_two_optimizers_and_delays"],
     "a rank that stops stops all": [
         "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
         "fit:case_one_rank_stops_at_the_end_of_an_epoch",

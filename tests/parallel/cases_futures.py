@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X, Y
-from tests.parallel.reading_ways import WAYS
+from tests.parallel.parameter_reads import WAYS
 
 ENGINE_ONLY = "nothing is posted past the end of a step"
 

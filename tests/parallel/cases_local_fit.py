@@ -13,7 +13,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.cases_local_models import SGD, LocalSGD, distributed, own_fit, start
 from tests.parallel.cases_local_sgd import agree, train
-from tests.parallel.local_by_hand import BATCH, STEPS, samples
+from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
 
 
 @sizes(2, timeout_s=60)

@@ -9,7 +9,7 @@ import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
 from tests.parallel.cases_local_sgd import agree, names_with_bytes, train
-from tests.parallel.local_by_hand import models_for, train_by_hand
+from tests.parallel.local_sgd_reference import models_for, train_by_hand
 from tfscale.comm import runtime
 
 

@@ -7,7 +7,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, TOLERANCE, dense_model, float64
-from tests.parallel.local_by_hand import (
+from tests.parallel.local_sgd_reference import (
     BATCH,
     by_hand_over_epochs,
     distance_by_hand,

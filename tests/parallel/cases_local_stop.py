@@ -6,7 +6,7 @@ import tfscale
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import OPTIMIZERS, float64
 from tests.parallel.cases_local_sgd import compare, train
-from tests.parallel.local_by_hand import STEPS, by_hand_for_steps
+from tests.parallel.local_sgd_reference import STEPS, by_hand_for_steps
 from tfscale.comm import runtime
 
 

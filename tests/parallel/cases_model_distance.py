@@ -9,7 +9,7 @@ import tfscale
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
 from tests.parallel.cases_local_sgd import agree, train
-from tests.parallel.local_by_hand import (
+from tests.parallel.local_sgd_reference import (
     BATCH,
     STEPS,
     distance_by_hand,

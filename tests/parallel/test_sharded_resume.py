@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.spawn import spawn
 
 TOLERANCE = 1e-10
-CASES = "tests.parallel.resume_cases"
+CASES = "tests.parallel.sharded_resume_cases"
 
 
 def run(size: int, case: str, folder) -> None:

@@ -8,7 +8,7 @@ from tests.helpers.spawn import spawn
 
 @pytest.mark.timeout(300)
 def test_a_failure_shows_who_hangs_and_the_rest_still_runs():
-    bad, good = "tests.helpers.bad_cases:fails_on_one_rank", "tests.helpers.bad_cases:works"
+    bad, good = "tests.helpers.failing_cases:fails_on_one_rank", "tests.helpers.failing_cases:works"
     results = spawn(2, [bad, good], timeout_s=60)
     assert [(r.case, r.rank) for r in results] == [(bad, 0), (bad, 1), (good, 0), (good, 1)]
     assert [r.status for r in results] == ["hang", "failed", "ok", "ok"]

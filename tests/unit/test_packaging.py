@@ -4,6 +4,7 @@ Of the sources: the installed package has no setup.py.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.sources import MODULES, imported_names
 
 ROOT = Path(__file__).parents[2]
 PACKED = ("BUILD", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
@@ -55,3 +58,48 @@ def test_make_train_runs_the_recipe(given, expected):
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout, done.stdout
+
+
+# What each room may import: names of tables of pyproject.toml.
+NEEDS = {
+    "tfscale": ("dependencies",),
+    "recipes": ("dependencies", "recipes"),
+    "benchmarks": ("dependencies", "recipes", "mpich"),
+    "tools": ("dependencies", "recipes"),
+    "tests": ("dependencies", "test", "mpich"),
+}
+# Imported where they are needed, with a message where they are missing; Horovod is built by hand.
+OPTIONAL = {"horovod", "matplotlib", "mpi4py"}
+DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py"}  # where it is not the name of the import
+OURS = {"benchmarks", "recipes", "tests", "tfscale", "tools"}
+
+
+def declared(table):
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(rf"^{table} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'"([\w-]+)', listed))
+
+
+def imported(room):
+    """Distributions that a room imports; modules beside its scripts are its own."""
+    scripts = [p for p in MODULES if p.relative_to(ROOT).parts[0] in ("recipes", "tools")]
+    own = OURS | {p.stem for p in scripts} | {p.parent.name for p in scripts}
+    tops = {
+        name.split(".")[0]
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] == room
+        for name in imported_names(path)
+    }
+    found = tops - own - set(sys.stdlib_module_names)
+    return {DISTRIBUTIONS.get(name, name) for name in found}
+
+
+@pytest.mark.parametrize("room", NEEDS)
+def test_imports_are_declared(room):
+    known = set().union(*map(declared, NEEDS[room]))
+    assert imported(room) - OPTIONAL <= known
+
+
+def test_the_library_needs_no_more_than_it_imports():
+    assert declared("dependencies") == imported("tfscale") - OPTIONAL
+    assert declared("recipes") <= imported("recipes")

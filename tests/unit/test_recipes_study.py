@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import batch_growth
 import command_line
 import study_picture
-import study_published
 import study_report
+import study_results
 import study_runs
 import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
 
@@ -109,7 +109,7 @@ def test_rows_of_earlier_results_stay_where_their_runs_are_gone(study, tmp_path)
     text = study_report.write(study, outcomes, tmp_path / "mine", "")
     path = tmp_path / "mine.json"
     shutil.rmtree(folder)
-    kept = study_published.read(every, path)
+    kept = study_results.read(every, path)
     assert list(kept) == [run.folder for run in every]
     again = study_report.write(study, list(kept.values()), tmp_path / "again", "")
     assert again == text.replace("mine", "again", 1)
@@ -118,12 +118,12 @@ def test_rows_of_earlier_results_stay_where_their_runs_are_gone(study, tmp_path)
     (tmp_path / "mine.py").write_text(STUDY.replace("16,", "32,"))
     other = study_runs.load(str(tmp_path / "mine.py"))
     runs = list(study_runs.runs(other, folder))
-    left = study_published.read(runs, path)
+    left = study_results.read(runs, path)
     assert [outcome.run.configuration for outcome in left.values()] == ["small batch"] * 2
     path.write_text('{"runs": 3}')
     with pytest.raises(SystemExit, match="--keep needs results"):
-        study_published.read(every, path)
-    assert study_published.read(every, tmp_path / "none.json") == {}
+        study_results.read(every, path)
+    assert study_results.read(every, tmp_path / "none.json") == {}
 
 
 @pytest.mark.parametrize(

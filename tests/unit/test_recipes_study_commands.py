@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import study_process
 import study_report
 import study_runs
+import study_subprocess
 
 from tests.helpers import fake_study
 
@@ -38,7 +38,7 @@ def _study(tmp_path, *words):
 def test_study_refuses_what_is_not_there_second_studies_and_unreadable_notes(tmp_path):
     code, said = _study(tmp_path, "--only", "typo")
     assert code == 1 and "Choose from: small batch; Large: 16" in said
-    with study_process.only_one(tmp_path / "runs" / "mine"):
+    with study_subprocess.only_one(tmp_path / "runs" / "mine"):
         code, said = _study(tmp_path)
     assert code == 1 and "Only one study.py may run in" in said
     folder = tmp_path / "runs" / "mine" / "large-16-seed2"  # the last one: told before the first

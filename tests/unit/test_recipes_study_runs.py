@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import machine
-import study_note
-import study_process
+import provenance
+import study_metadata
 import study_report
 import study_runs
+import study_subprocess
 
 from tests.helpers import fake_study
 
@@ -36,10 +36,10 @@ PATIENT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {recipes!r})
-import study_process
-study_process.PATIENCE_S = (0.5, 0.5)
-study_process.end_on_signals()
-study_process.call([sys.executable, {deaf!r}], Path({deaf!r}).with_suffix(".log"))
+import study_subprocess
+study_subprocess.PATIENCE_S = (0.5, 0.5)
+study_subprocess.end_on_signals()
+study_subprocess.call([sys.executable, {deaf!r}], Path({deaf!r}).with_suffix(".log"))
 """
 
 
@@ -66,15 +66,15 @@ def _fail(run, tmp_path, monkeypatch, commit):
 
 def _set_commit(monkeypatch, commit):
     made = {"commit": commit, "machine": "2 cores", "load": "0.5", "versions": "Python 3"}
-    monkeypatch.setattr(machine, "describe", lambda: made)
+    monkeypatch.setattr(provenance, "describe", lambda: made)
 
 
 def test_a_run_in_parts_names_every_commit(run, study, tmp_path, monkeypatch):
     _fail(run, tmp_path, monkeypatch, "first")
-    assert "parts" not in study_note.read(run.folder)
+    assert "parts" not in study_metadata.read(run.folder)
     _set_commit(monkeypatch, "second")
     assert study_runs.finish(run) and (run.folder / "backup").exists()
-    note = study_note.read(run.folder)
+    note = study_metadata.read(run.folder)
     assert note["commit"] == "second"  # as ever, for those who know no parts
     assert [part["commit"] for part in note["parts"]] == ["first", "second"]
     outcomes = study_runs.outcomes(study, tmp_path / "runs")
@@ -89,7 +89,7 @@ def test_an_attempt_without_an_epoch_has_made_nothing(run, tmp_path, monkeypatch
     (run.folder / "metrics.jsonl").write_text("")
     _set_commit(monkeypatch, "second")
     assert study_runs.finish(run)
-    assert study_note.parts(study_note.read(run.folder)) == [machine.describe()]
+    assert study_metadata.parts(study_metadata.read(run.folder)) == [provenance.describe()]
 
 
 def test_notes_without_parts_are_read(run, tmp_path, monkeypatch):
@@ -98,8 +98,8 @@ def test_notes_without_parts_are_read(run, tmp_path, monkeypatch):
     path.write_text(json.dumps({"key": study_runs._key(run), "commit": "old", "load": 1}))
     _set_commit(monkeypatch, "new")
     assert study_runs.finish(run)
-    parts = study_note.parts(study_note.read(run.folder))
-    assert parts == [{"commit": "old", "load": "1"}, machine.describe()]
+    parts = study_metadata.parts(study_metadata.read(run.folder))
+    assert parts == [{"commit": "old", "load": "1"}, provenance.describe()]
 
 
 @pytest.mark.parametrize("text", ["", '{"key": "2 reci', "[]", '{"commit": "abc"}', None])
@@ -138,9 +138,9 @@ def test_the_note_is_whole_while_it_is_written(run, tmp_path, monkeypatch):
     monkeypatch.undo()
     (run.folder / "study.json").unlink()  # as if it had been the first one
     for path in run.folder.iterdir():
-        if path.name != "study.json.new":
-            path.rmdir() if path.is_dir() else path.unlink()
-    assert study_note.read(run.folder) == {}
+        path.rmdir() if path.is_dir() else path.unlink()
+    (run.folder / "study.json.unfinished").write_text(before[:9])  # as a kill leaves it
+    assert study_metadata.read(run.folder) == {}
 
 
 def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
@@ -150,9 +150,9 @@ def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
 
 
 def test_only_one_study_works_in_a_folder(tmp_path):
-    with study_process.only_one(tmp_path / "new"), pytest.raises(SystemExit, match="at a time"):
-        study_process.only_one(tmp_path / "new").__enter__()
-    with study_process.only_one(tmp_path / "new"):
+    with study_subprocess.only_one(tmp_path / "new"), pytest.raises(SystemExit, match="at a time"):
+        study_subprocess.only_one(tmp_path / "new").__enter__()
+    with study_subprocess.only_one(tmp_path / "new"):
         pass
 
 
@@ -207,11 +207,11 @@ def test_a_run_that_outlives_its_killed_study_keeps_others_out(slow_study, tmp_p
         slow_study.kill()
         slow_study.wait()
         with pytest.raises(SystemExit, match="a run that it has started, is still there"):
-            study_process.only_one(tmp_path / "runs" / "mine").__enter__()
+            study_subprocess.only_one(tmp_path / "runs" / "mine").__enter__()
     finally:
         os.kill(pid, signal.SIGKILL)
     _wait_for(lambda: not _is_there(pid))
-    with study_process.only_one(tmp_path / "runs" / "mine"):
+    with study_subprocess.only_one(tmp_path / "runs" / "mine"):
         pass
 
 

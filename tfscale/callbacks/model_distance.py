@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tfscale.callbacks.base import Callback
 from tfscale.comm import runtime
+from tfscale.files import append_json_line, read_json_lines, write_json_lines
 from tfscale.internals.keras import steps_until
 
 
@@ -67,8 +67,8 @@ class ModelDistance(Callback):
         distance = float(self.session.group_average.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self.directory is not None and runtime.rank() == 0:
-            with (self.directory / "distance.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self._n_steps, "distance": distance}) + "\n")
+            line = {"step": self._n_steps, "distance": distance}
+            append_json_line(self.directory / "distance.jsonl", line)
 
     def _count(self) -> int:
         return (
@@ -86,9 +86,5 @@ class ModelDistance(Callback):
 
 def _keep_lines(directory: Path, n_steps: int) -> None:
     """Keep what an earlier `fit` has written of the first steps of the run."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "distance.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole = [line for line in lines if line.endswith("}")]  # the last one may have been cut
-    kept = [line for line in whole if json.loads(line)["step"] <= n_steps]
-    path.write_text("".join(f"{line}\n" for line in kept))
+    write_json_lines(path, [line for line in read_json_lines(path) if line["step"] <= n_steps])

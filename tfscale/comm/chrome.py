@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tfscale.files import write_atomically
 
 FILE_NAME = "timeline.json"
 _STEPS = 0  # the row of steps; collectives under way together lie in rows 1, 2, ...
@@ -96,10 +97,7 @@ def write_trace(
         "displayTimeUnit": "ms",
         "otherData": {"clock_error_us": [error / 1e3 for error in errors_ns]},
     }
-    temporary = f"{path}.partial"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(content))
 
 
 def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfscale.config import PlanError
+from tfscale.files import sha256
 from tfscale.plan.buckets import BYTES_PER_VALUE
 
 
@@ -101,7 +101,7 @@ class LayerTable:
 
 def digest(*things: object) -> str:
     """Return 16 hexadecimal digits that depend on what the things' `repr` says."""
-    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
+    return sha256(repr(things).encode())[:16]
 
 
 def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.config import ConfigError
+from tfscale.files import write_atomically
 from tools.cluster.layout import Layout, make_layout
 
 # Emptied when the machine starts, as namespaces are.
@@ -36,16 +37,13 @@ def state_path(name: str, folder: Path = FOLDER) -> Path:
 def write_state(state: State, folder: Path = FOLDER) -> None:
     """Write the state file of a cluster; whoever reads it sees the old one or the new one."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = state_path(state.layout.name, folder)
     content = {
         "name": state.layout.name,
         "n_nodes": len(state.layout.nodes),
         "namespaces": state.layout.namespaces,
         "jobs": dict(state.jobs),
     }
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=2))
-    new.replace(path)
+    write_atomically(state_path(state.layout.name, folder), json.dumps(content, indent=2))
 
 
 def read_state(name: str, folder: Path = FOLDER) -> State | None:

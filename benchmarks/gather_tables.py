@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.kernels import BACKWARD, FORWARD
+from benchmarks.kernel_times import BACKWARD, FORWARD
+from benchmarks.markdown import milliseconds, table
 from benchmarks.rows import Runs
-from benchmarks.text import milliseconds, table
 
 _BEHIND = {FORWARD: "behind the forward pass", BACKWARD: "behind back-propagation"}
 _EXPOSED = "behind no kernel"

@@ -13,8 +13,8 @@ import tfscale
 from tests.helpers.ranks import outcome, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import dense_model
-from tests.parallel.local_by_hand import BATCH, samples
-from tests.parallel.local_by_hand import STEPS as STEPS_PER_EPOCH
+from tests.parallel.local_sgd_reference import BATCH, samples
+from tests.parallel.local_sgd_reference import STEPS as STEPS_PER_EPOCH
 from tfscale.launcher.tune.scripts import _Done, _enlarge, _GroupsProbe, _regroup, probed_fit
 
 STEPS, INTERVAL = 6, 2

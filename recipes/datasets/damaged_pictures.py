@@ -1,6 +1,5 @@
 """Damaged pictures: found once, left out with a count, and refused where they are many."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 import tfscale
+from tfscale.files import sha256
 
 MOST = 0.01  # of all pictures
 
@@ -31,7 +31,7 @@ def find(
         stamp: What identifies the files: names, sizes, times. See `stamp_of`.
         cache_dir: Folder, made if it is missing.
     """
-    known = Path(cache_dir) / f"damaged-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
+    known = Path(cache_dir) / f"damaged-{sha256(stamp.encode())[:16]}.json"
     kept = json.loads(known.read_text()) if tfscale.rank() == 0 and known.exists() else None
     kept = tfscale.broadcast_object(kept, 0, name="damaged pictures known")
     if kept is not None:

@@ -9,11 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import machine
+import provenance
 
 
 def test_the_machine_is_told_without_names_of_hosts_or_folders():
-    told = machine.describe()
+    told = provenance.describe()
     assert set(told) == {"commit", "machine", "load", "versions"}
     assert "cores" in told["machine"] and "GiB" in told["machine"]
     assert "tensorflow 2." in told["versions"]
@@ -39,18 +39,18 @@ def checkout(tmp_path, monkeypatch):
         pytest.skip("no git here to make a checkout with")
     git("add", ".")
     git("commit", "-m", "all")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "recipes" / "machine.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "recipes" / "provenance.py"))
     return tmp_path
 
 
 @pytest.mark.parametrize("room", ["tfscale", "custom_ops", "recipes"])
 def test_changes_to_what_results_depend_on_are_told(checkout, room):
     (checkout / "docs" / "file").write_text("changed")
-    assert not machine.describe()["commit"].endswith("+")
+    assert not provenance.describe()["commit"].endswith("+")
     (checkout / room / "file").write_text("changed")
-    assert machine.describe()["commit"].endswith("+")
+    assert provenance.describe()["commit"].endswith("+")
 
 
 def test_without_git_there_is_no_checkout(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.describe()["commit"] == "no checkout"
+    assert provenance.describe()["commit"] == "no checkout"

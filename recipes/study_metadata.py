@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import whole_files
+from tfscale.files import UNFINISHED, write_atomically
 
 _NAME = "study.json"
 
@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, Any]:
             return note
         problem = 'it has no "key"'
     except FileNotFoundError:
-        rest = {aside.name for aside in folder.glob("*")} - {whole_files.aside_of(path).name}
+        rest = {other.name for other in folder.glob("*")} - {path.name + UNFINISHED}
         if not rest:
             return {}
         problem = f"it is missing beside {', '.join(sorted(rest)[:3])}"
@@ -49,13 +49,13 @@ def write(folder: Path, key: str, made: Mapping[str, str]) -> None:
     Args:
         folder: Of the run.
         key: What its command is recognised by.
-        made: By what this part of it is made, see `machine.describe`.
+        made: By what this part of it is made, see `provenance.describe`.
     """
     metrics = folder / "metrics.jsonl"
     has_epochs = metrics.exists() and metrics.stat().st_size > 0
     every = [*(parts(read(folder)) if has_epochs else []), dict(made)]
     note = {"key": key, **made, **({"parts": every} if len(every) > 1 else {})}
-    whole_files.write(folder / _NAME, json.dumps(note, indent=2) + "\n")
+    write_atomically(folder / _NAME, json.dumps(note, indent=2) + "\n")
 
 
 def parts(note: Mapping[str, Any]) -> list[dict[str, str]]:

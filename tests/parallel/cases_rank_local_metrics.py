@@ -9,7 +9,7 @@ import numpy as np
 
 import tfscale
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_unsynchronised import warnings_of
+from tests.parallel.cases_warnings import warnings_of
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 
 N = 24
