@@ -121,6 +121,13 @@ int64_t tfscale_num_given_up() {
   return Guarded(int64_t{-1}, [] { return Running()->NumGivenUp(); });
 }
 
+int tfscale_fail(const char* why) {
+  return Guarded(-1, [&] {
+    Running()->Fail(why);
+    return 0;
+  });
+}
+
 int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }
 
 int64_t tfscale_num_failed() { return tfscale::PendingVariables::Get().n_failed(); }

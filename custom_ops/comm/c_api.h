@@ -42,6 +42,7 @@ int tfscale_plan_add_slot(int plan, const char* name, const char* signature);
 int tfscale_mark(int kind);
 int tfscale_start_incarnation(int incarnation);
 int64_t tfscale_num_given_up();
+int tfscale_fail(const char* why);
 
 // Variables whose gather is under way; also without an engine.
 int64_t tfscale_num_pending();

@@ -76,6 +76,14 @@ TEST(StartAndStop) {
   }
 }
 
+TEST(Fail) {
+  const EngineOptions options = SmallOptions();
+  CHECK_EQ(tfscale_start(-1, &options), 0);
+  CHECK_EQ(tfscale_fail("on purpose"), 0);
+  CHECK_EQ(Sum({0}, 0, 1, 0, {}).Wait().message, std::string("on purpose"));
+  tfscale_stop();
+}
+
 // MPI's texts have several lines, and the last ones say why.
 TEST(ErrorsOfMpiAreOneLine) {
   Job job;

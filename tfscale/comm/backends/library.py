@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mark": (_INT, (_INT,)),
     "start_incarnation": (_INT, (_INT,)),
     "num_given_up": (ctypes.c_int64, ()),
+    "fail": (_INT, (_TEXT,)),
     "num_pending": (ctypes.c_int64, ()),
     "num_failed": (ctypes.c_int64, ()),
     "drain": (None, ()),
