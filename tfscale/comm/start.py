@@ -241,7 +241,7 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
         The backend.
 
     Raises:
-        ConfigError: `comm` does not fit.
+        ConfigError: `comm` does not fit, or /dev/shm is too small.
         ExchangeError: MPI, Horovod or the native library cannot be used.
     """
     # Imported here: a single process must not need the native libraries.
@@ -279,7 +279,7 @@ def _require_shared_memory(launch: Launch | None) -> None:
     n_ranks = launch.local_size if launch.local_rank == 0 else 1
     needed, free = (n_ranks or 1) * mpi_files.BYTES_PER_RANK, mpi_files.free_bytes()
     if free < needed:
-        raise ExchangeError(
+        raise ConfigError(
             f"{launch.local_size} ranks on a host need {launch.local_size} times "
             f"{mpi_files.BYTES_PER_RANK / 1e6:.1f} MB in {mpi_files.SHARED_MEMORY}. Received: "
             f"{free / 1e6:.1f} MB free. `tfscale doctor` lists what jobs that were killed have "
