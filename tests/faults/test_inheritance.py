@@ -1,6 +1,7 @@
 """What ranks and their children inherit from the launcher, and what they leave on a host."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -78,9 +79,8 @@ def test_too_little_shared_memory_is_said_at_once(tmp_path):
     prefix = ("unshare", "-m", "sh", "-c", SMALL, "sh")
     with Job(tmp_path, WAITS, "later", options=("--restarts", "3"), prefix=prefix) as job:
         assert job.process.wait(START_S) == 1, job.output()
-    assert "2 ranks on a host need 2 times 1.1 MB in /dev/shm. Received: 1.5 MB free." in (
-        job.output()
-    )
+    said = r"2 ranks on a host need 2 times 1\.1 MB in /dev/shm\. Received: [01]\.\d MB free\."
+    assert re.search(said, job.output()), job.output()  # the other rank may have taken some
     assert "restart 1" not in job.output()
 
 
