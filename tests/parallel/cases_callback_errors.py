@@ -83,7 +83,8 @@ def case_callbacks_in_another_order_are_an_error_on_all():
         callbacks.reverse()
     model = compiled(functional(has_statistics=False))
     text = (
-        "number 0: BroadcastGlobalVariablesCallback on rank 0 and number 0: MetricAverageCallback"
+        "number 0: BroadcastGlobalVariablesCallback(averages_metrics=False, checks=True) on rank 0 "
+        "and number 0: MetricAverageCallback"
     )
     require_error_everywhere(lambda: fit(model, own(), callbacks), text)
 
