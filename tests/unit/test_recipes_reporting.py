@@ -1,6 +1,7 @@
 """PSNR, pictures, run folder and flags of the recipes."""
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -178,15 +179,14 @@ def test_edsr_goes_on_where_its_picture_fails(tmp_path, monkeypatch, caplog):
 def test_files_of_a_run_are_whole_whatever_ends_it(tmp_path, monkeypatch, name):
     _fit(tmp_path, epochs=2)
     before = (tmp_path / name).read_text()
-    write = Path.write_text
+    replace = os.replace
 
-    def torn(path, text, **options):
-        if path.name.startswith(name):
-            write(path, text[:5], **options)
-            raise KeyboardInterrupt
-        write(path, text, **options)
+    def torn(source, target):
+        if Path(target).name == name:
+            raise KeyboardInterrupt  # all is written, and nothing has taken the file's name
+        replace(source, target)
 
-    monkeypatch.setattr(Path, "write_text", torn)
+    monkeypatch.setattr(os, "replace", torn)
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path, epochs=3, initial_epoch=1)
     assert (tmp_path / name).read_text() == before
