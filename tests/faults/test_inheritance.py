@@ -1,4 +1,4 @@
-"""What ranks and their children inherit from the launcher, and what they leave on a host."""
+"""Ranks and their children: inherited variables and sockets, and files left on a host."""
 
 import os
 import re

@@ -160,7 +160,7 @@ def case_one_rank_stops_where_a_backup_is_due():
         backup = BackupAndRestore(folder, save_freq, delete_checkpoint=False)
         train([backup, StopAlone(step)], 1)
         found = list_checkpoints(folder)[0]
-        # Training was not broken off amid an epoch, or the last backup before that counts.
+        # Training did not end in mid-epoch, or the last backup before that counts.
         assert (found.is_finished, found.step) == (True, 10 if step is None else 4)
         again = StopAlone(99)
         train([BackupAndRestore(folder), again], 1)

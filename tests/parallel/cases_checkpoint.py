@@ -35,7 +35,7 @@ def check(run, *steps):
 
 @sizes(1, 2, 3, timeout_s=200)
 def case_dropout_and_moving_statistics():
-    """State that differs between ranks; amid an epoch, and between two."""
+    """State that differs between ranks; in mid-epoch, and between two."""
     check(Run(dropout=0.3), 7, 5)
 
 

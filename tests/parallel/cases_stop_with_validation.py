@@ -1,4 +1,4 @@
-"""Stops amid an epoch that is validated: what unites the ranks begins with the validation."""
+"""Stops during an epoch that is validated: what unites the ranks begins with the validation."""
 
 from __future__ import annotations
 

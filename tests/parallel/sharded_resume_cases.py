@@ -139,7 +139,7 @@ def back_up():
 
 
 def restore():
-    """Go on where the backup was taken: after four steps, or after six, amid an epoch."""
+    """Resume where the backup was taken: after four steps, or after six, in mid-epoch."""
     with float64():
         x, y = all_data()
         for save_freq in ("epoch", 3):

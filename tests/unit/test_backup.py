@@ -196,7 +196,7 @@ def test_another_ladder_is_refused(tmp_path):
     [((0, 3), "epoch", [6, 6, 12, 12]), ((2, 3), "epoch", [12, 12]), ((2, 3), 2, [12, 12])],
 )
 def test_a_growing_batch(tmp_path, at, save_freq, sizes):
-    """Before the first backup, between two epochs, and amid an epoch."""
+    """Before the first backup, between two epochs, and in mid-epoch."""
     interrupted(tmp_path, at, save_freq=save_freq)
     data = make_data()
     callbacks = [BackupAndRestore(tmp_path, save_freq=save_freq), adaptive(data)]

@@ -200,7 +200,7 @@ def record(tree, cells):
 
 
 class TestJobs:
-    """What becomes of a job that dies: a script stands in for the cells."""
+    """A job that dies, played by a script in the place of the cells."""
 
     @pytest.fixture(autouse=True)
     def one_process(self, tmp_path, monkeypatch):

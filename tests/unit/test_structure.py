@@ -340,7 +340,7 @@ def test_objects_of_keras_are_patched_in_one_place():
 
 
 def test_weak_dictionaries_of_modules_stand_in_a_list():
-    """What a function keeps aside of its arguments is a channel that no reader sees."""
+    """State beside the arguments of a function is a channel that no reader sees."""
     allowed = {
         "tfscale/comm/events.py": ["_listeners"],
         "tfscale/fit/session.py": ["_sessions"],

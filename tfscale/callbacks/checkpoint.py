@@ -41,7 +41,7 @@ class Checkpoint(Callback):
     Each rank copies its part between two steps and writes it while training goes on: weights and
     what else is equal on all ranks are written by the first of them, shards of the optimizer's
     state, moving statistics, states of metrics and of random numbers by each. When `fit` begins,
-    the newest checkpoint that all ranks can read is restored, also amid an epoch; a damaged one is
+    the newest checkpoint that all ranks can read is restored, also in mid-epoch; a damaged one is
     passed over. See docs/checkpoints.md for what is the same afterwards.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks

@@ -236,7 +236,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """End a pass; only the end of the running training pass moves the epoch on.
 
         Keras calls this at other times too: before the first epoch, before and after
-        evaluations, and not at all when `fit` is stopped amid an epoch.
+        evaluations, and not at all when `fit` is stopped in mid-epoch.
         """
         caller = current_pass().adapter or self
         if self._training is not None and self._training() is caller:

@@ -304,14 +304,14 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
 
 
 def _check_decays(settings: GrowthSettings, first: int) -> None:
-    """Refuse decays at which nobody would look.
+    """Refuse decays at epochs that are never looked at.
 
     Args:
         settings: What the run chose.
         first: The epoch that the run began with.
 
     Raises:
-        ConfigError: A decay falls into the warm-up, or the first epoch behind it.
+        ConfigError: A decay falls into the warm-up, or the first epoch after it.
     """
     end = first + settings.warmup_epochs
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
