@@ -16,7 +16,7 @@ from tfscale.launcher.reports import Report, encode
 
 def run(code):
     with StopRequest(10.0) as stop:
-        return run_attempt([sys.executable, "-S", "-c", code], os.environ, stop)
+        return run_attempt([sys.executable, "-c", code], os.environ, stop)
 
 
 def test_exit_code_is_passed_on():
