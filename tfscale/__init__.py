@@ -18,7 +18,7 @@ _SUBMODULES = {
     "checkpoints": "checkpoints",
     "data": "data",
     "keras": "keras",
-    "optimizers": "optimizers",
+    "optimizers": "optimizer.lars",
     "preemption": "checkpoints.preemption",
 }
 _NAMES_BY_MODULE = {
@@ -87,17 +87,19 @@ _NAMES_BY_MODULE = {
         "LocalSGD",
     ),
     "exchange.sharded": ("Sharded",),
+    "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),
     "keras": ("elastic",),
-    "optimizer.distributed": ("DistributedOptimizer",),
-    "optimizer.partial": (
-        "PartialDistributedGradientTape",
+    "optimizer.distributed": (
+        "DistributedOptimizer",
         "PartialDistributedOptimizer",
     ),
     "optimizer.saving": ("load_model",),
-    "optimizer.tape": ("DistributedGradientTape",),
-    "scalable_schedule": ("ScalableSchedule",),
-    "sync_batch_norm": ("SyncBatchNormalization",),
+    "optimizer.scalable_schedule": ("ScalableSchedule",),
+    "optimizer.tape": (
+        "DistributedGradientTape",
+        "PartialDistributedGradientTape",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -34,8 +34,7 @@ from tfscale.comm.software import (
 from tfscale.comm.start import init, shutdown
 from tfscale.comm.timeline import start_timeline, stop_timeline
 from tfscale.config import ConfigError
-from tfscale.optimizer.distributed import DistributedOptimizer
-from tfscale.optimizer.partial import PartialDistributedOptimizer
+from tfscale.optimizer.distributed import DistributedOptimizer, PartialDistributedOptimizer
 from tfscale.optimizer.saving import load_model
 
 

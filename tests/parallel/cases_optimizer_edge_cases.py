@@ -203,13 +203,16 @@ def case_tapes_with_local_sources():
 
 @sizes(2)
 def case_a_tape_knows_the_variables_of_its_local_layers():
-    for layers, text in ((keras.layers.Dense(1), "must be built"), ([1], "must be Keras layers")):
-        require_error(
-            lambda layers=layers: tfscale.PartialDistributedGradientTape(
-                tf.GradientTape(), local_layers=layers
-            ),
-            text,
-        )
+    layer = keras.layers.Dense(1, use_bias=False)
+    x = tf.constant([[1.0 + tfscale.rank()]])
+    with tfscale.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer) as tape:
+        y = layer(x)  # built after the tape was wrapped
+    (gradient,) = tape.gradient(y, layer.trainable_variables)
+    np.testing.assert_allclose(gradient.numpy(), x.numpy() / tfscale.size())
+    require_error(
+        lambda: tfscale.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1]),
+        "must be Keras layers",
+    )
 
 
 @sizes(2, timeout_s=60)

@@ -34,11 +34,7 @@ MAX_MODULES = 20  # of a package
 MIN_LINES = 100  # of a module that only one other imports
 
 # Not yet where they belong: path -> room.
-ELSEWHERE: dict[str, str] = {
-    "optimizers": "optimizer",
-    "scalable_schedule": "optimizer",
-    "sync_batch_norm": "optimizer",
-}
+ELSEWHERE: dict[str, str] = {}
 # Imports that go up: "module -> module".
 UPWARD: set[str] = set()
 # Packages with more than MAX_MODULES.

@@ -11,6 +11,7 @@ import tfscale
 import tfscale.keras as hvd
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
+from tfscale.fit.session import FitSession
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,12 @@ class Apart(LocalModels):
         pass
 
 
-def test_a_loss_that_is_not_finite_is_no_first_loss():
+def test_a_loss_that_is_not_finite_is_no_first_loss(monkeypatch):
     tfscale.init()
     average = types.SimpleNamespace(interval=tf.Variable(64, dtype=tf.int64))
     callback, model = Apart(), keras.Sequential()
-    model.optimizer = types.SimpleNamespace(group_average=average, learning_rate=0.1)
+    model.optimizer = types.SimpleNamespace(learning_rate=0.1)
+    monkeypatch.setattr(FitSession, "group_average", average)
     callback.set_model(model)
     intervals = []
     for loss in (float("nan"), 4.0, 1.0):

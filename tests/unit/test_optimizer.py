@@ -14,8 +14,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import Compression, DistributedGradientTape, DistributedOptimizer
-from tfscale.optimizer.distributed import is_distributed
-from tfscale.optimizer.partial import PartialDistributedOptimizer
+from tfscale.optimizer.distributed import PartialDistributedOptimizer, is_distributed
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 

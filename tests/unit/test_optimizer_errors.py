@@ -12,7 +12,7 @@ import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import DistributedGradientTape, DistributedOptimizer
 from tfscale.config import ConfigError
-from tfscale.optimizer.partial import PartialDistributedOptimizer
+from tfscale.optimizer.distributed import PartialDistributedOptimizer
 
 SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
 

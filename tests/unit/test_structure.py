@@ -234,7 +234,6 @@ PRIVATE_READERS = {
     "tfscale/launcher/tune/scripts.py",
     "tfscale/measure/auto.py",
     "tfscale/measure/model_layers.py",
-    "tfscale/optimizers/lars.py",
 }
 PATCHERS = {
     "tfscale/callbacks/save_points.py": ["a name"],

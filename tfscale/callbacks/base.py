@@ -22,7 +22,7 @@ from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
 from tfscale.internals.keras import steps_until
 from tfscale.internals.traits import Traits
-from tfscale.optimizer.model_optimizers import accumulating
+from tfscale.optimizer.distributed import accumulating
 
 
 class Callback(Traits):

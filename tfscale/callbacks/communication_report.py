@@ -17,9 +17,11 @@ from tfscale.comm import objects, runtime, timeline
 from tfscale.comm.events import ClockMap, clock_ns
 from tfscale.config import ConfigError
 from tfscale.internals.keras import steps_until
+from tfscale.internals.optimizers import optimizer_of
 from tfscale.measure import analysis
 from tfscale.measure.analysis import EAGER, Key, collectives_before
 from tfscale.measure.report import FILE_NAME, write_report
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -135,12 +137,13 @@ class CommunicationReport(Callback):
 
     def _write_memory(self) -> None:
         """Write once how many bytes of optimizer state each rank holds."""
-        optimizer = getattr(self.model, "optimizer", None)
-        report = getattr(optimizer, "memory_report", None)
-        if self._has_memory or report is None:
+        distributed = distributed_of(optimizer_of(self.model))
+        if self._has_memory or distributed is None:
             return
         self._has_memory = True
-        every = objects.allgather_object(report(), name="memory of optimizer state")
+        every = objects.allgather_object(
+            distributed.memory_report(), name="memory of optimizer state"
+        )
         row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
         row |= {key: [own[key] for own in every] for key in ("state", "parameters", "accumulators")}
         if runtime.rank() == 0:

@@ -13,7 +13,7 @@ from tfscale.callbacks.base import Callback, may_communicate
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
-from tfscale.optimizer.model_optimizers import passes_per_update
+from tfscale.optimizer.distributed import distributed_of, passes_per_update
 
 NAMES_SHOWN = 3
 
@@ -100,7 +100,8 @@ class ConsistencyCheck(Callback):
                 f"{moment}. Build the model and the optimizer from the same code everywhere."
             )
         ranks = model_state.process_set_of(self.model).ranks or range(len(every))
-        groups = self.groups or getattr(self.model.optimizer, "groups", None) or [ranks]
+        distributed = distributed_of(self.model.optimizer)
+        groups = self.groups or (distributed.groups if distributed else None) or [ranks]
         different = _differing(every, groups)
         if different:
             raise ExchangeError(_explain(variables, different, moment))

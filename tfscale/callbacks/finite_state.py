@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfscale.checkpoints.state import non_trainable_state
 from tfscale.internals.keras import replace_train_step
-from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.distributed import distributed_optimizers
 
 _Pairs = Sequence[tuple[keras.Variable, tf.Tensor]]
 
@@ -44,7 +44,7 @@ def keep_finite(model: keras.Model) -> None:
 
 
 def _skips(model: keras.Model) -> bool:
-    return any(getattr(optimizer, "skips_nonfinite", False) for optimizer in optimizers_of(model))
+    return any(o.nonfinite == "skip" for o in distributed_optimizers(model))
 
 
 def _put_back(before: _Pairs) -> None:

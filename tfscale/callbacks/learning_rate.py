@@ -12,7 +12,7 @@ from tfscale.callbacks.base import Callback
 from tfscale.config import ConfigError
 from tfscale.internals.keras import rate_of
 from tfscale.internals.optimizers import update_rule
-from tfscale.optimizers import LARS
+from tfscale.optimizer.lars import LARS
 
 Multiplier = Callable[[float], float]
 # Rules whose velocities add up steps, each times the rate of then. Muon's, which are called

@@ -14,6 +14,8 @@ from tfscale.comm.runtime import Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
+from tfscale.internals.optimizers import optimizer_of
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -41,7 +43,8 @@ class LocalModels(BeforeValidation):
 
     @property
     def _strategy(self) -> Any:
-        strategy = getattr(getattr(self.model, "optimizer", None), "strategy", None)
+        distributed = distributed_of(optimizer_of(self.model))
+        strategy = None if distributed is None else distributed.strategy
         return strategy if isinstance(strategy, LocalSGD) and not runtime.is_single() else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -11,8 +11,7 @@ from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession
 from tfscale.internals.keras import batches_of, saves_after
-from tfscale.internals.optimizers import optimizers_of
-from tfscale.optimizer.model_optimizers import sharded_states
+from tfscale.optimizer.distributed import distributed_optimizers, sharded_states
 
 _KEY = "_tfscale_save_points"  # attribute of callbacks that save: the point, and who writes
 _Checkpoint = keras.callbacks.ModelCheckpoint
@@ -91,9 +90,9 @@ def agree(session: FitSession) -> None:
     """
     _forget(session)
     _require_averages_saved(session)
-    optimizers = optimizers_of(session.model)
-    sharing = [o for o in optimizers if getattr(o, "shares_state", False)]
-    later = [o for o in optimizers if getattr(o, "may_share_state", False)]
+    optimizers = distributed_optimizers(session.model)
+    sharing = [o for o in optimizers if o.shares_state]
+    later = [o for o in optimizers if o.may_share_state]
     if not sharing and not later:
         return
     callbacks = _callbacks(session)

@@ -25,6 +25,7 @@ from tfscale.exchange.local_sgd import AdaptiveInterval
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import optimizers_of
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -147,8 +148,9 @@ class Restore:
         self._optimizers = optimizers_of(model)
         _require_same(reader.info, Variables.of(model).weights, self._optimizers)
         for optimizer in self._optimizers:
-            if getattr(optimizer, "waits_for_groups", False) and len(reader.groups) > 1:
-                optimizer.start_groups()
+            distributed = distributed_of(optimizer)
+            if distributed and distributed.waits_for_groups and len(reader.groups) > 1:
+                distributed.start_groups()
                 prepare(model)
                 model.make_train_function(force=True)
         self._variables = Variables.of(model)  # slots of groups are new ones
@@ -229,7 +231,8 @@ class Restore:
             variable.assign(seed)
 
     def _restore_optimizer(self, k: int, optimizer: Any) -> None:
-        kept = getattr(optimizer, "kept_state", None)
+        distributed = distributed_of(optimizer)
+        kept = None if distributed is None else distributed.kept_state
         local = {id(v) for v in self._variables.local}
         shared = kept.state.shared if kept else frozenset()
         for i, variable in enumerate(optimizer.variables):
@@ -249,7 +252,8 @@ class Restore:
         variable.assign(np.reshape(value, tuple(variable.shape)))
 
     def _restore_accumulator(self, k: int, optimizer: Any) -> None:
-        accumulator = getattr(optimizer, "accumulator", None)
+        distributed = distributed_of(optimizer)
+        accumulator = None if distributed is None else distributed.accumulator
         count = self._reader.info["accumulated"][k]
         if accumulator is None or not count:
             return
@@ -281,7 +285,8 @@ class Restore:
         They begin one where groups are others than before, or what they keep of the last average
         is: by another exchange inside, another compression or outer optimizer.
         """
-        average = getattr(optimizer, "group_average", None)
+        distributed = distributed_of(optimizer)
+        average = None if distributed is None else distributed.group_average
         if average is None:
             return
         leader = self._groups[0][0]

@@ -19,15 +19,16 @@ from tfscale.config import ConfigError
 from tfscale.fit import adapted_layers
 from tfscale.internals.keras import gradient_sums, layers_of, state_of, trained_by, weights_of
 from tfscale.internals.keras import seeds_of as seeds_of_layer
-from tfscale.internals.optimizers import optimizers_of, slots_of, update_rule
-from tfscale.optimizer.distributed import is_distributed
+from tfscale.internals.optimizers import optimizer_of, optimizers_of, slots_of, update_rule
+from tfscale.optimizer.distributed import distributed_of, distributed_optimizers
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
 
 
 def process_set_of(model: keras.Model) -> ProcessSet:
     """Return the ranks that the model's optimizer keeps together."""
-    return getattr(getattr(model, "optimizer", None), "process_set", global_process_set)
+    distributed = distributed_of(optimizer_of(model))
+    return global_process_set if distributed is None else distributed.process_set
 
 
 def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
@@ -52,9 +53,8 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = N
 
 
 def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    known = [getattr(optimizer, "is_local_var", None) for optimizer in optimizers_of(model)]
-    tests = [is_local for is_local in known if is_local is not None]
-    return [v for v in variables if any(is_local(v) for is_local in tests)] if tests else []
+    known = distributed_optimizers(model)
+    return [v for v in variables if any(o.is_local_var(v) for o in known)]
 
 
 def common_variables(
@@ -95,9 +95,9 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     partial: set[int] = set()
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
-        if not is_distributed(optimizer):
-            partial |= {id(item) for item in gradient_sums(update_rule(optimizer))}
-        partial |= {id(item) for item in getattr(optimizer, "parts", ())}
+        distributed = distributed_of(optimizer)
+        own = gradient_sums(update_rule(optimizer)) if distributed is None else distributed.parts
+        partial |= {id(item) for item in own}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 
 
@@ -111,10 +111,9 @@ def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
     Raises:
         ExchangeError: Another rank has loaded a state, and the root none.
     """
-    for optimizer in optimizers_of(model):
-        kept = getattr(optimizer, "kept_state", None)
-        if kept is not None:
-            kept.broadcast_loaded(root_rank, optimizer.process_set)
+    for optimizer in distributed_optimizers(model):
+        if optimizer.kept_state is not None:
+            optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
@@ -207,7 +206,7 @@ class Variables:
 def groups_of(model: keras.Model) -> list[list[int]]:
     """Return the ranks whose models are equal, each rank in one group."""
     size = runtime.size()
-    distributed = [o for o in optimizers_of(model) if is_distributed(o)]
+    distributed = distributed_optimizers(model)
     if size > 1 and not distributed:
         return [[rank] for rank in range(size)]
     if not distributed or distributed[0].process_set is global_process_set:
@@ -323,7 +322,8 @@ def take_snapshot(
     add("metric", [variable for variable, _, _ in metrics])
     local = {id(v) for v in variables.local}
     for k, optimizer in enumerate(optimizers):
-        kept = getattr(optimizer, "kept_state", None)
+        distributed = distributed_of(optimizer)
+        kept = None if distributed is None else distributed.kept_state
         shared = kept.state.shared if kept else frozenset()
         if is_leader:
             for i, variable in enumerate(optimizer.variables):
@@ -332,10 +332,10 @@ def take_snapshot(
         for i, (part, held) in (kept.state.own_parts() if kept else {}).items():
             arrays[f"part{k}/{i}"] = copy_of(part)
             info["ranges"][f"{k}/{i}"] = held
-        average = getattr(optimizer, "group_average", None)
+        average = None if distributed is None else distributed.group_average
         if average is not None and (kept or is_leader):
             add(f"average{k}", average.variables)
-        accumulator = getattr(optimizer, "accumulator", None)
+        accumulator = None if distributed is None else distributed.accumulator
         count, sums = (accumulator and accumulator.state()) or (0, [])
         info["accumulated"].append(count)
         arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}

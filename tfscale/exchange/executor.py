@@ -369,6 +369,22 @@ class Executor:
         return not is_cut and not is_cheaper_dense(gradient, size)
 
 
+def layers_in(local_layers: Any, instead: str) -> list[keras.layers.Layer]:
+    """Return the local layers that a user named; `instead` is the call for single variables.
+
+    Raises:
+        ConfigError: There is something else than Keras layers.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
+    wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]
+    if wrong:
+        raise ConfigError(
+            f"local_layers must be Keras layers. Received: {type(wrong[0]).__name__}. "
+            f"For single variables use {instead}(variable)."
+        )
+    return list(layers)
+
+
 def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
     values = values_of(gradient)
     is_known = form == "dense" and values.shape.is_fully_defined()

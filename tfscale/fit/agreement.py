@@ -22,9 +22,9 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_slices
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession, session_for
-from tfscale.internals.optimizers import config_of, scaled_by
+from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by
 from tfscale.internals.traits import Traits, own_of, show_averages
-from tfscale.optimizer.distributed import distributed_of, is_distributed
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -116,11 +116,12 @@ def describe(session: FitSession) -> dict[str, Any]:
         "first weights": a digest, or "" where another one looks after them.
     """
     model: Any = session.model
-    optimizer: Any = getattr(model, "optimizer", None)
+    optimizer = optimizer_of(model)
+    distributed = distributed_of(optimizer)
     callbacks = [c for c in own_of(session.callbacks) if _name(c) not in _SILENT]
     names = _names(callbacks)
-    is_local = getattr(optimizer, "is_local_var", lambda variable: False)
-    weights = [_Variable.of(v) for v in model.weights if not is_local(v)]
+    shared = [v for v in model.weights if not (distributed and distributed.is_local_var(v))]
+    weights = [_Variable.of(v) for v in shared]
     topics = {
         "versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
@@ -219,7 +220,7 @@ class _Variable:
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return {"class": type(optimizer).__name__}
-    own = getattr(optimizer, "__wrapped__", optimizer)
+    own = optimizer.__wrapped__ if is_wrapped(optimizer) else optimizer
     inner = scaled_by(own)
     config = {k: v for k, v in config_of(own).items() if k != "name"}
     if not with_rate and not isinstance(config.get("learning_rate"), dict):
@@ -310,8 +311,9 @@ def _first_samples(data: Any) -> str:
 
 def _ranks_of(model: Any) -> list[int]:
     """Return the ranks that train the same model as this one."""
-    process_set = getattr(getattr(model, "optimizer", None), "process_set", None)
-    return list(getattr(process_set, "ranks", None) or range(runtime.size()))
+    distributed = distributed_of(optimizer_of(model))
+    ranks = None if distributed is None else distributed.process_set.ranks
+    return list(ranks or range(runtime.size()))
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> str:
@@ -325,16 +327,16 @@ def _first_weights(model: Any, callbacks: set[str]) -> str:
         "" where nothing is to be compared: the model trains alone, or a callback looks after its
         weights. The same text for all models that have trained.
     """
-    optimizer: Any = getattr(model, "optimizer", None)
-    if not is_distributed(optimizer) or callbacks & _EQUALISING:
+    distributed = distributed_of(optimizer_of(model))
+    if distributed is None or callbacks & _EQUALISING:
         return ""
-    if int(optimizer.iterations.numpy()) > 0:
+    if int(distributed.iterations.numpy()) > 0:
         return "trained"
     if not model.built:
         return _NOT_BUILT
     digest = 0
     for variable in [*model.trainable_variables, *adapted_layers.statistics(model)]:
-        if optimizer.is_local_var(variable):
+        if distributed.is_local_var(variable):
             continue
         digest = zlib.crc32(np.ascontiguousarray(variable.numpy()).view(np.uint8), digest)
     return f"{digest:08x}"

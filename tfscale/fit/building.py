@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -11,8 +10,8 @@ from tfscale.config import ConfigError
 from tfscale.fit.preparation import share_statistics, wire
 from tfscale.fit.session import session_for
 from tfscale.internals.keras import batch_spec_of, build_from_spec, how_to_build
-from tfscale.internals.optimizers import is_built, optimizers_of
-from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.internals.optimizers import is_built, optimizer_of, optimizers_of
+from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 
 
 def require_built(model: keras.Model) -> None:
@@ -49,11 +48,12 @@ def when_built(model: keras.Model, action: Callable[[], None]) -> None:
 
 def build_optimizer(model: keras.Model) -> None:
     """Create the slots of the compiled optimizer, where they do not exist yet."""
-    optimizer: Any = getattr(model, "optimizer", None)
+    optimizer = optimizer_of(model)
+    distributed = distributed_of(optimizer)
     if type(optimizer) is DistributedOptimizer and is_built(model):
         wire(optimizer, model)  # where the layers did not exist yet when the model was prepared
         share_statistics(model)
-    is_shared = getattr(optimizer, "shares_state", False) and len(optimizers_of(model)) > 1
+    is_shared = bool(distributed and distributed.shares_state) and len(optimizers_of(model)) > 1
     if optimizer is not None and not optimizer.built and not is_shared:
         optimizer.build(model.trainable_variables)
 

@@ -15,6 +15,7 @@ from tfscale.comm import runtime
 from tfscale.comm.eager import engine_text, has_stopped, is_exchange_error
 from tfscale.config import ExchangeError
 from tfscale.fit.session import session_of
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -67,8 +68,8 @@ class GuardedStep:
             if not is_exchange_error(error):
                 raise
             raise ExchangeError(engine_text(error.message)) from error
-        after_step = getattr(model.optimizer, "after_step", None)
-        if after_step is not None and after_step():
+        distributed = distributed_of(model.optimizer)
+        if distributed is not None and distributed.after_step():
             model.make_train_function(force=True)
         return self._last_logs
 

@@ -12,6 +12,7 @@ from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
+from tfscale.exchange.sync_batch_norm import SyncBatchNormalization
 from tfscale.fit.guarded_step import GuardedStep
 from tfscale.internals.keras import (
     is_xla_automatic,
@@ -23,7 +24,6 @@ from tfscale.internals.optimizers import optimizers_of
 from tfscale.internals.stack import data_of_fit
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of, is_distributed
 from tfscale.optimizer.saving import make_saves_safe
-from tfscale.sync_batch_norm import SyncBatchNormalization
 
 logger = logging.getLogger("tfscale")
 

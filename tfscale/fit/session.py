@@ -16,9 +16,9 @@ from tfscale.config import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals import stack
 from tfscale.internals.keras import put_first, put_last
-from tfscale.internals.optimizers import optimizers_of
+from tfscale.internals.optimizers import optimizer_of, optimizers_of
 from tfscale.internals.traits import train_apart
-from tfscale.optimizer.model_optimizers import accumulating
+from tfscale.optimizer.distributed import DistributedOptimizer, accumulating, distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -81,16 +81,16 @@ class FitSession:
     @property
     def has_groups(self) -> bool:
         """Whether groups of ranks train apart."""
-        return isinstance(getattr(self._optimizer, "strategy", None), LocalSGD)
+        return self._optimizer is not None and isinstance(self._optimizer.strategy, LocalSGD)
 
     @property
     def group_average(self) -> Any:
         """The average of the groups' models; None without groups, or before they part."""
-        return getattr(self._optimizer, "group_average", None)
+        return None if self._optimizer is None else self._optimizer.group_average
 
     @property
-    def _optimizer(self) -> Any:
-        return getattr(self.model, "optimizer", None)
+    def _optimizer(self) -> DistributedOptimizer | None:
+        return distributed_of(optimizer_of(self.model))
 
     def put_first(self, callback: keras.callbacks.Callback) -> None:
         """Put a callback before all others, from the next hook on."""

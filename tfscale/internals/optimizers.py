@@ -1,7 +1,8 @@
 """Keras optimizers from inside: variables, slots, settings, and methods replaced in a step.
 
 Names that Keras does not document, each checked with Keras 3.10 and 3.15:
-`Optimizer._trainable_variables`, `_variables`, `_iterations`, `_learning_rate`, `_var_key`,
+`Optimizer._trainable_variables`, `_variables`, `_get_variable_index`,
+`_iterations`, `_learning_rate`, `_var_key`,
 `_clip_gradients`, `_use_weight_decay`, `_exclude_from_weight_decay`,
 `_exclude_from_weight_decay_pattern`, `_model_variables_moving_average`,
 `_update_model_variables_moving_average`; `LossScaleOptimizer.check_finite`;
@@ -59,6 +60,16 @@ def is_wrapped(optimizer: Any) -> bool:
 def trained_by(rule: Any) -> list[Any]:
     """Return the variables that an update rule was built on."""
     return list(rule._trainable_variables)
+
+
+def index_of(rule: Any, variable: Any) -> int:
+    """Return the position of a variable that an update rule was built on."""
+    return int(rule._get_variable_index(variable))
+
+
+def optimizer_of(model: Any) -> Any:
+    """Return a model's optimizer; None where it was never compiled."""
+    return getattr(model, "optimizer", None)
 
 
 def iterations_of(optimizer: Any) -> Any:

@@ -35,7 +35,7 @@ from tfscale.measure.layers import (
     separate,
 )
 from tfscale.measure.model_layers import read_layers
-from tfscale.optimizer.model_optimizers import accumulating
+from tfscale.optimizer.distributed import accumulating
 from tfscale.optimizer.rules import LAYERWISE
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.choose import Choice, best_first_chunk, choose

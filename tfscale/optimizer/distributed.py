@@ -20,11 +20,12 @@ from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange, Watch, load, resolve
-from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.executor import Executor, Reduced, layers_in
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import GradientOptions, name_of
 from tfscale.internals.optimizers import (
     iterations_of,
+    optimizers_of,
     own_variables,
     scaled_by,
     trained_by,
@@ -624,11 +625,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Steps that this rank skipped because of `nonfinite="skip"`."""
         return int(self._self_nonfinite.n_skipped)
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether steps with gradients that are not finite are skipped, see `nonfinite`."""
-        return self._self_nonfinite.policy == "skip"
-
     # State, complete wherever Keras or a user looks at it
 
     @property
@@ -785,6 +781,29 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return (self._fresh() or self.__wrapped__).__reduce_ex__(protocol)
 
 
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer, *args: Any, local_layers: Any = None, **options: Any
+) -> DistributedOptimizer:
+    """Wrap an optimizer; the variables of some layers stay local to each rank.
+
+    Args:
+        optimizer: Any Keras optimizer.
+        *args: As for `DistributedOptimizer`.
+        local_layers: A layer or a list of layers whose gradients are not exchanged.
+        **options: As for `DistributedOptimizer`.
+
+    Returns:
+        The wrapped optimizer.
+
+    Raises:
+        ConfigError: `local_layers` holds something else than Keras layers.
+    """
+    layers = layers_in(local_layers, "optimizer.register_local_var")
+    wrapped = DistributedOptimizer(optimizer, *args, **options)
+    wrapped.executor.keep_local(layers=layers)
+    return wrapped
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Return whether an optimizer is a DistributedOptimizer (or wraps one for loss scaling)."""
     return distributed_of(optimizer) is not None
@@ -796,6 +815,33 @@ def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
         return optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     return inner if type(inner) is DistributedOptimizer else None
+
+
+def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimizer]:
+    """List the distributed optimizers of a model, in the order of `optimizers_of`."""
+    found = [] if model is None else [distributed_of(o) for o in optimizers_of(model)]
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+def sharded_states(model: keras.Model) -> list[KeptState]:
+    """Return the complete state of each optimizer whose state the ranks share."""
+    found = [optimizer.kept_state for optimizer in distributed_optimizers(model)]
+    return [kept for kept in found if kept is not None]
+
+
+def accumulating(model: keras.Model | None) -> list[DistributedOptimizer]:
+    """List the optimizers of a model that add up gradients of several batches."""
+    return [o for o in distributed_optimizers(model) if o.accumulator is not None]
+
+
+def passes_per_update(model: keras.Model) -> int:
+    """Return how many batches each optimizer of a model has seen when all have updated something.
+
+    More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
+    """
+    own = [o.accumulator.passes for o in accumulating(model) if o.accumulator is not None]
+    keras_own = [update_rule(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
+    return max([1, *own, *keras_own])
 
 
 def inside_of_groups(strategy: Exchange) -> Exchange:

@@ -9,7 +9,7 @@ import keras
 
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.internals.optimizers import has_outer_scaler, update_rule
-from tfscale.optimizers.lars import LARS
+from tfscale.optimizer.lars import LARS
 
 _rules = keras.optimizers
 # The update of a value depends on that value's gradient and state alone.

@@ -14,8 +14,11 @@ import keras
 from tfscale.comm import objects, runtime
 from tfscale.comm.compression import Compression
 from tfscale.config import ExchangeError
-from tfscale.optimizer.distributed import DistributedOptimizer
-from tfscale.optimizer.model_optimizers import distributed_optimizers, sharded_states
+from tfscale.optimizer.distributed import (
+    DistributedOptimizer,
+    distributed_optimizers,
+    sharded_states,
+)
 
 logger = logging.getLogger("tfscale")
 

@@ -11,7 +11,7 @@ import wrapt
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.exchange.base import resolve
-from tfscale.exchange.executor import Executor
+from tfscale.exchange.executor import Executor, layers_in
 from tfscale.exchange.plan import GradientOptions
 
 
@@ -129,3 +129,26 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         pairs = list(zip(sources, gradients, strict=True))
         is_local = self._self_executor.is_local
         return [p for p in pairs if is_local(p[0])], [p for p in pairs if not is_local(p[0])]
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **options: Any
+) -> DistributedGradientTape:
+    """Wrap a tape; the gradients of some layers stay local to each rank.
+
+    Args:
+        gradtape: The tape, before or after its `with` block.
+        *args: As for `DistributedGradientTape`.
+        local_layers: A layer or a list of layers whose gradients are not exchanged.
+        **options: As for `DistributedGradientTape`.
+
+    Returns:
+        The wrapped tape.
+
+    Raises:
+        ConfigError: `local_layers` holds something else than Keras layers.
+    """
+    layers = layers_in(local_layers, "tape.register_local_source")
+    wrapped = DistributedGradientTape(gradtape, *args, **options)
+    wrapped._self_executor.keep_local(layers=layers)
+    return wrapped

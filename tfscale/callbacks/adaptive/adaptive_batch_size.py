@@ -38,7 +38,7 @@ from tfscale.measure.growth import (
     with_largest_interval,
 )
 from tfscale.measure.theta import IntervalRule, Rule
-from tfscale.scalable_schedule import ScalableSchedule
+from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")
 

@@ -20,7 +20,8 @@ from tfscale.fit.session import FitSession
 from tfscale.internals.keras import batch_spec_of, rate_of, serve_again, symbol_of
 from tfscale.internals.optimizers import update_rule
 from tfscale.internals.traits import judge_before_averages, own_of
-from tfscale.scalable_schedule import ScalableSchedule
+from tfscale.optimizer.distributed import distributed_of
+from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 MEANS = ("sum_over_batch_size", "mean")
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
@@ -219,9 +220,9 @@ def begin_with_surplus(session: FitSession) -> None:
 
 def _check_exchange(session: FitSession) -> None:
     """Refuse steps whose gradients are not averaged over all ranks: weights suit only those."""
-    optimizer: Any = session.model.optimizer
-    strategy, process_set = (getattr(optimizer, n, None) for n in ("strategy", "process_set"))
-    n_ranks = runtime.size() if process_set is None else process_set.size()
+    distributed = distributed_of(session.model.optimizer)
+    strategy = None if distributed is None else distributed.strategy
+    n_ranks = runtime.size() if distributed is None else distributed.process_set.size()
     if session.trains_apart or session.has_groups or n_ranks < runtime.size():
         way = "ParameterAveraging" if session.trains_apart else f"exchange={strategy}"
         raise ConfigError(

@@ -8,6 +8,9 @@ import keras
 from keras import ops
 
 from tfscale.config import ConfigError
+from tfscale.internals.optimizers import index_of
+
+__all__ = ["LARS"]
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -73,7 +76,7 @@ class LARS(keras.optimizers.Optimizer):
         """Update one variable."""
         rate = ops.cast(learning_rate, variable.dtype)
         gradient = ops.cast(gradient, variable.dtype)
-        velocity = self.velocities[self._get_variable_index(variable)]
+        velocity = self.velocities[index_of(self, variable)]
         if not (self.exclude_one_dimensional and len(variable.shape) < 2):
             weights = ops.convert_to_tensor(variable)
             size, slope = (ops.sqrt(ops.sum(ops.square(x))) for x in (weights, gradient))

@@ -1,5 +1,0 @@
-"""Update rules that Keras lacks."""
-
-from tfscale.optimizers.lars import LARS
-
-__all__ = ["LARS"]
