@@ -1,4 +1,4 @@
-# make train | test | test-cpp | test-wheel | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
+# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-cpp test-wheel test-ranks check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod train test test-all test-venv test-ranks check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format
 
 venv: $(VENV)/.installed
@@ -47,25 +47,30 @@ wheel: build
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
 	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale.so > /dev/null
 
-test-cpp: venv
-	@$(BIN)/python tools/cpp_tests.py
+# A few minutes: what most mistakes show in. Unit tests side by side, then what needs ranks of its own.
+test: build
+	@$(BIN)/python tools/cpp_tests.py --variants plain
+	@$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -m "not slow" $(PYTEST)
+	@RANKS=quick $(BIN)/python -m pytest tests/parallel tests/faults -m quick $(PYTEST)
 
 # The wheel is tested away from the sources, in an environment that has nothing else of its own:
-# TensorFlow, MPI and pytest are seen through a path file; scripts that begin with mpi4py are told where
-# MPI's libraries are (an empty entry: where the system looks).
-test-wheel: wheel
+# TensorFlow, MPI and pytest are seen through a path file.
+test-venv: wheel
 	@rm -rf $(WHEEL_VENV)
 	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
 	@$(BIN)/$(SITE) > $$($(WHEEL_VENV)/bin/$(SITE))/tests.pth
 	@$(PIP) --python $(WHEEL_VENV)/bin/python install --no-deps --no-index dist/tfscale-*.whl
-	@MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib: tools/test_installed.sh $(WHEEL_VENV)/bin/python $(PYTEST)
 
-test: test-cpp test-wheel
+# Everything, or one of several parts: PART=2/3. Scripts that begin with mpi4py are told where MPI's
+# libraries are (an empty entry: where the system looks).
+PART ?= 1/1
+test-all: test-venv
+	@MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib: $(BIN)/python tools/test_all.py --part $(PART) $(ARGS_TEST) -- $(PYTEST)
 
-# `make test` runs most cases on several ranks with one number of them; this with 2, 3 and 4, as far as
+# `make test-all` runs most cases on several ranks with one number of them; this with 2, 3 and 4, as far as
 # the case allows, and Horovod's contract with 2 and 3: an hour on two cores.
 test-ranks: build
-	@RANKS_ALL=1 $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/horovod_contract $(PYTEST)
+	@RANKS=all $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/horovod_contract $(PYTEST)
 
 # clang-tidy reads custom_ops/comm only: TensorFlow's headers would take minutes per file.
 check: venv

@@ -62,7 +62,9 @@ KINDS = {
 
 
 @pytest.mark.timeout(START_S + 60)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.quick if k == "SIGKILL" else ()) for k in KINDS]
+)
 def test_death_in_training(tmp_path, kind):
     expected_code, expected_text = KINDS[kind]
     is_sent = kind.startswith("SIG")

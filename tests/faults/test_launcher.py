@@ -85,6 +85,7 @@ def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
         wait_for_end(pids, since)
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(START_S)
 def test_a_job_is_started_again(tmp_path):
     with Job(tmp_path, PLAIN, "fails once", options=("--restarts", "3")) as job:

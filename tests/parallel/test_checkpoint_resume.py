@@ -8,6 +8,7 @@ from tests.helpers.spawn import spawn
 TOLERANCE = 1e-10
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(0)
 def test_other_numbers_of_ranks(tmp_path):
     """Weights, complete state, loss and metrics of the last epoch; float64."""

@@ -1,8 +1,9 @@
 """Every `case_*` of `cases_*.py` here, one mpiexec per number of ranks.
 
 Those of `WITH_ALL_SIZES` run with every number that they allow, others alone, if they may, and with
-one number above 1, by turns: tracing a model once more costs seconds. `make test-ranks` leaves
-nothing out.
+one number above 1, by turns: tracing a model once more costs seconds. `make test-ranks` (RANKS=all)
+leaves nothing out. `make test` (RANKS=quick) runs equality with one process, and the cases of
+Horovod's contract, on 2 ranks.
 
 Cases are found in the source text: their modules are imported by the ranks only.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.spawn import RankResult, spawn
+from tests.horovod_contract.intents import INTENTS
 
 ALL_SIZES = (1, 2, 3, 4)
 HERE = Path(__file__).parent
@@ -74,8 +76,21 @@ def by_turns(
     return [item for item in cases if item[1] in (1, *chosen.get(item[0], ()))]
 
 
-HAS_ALL_SIZES = bool(os.environ.get("RANKS_ALL"))
-CASES = find_cases() if HAS_ALL_SIZES else by_turns(find_cases())
+EXTENT = os.environ.get("RANKS", "by turns")
+HAS_ALL_SIZES = EXTENT == "all"
+
+
+def choose_cases() -> list[tuple[str, int, float | None]]:
+    """Return the cases of this run."""
+    if HAS_ALL_SIZES:
+        return find_cases()
+    if EXTENT == "quick":
+        contract = {f"tests.parallel.cases_{n}" for names in INTENTS.values() for n in names}
+        return [c for c in find_cases() if c[1] == 2 and c[0] in contract | WITH_ALL_SIZES]
+    return by_turns(find_cases())
+
+
+CASES = choose_cases()
 IDS = [f"{size}-{case.rpartition('.cases_')[2]}" for case, size, _ in CASES]
 
 
@@ -87,7 +102,7 @@ def outcomes(request) -> dict[tuple[str, int], list[RankResult]]:
 
 def test_no_case_is_left_out():
     known = {case for case, _, _ in find_cases()}
-    assert known == {case for case, _, _ in CASES} and known > WITH_ALL_SIZES
+    assert known == {case for case, _, _ in by_turns(find_cases())} and known > WITH_ALL_SIZES
 
 
 def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[RankResult]]:
@@ -103,6 +118,7 @@ def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[R
     return results
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_case(case, outcomes, request):

@@ -107,6 +107,7 @@ def check(truth: Scenario) -> Machine:
     return estimate.machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_the_constants_of_a_slow_network_are_found(name):
     machine = check(scenario_of(name))

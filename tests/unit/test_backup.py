@@ -62,6 +62,7 @@ def kill_before(monkeypatch, number):
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"double_checkpoint": True}, {"save_freq": 5}])
 def test_killed_at_any_place(tmp_path, monkeypatch, options):
     number, left, stride = 0, [-1], 3 if options else 1

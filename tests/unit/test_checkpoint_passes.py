@@ -20,6 +20,8 @@ from tfscale.callbacks import Checkpoint
 from tfscale.data.control import continue_epoch
 from tfscale.internals.stack import running_fit
 
+pytestmark = pytest.mark.slow
+
 BATCHES = 6
 
 

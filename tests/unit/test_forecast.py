@@ -140,6 +140,7 @@ def test_models_in_classes_of_their_own():
         read_layers(Own())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, name, shape",
     [

@@ -113,6 +113,7 @@ def test_shards_hold_less_optimizer_state():
     assert memory_bytes(scenario, choice.plan) < memory_bytes(scenario, choice.plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg-a", "resnet50", "resnet20", "edsr16"])
 @pytest.mark.parametrize("machine", ["ethernet-1g", "cori-haswell"])
 def test_recommendations_can_be_written(name, machine):

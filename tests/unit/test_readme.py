@@ -35,7 +35,11 @@ def blocks(document: Path, *languages: str) -> list[str]:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("size", [0, 2])
-@pytest.mark.parametrize("document", PYTHON, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(p, marks=[] if p.stem == "README" else pytest.mark.slow) for p in PYTHON],
+    ids=lambda path: path.stem,
+)
 def test_python_blocks_run(document, size, tmp_path, monkeypatch):
     texts = blocks(document, "python", "py")
     assert texts

@@ -15,6 +15,8 @@ from datasets import div2k
 import tfscale
 from tests.unit.test_global_batches import as_rank
 
+pytestmark = pytest.mark.slow
+
 SIZE = 8
 
 

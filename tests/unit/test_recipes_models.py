@@ -16,6 +16,8 @@ from models.resnet import resnet
 from models.resnet50 import resnet50
 from models.vgg import VGG_16, VGG_A, vgg, vgg_a_of_width
 
+pytestmark = pytest.mark.slow
+
 
 def _trainable_parameters(model):
     return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)

@@ -1,0 +1,132 @@
+"""Run all tests, or one part of them: C++ with sanitizers, then pytest on the installed wheel.
+
+    python tools/test_all.py [--part 2/3] [--list] [--only REGEX] [--python P] [-- PYTEST_ARGUMENTS]
+
+`make test-all` builds what this needs. Units are dealt out to parts by their usual minutes on two
+cores, the longest first. All units of a part run, whatever fails; a table at the end says how long
+each took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL_PYTHON = ROOT / "build" / "wheel-venv" / "bin" / "python"
+# What tests read; sources of the library are not among them, so that the wheel is what is tested.
+COPIED = ("tests", "recipes", "tools", "docs", "README.md", "Makefile", "pyproject.toml")
+# They read the sources, and are part of `make check`.
+OF_SOURCES = ("test_structure", "test_house", "test_packaging")
+PARALLEL = "tests/parallel/test_parallel.py"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tests that run in one process.
+
+    Attributes:
+        name: For the table, and for `--only`.
+        minutes: What it usually takes on two cores.
+        words: Arguments of pytest, or of `tools/cpp_tests.py`.
+        is_cpp: It is the latter.
+    """
+
+    name: str
+    minutes: float
+    words: tuple[str, ...]
+    is_cpp: bool = False
+
+
+UNITS = (
+    Unit("C++", 1.5, ("--variants", "plain"), is_cpp=True),
+    Unit("C++, address sanitizer", 2.5, ("--variants", "address"), is_cpp=True),
+    Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), is_cpp=True),
+    Unit(
+        "unit",
+        7.0,
+        (
+            "tests/unit",
+            *("-n", "2", "--dist", "loadfile"),
+            *(f"--ignore=tests/unit/{name}.py" for name in OF_SOURCES),
+        ),
+    ),
+    Unit("1 rank", 3.0, (PARALLEL, "-k", "test_case and 1-")),
+    Unit("2 ranks", 6.0, (PARALLEL, "-k", "test_case and 2-")),
+    Unit("3 ranks", 6.0, (PARALLEL, "-k", "test_case and 3-")),
+    Unit("4 ranks", 7.0, (PARALLEL, "-k", "test_case and 4- or test_no_case")),
+    Unit("jobs", 6.0, ("tests/parallel", f"--ignore={PARALLEL}")),
+    Unit("faults", 10.0, ("tests/faults",)),
+    Unit("emulated cluster", 2.0, ("tests/cluster",)),
+    Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),
+)
+
+
+def deal_out(units: Sequence[Unit], n_parts: int) -> list[list[Unit]]:
+    """Return the units of each part, in their order: every unit in exactly one."""
+    parts: list[list[Unit]] = [[] for _ in range(n_parts)]
+    for unit in sorted(units, key=lambda u: -u.minutes):
+        min(parts, key=lambda part: sum(u.minutes for u in part)).append(unit)
+    return [sorted(part, key=units.index) for part in parts]
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Return k and n of "k/n"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    k, n = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= k <= n:
+        raise argparse.ArgumentTypeError(f"k/n with k from 1 to n, as 2/3. Received: {text}")
+    return k, n
+
+
+def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> int:
+    """Run a unit in a folder without the library's sources; return its exit status."""
+    if unit.is_cpp:
+        command = [sys.executable, str(ROOT / "tools" / "cpp_tests.py"), *unit.words]
+        return subprocess.run(command, cwd=ROOT).returncode
+    command = [str(python.absolute()), "-m", "pytest", *unit.words, *more]
+    return subprocess.run(command, cwd=folder).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the units of a part; return 1 if one failed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description="Run all tests, or one part of them.")
+    parser.add_argument("--part", type=parse_part, default=(1, 1), metavar="K/N")
+    parser.add_argument("--only", default="", metavar="REGEX", help="units whose name matches")
+    parser.add_argument(
+        "--python", type=Path, default=WHEEL_PYTHON, help="where tfscale is installed"
+    )
+    parser.add_argument("--list", action="store_true", help="say what would run")
+    arguments = parser.parse_args(words[:cut])
+    part, n_parts = arguments.part
+    units = [u for u in deal_out(UNITS, n_parts)[part - 1] if re.search(arguments.only, u.name)]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tfscale-tests-") as name:
+        folder = Path(name)
+        for source in COPIED if not arguments.list else ():
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            copy(ROOT / source, folder / source)  # type: ignore[operator]
+        for unit in units:
+            print(f"== {unit.name}, about {unit.minutes:g} min", flush=True)
+            if not arguments.list:
+                start = time.monotonic()
+                status = run(unit, folder, arguments.python, words[cut + 1 :])
+                rows.append((unit.name, (time.monotonic() - start) / 60, status))
+    for name, minutes, status in rows:
+        print(f"{minutes:6.1f} min  {'passed' if status == 0 else f'FAILED ({status})'}  {name}")
+    print(f"{sum(minutes for _, minutes, _ in rows):6.1f} min  part {part} of {n_parts}")
+    return int(any(status for _, _, status in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
