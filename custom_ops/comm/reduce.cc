@@ -128,6 +128,31 @@ void ReduceHalf(const std::vector<const void*>& sources, void* out, size_t count
   }
 }
 
+// Sums of 8 bits are kept in 32, so that averages do not overflow on their way. An unscaled sum
+// wraps, as those of the larger integers; a scaled one is clamped, as theirs.
+template <typename T>
+void ReduceByte(const std::vector<const void*>& sources, void* out, size_t count, ReduceOp op,
+                double scale) {
+  using Limits = std::numeric_limits<T>;
+  int32_t acc[kBlock];
+  int32_t next[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t n = std::min(kBlock, count - begin);
+    std::copy_n(static_cast<const T*>(sources[0]) + begin, n, acc);
+    for (size_t s = 1; s < sources.size(); ++s) {
+      std::copy_n(static_cast<const T*>(sources[s]) + begin, n, next);
+      Combine(acc, next, n, op);
+    }
+    T* to = static_cast<T*>(out) + begin;
+    ScaleInPlace(acc, n, scale);
+    for (size_t i = 0; i < n; ++i) {
+      const int32_t value =
+          scale == 1.0 ? acc[i] : std::clamp<int32_t>(acc[i], Limits::min(), Limits::max());
+      to[i] = static_cast<T>(value);
+    }
+  }
+}
+
 }  // namespace
 
 void Reduce(const std::vector<const void*>& sources, void* out, size_t count, DType dtype,
@@ -141,6 +166,10 @@ void Reduce(const std::vector<const void*>& sources, void* out, size_t count, DT
       return ReduceTyped<int32_t>(sources, out, count, op, scale);
     case DType::kInt64:
       return ReduceTyped<int64_t>(sources, out, count, op, scale);
+    case DType::kInt8:
+      return ReduceByte<int8_t>(sources, out, count, op, scale);
+    case DType::kUint8:
+      return ReduceByte<uint8_t>(sources, out, count, op, scale);
     case DType::kFloat16:
       return ReduceHalf<HalfToFloat, FloatToHalf>(sources, out, count, op, scale);
     case DType::kBfloat16:

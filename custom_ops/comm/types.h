@@ -17,6 +17,8 @@ enum class DType : int {
   kBfloat16 = 3,
   kInt32 = 4,
   kInt64 = 5,
+  kInt8 = 6,
+  kUint8 = 7,
 };
 
 // Averages are a sum with a postscale factor of 1/size.
@@ -30,6 +32,9 @@ inline size_t SizeOf(DType dtype) {
     case DType::kFloat16:
     case DType::kBfloat16:
       return 2;
+    case DType::kInt8:
+    case DType::kUint8:
+      return 1;
     default:
       return 4;
   }

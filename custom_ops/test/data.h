@@ -49,13 +49,20 @@ inline Bytes MakeData(DType dtype, size_t count, int rank, int seed = 0) {
       case DType::kInt64:
         Store(bytes, i, static_cast<int64_t>(value * 3e18));
         break;
+      case DType::kInt8:
+        Store(bytes, i, static_cast<int8_t>(value * 40));
+        break;
+      case DType::kUint8:
+        Store(bytes, i, static_cast<uint8_t>(std::abs(value) * 40));
+        break;
     }
   }
   return bytes;
 }
 
 constexpr DType kAllTypes[] = {DType::kFloat32,  DType::kFloat64, DType::kFloat16,
-                               DType::kBfloat16, DType::kInt32,   DType::kInt64};
+                               DType::kBfloat16, DType::kInt32,   DType::kInt64,
+                               DType::kInt8,     DType::kUint8};
 constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 
 }  // namespace testing

@@ -144,7 +144,29 @@ TEST(Bfloat16IsAddedUpInFloat32AndRoundedOnce) {
 TEST(Int32) { CheckType<int32_t, int32_t>(DType::kInt32, Same<int32_t>, Same<int32_t>); }
 TEST(Int64) { CheckType<int64_t, int64_t>(DType::kInt64, Same<int64_t>, Same<int64_t>); }
 
+TEST(Int8) {
+  CheckType<int8_t, int32_t>(
+      DType::kInt8, [](int8_t value) { return int32_t{value}; },
+      [](int32_t sum) { return static_cast<int8_t>(sum); });
+}
+TEST(Uint8) {
+  CheckType<uint8_t, int32_t>(
+      DType::kUint8, [](uint8_t value) { return int32_t{value}; },
+      [](int32_t sum) { return static_cast<uint8_t>(sum); });
+}
+
+TEST(MeansOfBytesDoNotOverflow) {
+  const auto mean =
+      ReduceVectors<int8_t>({{100, -100, 127}, {101, -90, 127}}, DType::kInt8, ReduceOp::kSum, 0.5);
+  CHECK_EQ(mean[0], int8_t{100});
+  CHECK_EQ(mean[1], int8_t{-95});
+  CHECK_EQ(mean[2], int8_t{127});
+  const auto clamped = ReduceVectors<uint8_t>({{200}, {100}}, DType::kUint8, ReduceOp::kSum, 3.0);
+  CHECK_EQ(clamped[0], uint8_t{255});
+}
+
 TEST(IntegersWrap) {
+  CheckWrapping<int8_t>(DType::kInt8);
   CheckWrapping<int32_t>(DType::kInt32);
   CheckWrapping<int64_t>(DType::kInt64);
 }

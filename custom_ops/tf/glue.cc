@@ -43,6 +43,10 @@ DType ToDType(tensorflow::DataType dtype) {
       return DType::kInt32;
     case tensorflow::DT_INT64:
       return DType::kInt64;
+    case tensorflow::DT_INT8:
+      return DType::kInt8;
+    case tensorflow::DT_UINT8:
+      return DType::kUint8;
     default:
       return DType::kFloat32;
   }

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Min, Product, Sum
 
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
@@ -31,7 +31,7 @@ def rank_sum(size):
 
 def case_sum_of_every_dtype_and_length():
     rank, size = tfscale.rank(), tfscale.size()
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, tf.uint8):
         for length in LENGTHS:
             own = tf.cast(ramp(length) + rank, dtype)
             for result in in_both_modes(lambda x: tfscale.allreduce(x, op=Sum), own):
@@ -49,6 +49,14 @@ def case_average_of_every_dtype():
             np.testing.assert_array_equal(plain(result), 2 * ramp(100) + size - 1, str(dtype))
 
 
+@engine_only("Horovod adds 8-bit integers up in 8 bits")
+def case_average_of_bytes_does_not_overflow():
+    for dtype, value in ((tf.int8, 120), (tf.int8, -120), (tf.uint8, 250)):
+        for result in in_both_modes(tfscale.allreduce, tf.cast([value] * 3, dtype)):
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(plain(result), [value] * 3)
+
+
 def case_average_of_float64_keeps_all_digits():
     own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (tfscale.rank() + 1)
     for result in in_both_modes(tfscale.allreduce, own):
@@ -58,7 +66,7 @@ def case_average_of_float64_keeps_all_digits():
 
 def case_min_max_product_of_every_dtype():
     rank, size = tfscale.rank(), tfscale.size()
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, tf.int8):
         own = tf.cast([rank - 2, 2 - rank, rank + 1], dtype)
         expected = {
             Min: [-2, 3 - size, 1],
@@ -199,7 +207,7 @@ def case_different_dtypes_ops_and_collectives_name_both_ranks():
 
 
 def case_what_cannot_be_reduced():
-    for dtype in (tf.bool, tf.string, tf.uint8):
+    for dtype in (tf.bool, tf.string, tf.uint16):
         tensor = tf.zeros([2], dtype) if dtype != tf.string else tf.constant(["a"])
         require_error(
             lambda tensor=tensor: tfscale.allreduce(tensor),

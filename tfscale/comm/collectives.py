@@ -75,7 +75,7 @@ def allreduce(
 
     Args:
         tensor: Tensor or `tf.IndexedSlices` of equal dtype and shape on all ranks; float32,
-            float64, float16, bfloat16, int32 or int64.
+            float64, float16, bfloat16, int32, int64, int8 or uint8.
         op: Average, Sum, Min, Max or Product.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.

@@ -29,7 +29,10 @@ _ENGINE_OPS = {
     Max: ReduceOp.MAX,
     Product: ReduceOp.PRODUCT,
 }
-REDUCIBLE = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+REDUCIBLE = (
+    *(tf.float32, tf.float64, tf.float16, tf.bfloat16),
+    *(tf.int32, tf.int64, tf.int8, tf.uint8),
+)
 
 
 def engine_op(op: str) -> ReduceOp:
@@ -61,7 +64,7 @@ def scaling_of(op: str, factors: Scaling, size: int, tensors: list[tf.Tensor]) -
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE:
             raise ConfigError(
-                "A reduction needs float32, float64, float16, bfloat16, int32 or int64. "
+                "A reduction needs float32, float64, float16, bfloat16, int32, int64, int8 or uint8. "
                 f"Received: dtype={tensor.dtype.name}. Cast the tensor first."
             )
     if op == Average:
