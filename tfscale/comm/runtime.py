@@ -64,8 +64,8 @@ def scaling_of(op: str, factors: Scaling, size: int, tensors: list[tf.Tensor]) -
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE:
             raise ConfigError(
-                "A reduction needs float16, bfloat16, float32, float64, int8, uint8, int32 or int64. "
-                f"Received: dtype={tensor.dtype.name}. Cast the tensor first."
+                "A reduction needs float32, float64, float16, bfloat16, int32, int64, int8 or "
+                f"uint8. Received: dtype={tensor.dtype.name}. Cast the tensor first."
             )
     if op == Average:
         return Scaling(factors.prescale, factors.postscale / size)
