@@ -1,9 +1,10 @@
-"""Atomic writes, digests and files of JSON lines."""
+"""Atomic writes, digests, files of JSON lines and of findings."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -92,6 +93,29 @@ def write_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> Non
     """Replace a file by these records, atomically; its folder is made if need be."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(map(_line, records)))
+
+
+def has_matplotlib() -> bool:
+    """Return whether pictures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_findings(
+    folder: str | Path, name: str, content: dict[str, Any], draw: Callable[[Path], None]
+) -> None:
+    """Write `name`.json into a folder, which is made, and `name`.png if it can be drawn.
+
+    Args:
+        folder: Where.
+        name: Of both files.
+        content: JSON. Numbers that are not finite become null.
+        draw: Called with the path of the picture.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{name}.json", json.dumps(_without_nan(content), indent=1) + "\n")
+    if has_matplotlib():
+        draw(folder / f"{name}.png")
 
 
 def _line(record: dict[str, Any]) -> str:

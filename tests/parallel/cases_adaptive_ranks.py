@@ -16,7 +16,7 @@ from tfscale.callbacks import (
     MetricAverageCallback,
 )
 from tfscale.data.slices import count_active, epoch_order
-from tfscale.measure.theta import noise_scale
+from tfscale.measure.growth import noise_scale
 
 SAMPLES = 96
 

@@ -9,11 +9,11 @@ from tfscale.config import ConfigError
 from tfscale.measure.growth import (
     GrowthControl,
     GrowthSettings,
+    IntervalRule,
     Measures,
     ladder,
     with_largest_interval,
 )
-from tfscale.measure.theta import IntervalRule
 
 SIZES = (32, 64, 128)
 

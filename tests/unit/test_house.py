@@ -43,7 +43,6 @@ LARGE: dict[str, int] = {}
 SATELLITES: set[str] = {
     "tfscale.callbacks.finite_state",
     "tfscale.comm.backends.single",
-    "tfscale.measure.memory",
 }
 CIRCLES: list[set[str]] = []
 

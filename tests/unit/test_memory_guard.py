@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
+from tfscale.callbacks.adaptive import measures
 from tfscale.comm import runtime
-from tfscale.measure import memory
 
 
 class Process:
@@ -18,8 +18,8 @@ class Process:
     def __init__(self, monkeypatch, free=40.0):
         self.now = self.peak = 100
         self.free = free
-        monkeypatch.setattr(memory, "_used_bytes", lambda: (self.now, self.peak))
-        monkeypatch.setattr(memory, "_free_bytes", lambda: self.free)
+        monkeypatch.setattr(measures, "_used_bytes", lambda: (self.now, self.peak))
+        monkeypatch.setattr(measures, "_free_bytes", lambda: self.free)
 
     def use(self, peak):
         self.peak = max(self.peak, peak)
@@ -27,7 +27,7 @@ class Process:
 
 def guard(monkeypatch, free):
     """Return a guard behind an epoch that took 40 bytes for 8 samples, and the process."""
-    process, made = Process(monkeypatch, free), memory.MemoryGuard()
+    process, made = Process(monkeypatch, free), measures.MemoryGuard()
     made.begin_epoch()
     process.use(140)
     made.end_epoch(8)
@@ -35,9 +35,9 @@ def guard(monkeypatch, free):
 
 
 def test_memory_is_read_from_the_system():
-    now, peak = memory._used_bytes()
+    now, peak = measures._used_bytes()
     assert 1 << 20 < now <= peak
-    assert 0 < memory._free_bytes() < 1 << 50
+    assert 0 < measures._free_bytes() < 1 << 50
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_steps_that_take_more_than_expected(monkeypatch):
 
 def test_an_earlier_peak_counts_where_nothing_else_is_known(monkeypatch):
     """Loading data took 400 bytes; steps that stay below may have taken as much."""
-    process, made = Process(monkeypatch, free=399), memory.MemoryGuard()
+    process, made = Process(monkeypatch, free=399), measures.MemoryGuard()
     process.use(500)
     made.begin_epoch()
     made.end_epoch(8)
@@ -107,7 +107,7 @@ def test_batches_grow_although_validation_takes_much(monkeypatch):
 
 
 def test_growth_stops_instead_of_a_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
+    monkeypatch.setattr(measures.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
     data, path = make_data(), tmp_path / "adaptive.jsonl"
     model = make_model()
     history = model.fit(
@@ -136,6 +136,6 @@ def test_what_is_free(monkeypatch, tmp_path, limit, left, ranks):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "meminfo").write_text("MemTotal: 200 kB\nMemAvailable:  100 kB\n")
-    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(measures, "Path", lambda name: tmp_path / Path(name).name)
     monkeypatch.setattr(runtime, "local_size", lambda: ranks)
-    assert memory._free_bytes() == (left or 102400) / ranks
+    assert measures._free_bytes() == (left or 102400) / ranks

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tfscale.measure.batch_size import SizeMeasures, Stage, advise, write
-from tfscale.measure.theta import noise_scale
+from tfscale.measure.growth import noise_scale
 
 
 def test_exact_expectations_give_the_exact_scale():

@@ -227,18 +227,14 @@ STACK_READERS = {
 # Callers of `internals.stack` besides `fit/session.py`, and of the pass over data.
 STACK_CALLERS = {
     "tfscale/fit/preparation.py",
-    "tfscale/measure/auto.py",
 }
 PRIVATE_READERS = {
     "tfscale/comm/backends/horovod.py",
     "tfscale/launcher/tune/scripts.py",
-    "tfscale/measure/auto.py",
-    "tfscale/measure/model_layers.py",
 }
 PATCHERS = {
     "tfscale/callbacks/save_points.py": ["a name"],
     "tfscale/exchange/dense.py": ["call"],
-    "tfscale/measure/model_layers.py": ["call"],
     "tfscale/optimizer/futures.py": ["__class__", "export"],
     "tfscale/optimizer/saving.py": ["a name"],
 }

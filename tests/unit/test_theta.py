@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tfscale.config import ConfigError
-from tfscale.measure.theta import IntervalFinder, IntervalRule, theta_of
+from tfscale.measure.growth import IntervalFinder, IntervalRule, theta_of
 
 NAN = math.nan
 

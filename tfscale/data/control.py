@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.epochs import BatchSource, Epochs
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import BatchSlices, check_slices
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
@@ -27,8 +25,7 @@ logger = logging.getLogger("tfscale")
 def keep_settings(data: GlobalBatches) -> Iterator[None]:
     """Remember batch size and surplus ranks, which a `fit` that begins in here may change.
 
-    They are put back by `put_back_settings`; at once where it does not begin. Where an earlier
-    `fit` broke off, what that one began with counts.
+    They are put back by `put_back_settings`; at once where it does not begin.
     """
     data._epochs.keep()
     try:
@@ -49,10 +46,8 @@ def put_back_settings(data: GlobalBatches) -> None:
 def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
     """Let batches be shared by as many ranks as `count_active` says, from the next pass on.
 
-    Args:
-        data: Needs targets, and serves sample weights from now on.
-        weighs_samples: Serve one weight for each sample. False: one for the whole batch, which
-            suits losses of any shape.
+    The data needs targets, and serves sample weights from now on: one for each sample, or one for
+    the whole batch, which suits losses of any shape.
     """
     data._epochs.allow_surplus_ranks(weighs_samples)
 
@@ -66,7 +61,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     Args:
         data: What `fit` trains on.
         state: `GlobalBatches.state()` of then, if there was one.
-        first_step: Of the epoch; one that has begun is cut as it was, another may be cut again.
+        first_step: Of the epoch; one that has begun keeps its batch size, another need not.
             None: no epoch begins, and the batch size stays.
 
     Raises:
@@ -102,13 +97,7 @@ def continue_epoch(epochs: Any, epoch: int, first_step: int) -> int:
     Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
     `GlobalBatches` reads none of the batches before; other data is read and dropped up to there.
 
-    Args:
-        epochs: Keras's iterator of epochs; None outside of a `fit`.
-        epoch: Its number, from that of the first epoch of training.
-        first_step: Number of the first step, 0 or more.
-
-    Returns:
-        The first step: an earlier one where other ranks' data leaves the epoch no such step.
+    See `begin_epoch_at`; `epochs` is None outside of a `fit`.
     """
     return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, _rest_of)
 
@@ -145,54 +134,22 @@ class _Rest(keras.utils.PyDataset):
 # Batches of any size, beside what `fit` is being served.
 
 
-def read_batches(data: GlobalBatches, batch_size: int, seed: int) -> Iterator[Any]:
+def read_batches(
+    data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
+) -> Iterator[Any]:
     """Yield the batches of one epoch that is not trained on, in an order of its own.
 
     Args:
         data: Whose samples to read; what it serves does not change.
-        batch_size: Samples of a batch; all on this rank.
+        batch_size: Samples of a batch, all on this rank; at most all samples.
         seed: Decides the order, if the data is shuffled at all.
-
-    Raises:
-        ConfigError: The batch is larger than the data.
+        class_weight: Serve the sample weights that `fit` makes of these.
     """
     slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
     read = data._epochs.source.open_epoch(seed, 0, slices)
-    return (read(step) for step in range(slices.steps))
-
-
-def weigh_classes(data: GlobalBatches, weights: Mapping[int, float]) -> GlobalBatches:
-    """Return what `read_batches` reads with the sample weights that `fit` makes of classes.
-
-    Args:
-        data: Serves (x, y); y as `fit` wants it for `class_weight`.
-        weights: By class.
-    """
-    epochs, weighed = data._epochs, copy.copy(data)
-    source = _WeighedClasses(epochs.source, weights)
-    weighed._epochs = Epochs(source, epochs.is_shuffled, epochs.drop_remainder)
-    return weighed
-
-
-class _WeighedClasses:
-    """Batches with a weight for each sample's class."""
-
-    def __init__(self, source: BatchSource, weights: Mapping[int, float]) -> None:
-        self._source = source
-        self._weights = weights
-
-    @property
-    def samples(self) -> int:
-        return self._source.samples
-
-    def probe(self) -> list[Any]:
-        return self._source.probe()
-
-    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
-        read = self._source.open_epoch(seed, epoch, slices)
-
-        def read_weighed(step: int) -> tuple:
-            x, y = read(step)
-            return x, y, class_weight_to_sample_weights(y, self._weights)
-
-        return read_weighed
+    for step in range(slices.steps):
+        batch = read(step)
+        if class_weight is not None:
+            x, y = batch
+            batch = x, y, class_weight_to_sample_weights(y, class_weight)
+        yield batch

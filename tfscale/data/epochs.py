@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,16 +13,16 @@ import numpy as np
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, active_slices, check_integer, check_slices
+from tfscale.data.sources import BatchSource
 
 
-@functools.total_ordering
 class StepCount:
     """An integer whose value may change between two epochs of one `fit`.
 
-    Keras asks a data set for its number of batches once, before the first epoch,
-    and keeps the answer for the loop's length and the progress bar's target. A
-    plain int would cut longer epochs short without a word; this object is kept
-    just the same and says the present number whenever it is used.
+    Keras asks a data set for its number of batches once, before the first epoch, and keeps the
+    answer for the loop's length and the progress bar's target. A plain int would cut longer epochs
+    short without a word; this object is kept just the same, and its operators work on the present
+    value.
 
     It holds no reference to the data: `model.history.params` may keep it.
     """
@@ -37,65 +36,31 @@ class StepCount:
     def __index__(self) -> int:
         return self.value
 
-    def __int__(self) -> int:
-        return self.value
-
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __bool__(self) -> bool:
-        return self.value != 0
-
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype)
 
-    def __eq__(self, other: object) -> Any:
-        return self.value == other
 
-    def __lt__(self, other: Any) -> Any:
-        return self.value < other
-
-    def __neg__(self) -> int:
-        return -self.value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
-
-
-def _add_arithmetic() -> None:
-    """Give StepCount the operators of int; each works on the present value."""
+def _add_operators() -> None:
+    """Give StepCount those of int."""
 
     def forward(function: Any) -> Any:
-        return lambda self, other: function(self.value, other)
+        return lambda self, *others: function(self.value, *others)
 
     def backward(function: Any) -> Any:
         return lambda self, other: function(other, self.value)
 
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        function = getattr(operator, name)
-        setattr(StepCount, f"__{name}__", forward(function))
-        setattr(StepCount, f"__r{name}__", backward(function))
+    comparisons = ("eq", "lt", "le", "gt", "ge")
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    for name in ("neg", *comparisons, *arithmetic):
+        setattr(StepCount, f"__{name}__", forward(getattr(operator, name)))
+    for name in arithmetic:
+        setattr(StepCount, f"__r{name}__", backward(getattr(operator, name)))
+    for function in (float, bool, repr, format):
+        setattr(StepCount, f"__{function.__name__}__", forward(function))
 
 
-_add_arithmetic()
+_add_operators()
 numbers.Integral.register(StepCount)
-
-
-class BatchSource(Protocol):
-    """Where samples come from: `ArraySource` or `RecordSource`."""
-
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-
-    def probe(self) -> list[Any]:
-        """Return a few samples, for `require_same_samples`."""
-
-    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
-        """Return the function that reads this rank's slice of a step."""
 
 
 class OpenEpoch(NamedTuple):
@@ -133,10 +98,7 @@ class Epochs:
         return self._open or self.refresh()
 
     def refresh(self, is_trained_on: bool = False) -> OpenEpoch:
-        """Serve what the settings say from now on.
-
-        Args:
-            is_trained_on: Whether `fit` trains on it, also where the order is kept.
+        """Serve what the settings say from now on; `fit` trains on it also in the data's order.
 
         Raises:
             ConfigError: The batch size does not suit the data or the number of ranks.
@@ -147,17 +109,13 @@ class Epochs:
             read = self.source.open_epoch(*key)
             if self.has_surplus_ranks:
                 rank, size = self._rank_and_size()
-                read = weighted(read, rank, key[2].size, size, self.weighs_samples)
+                read = _weighted(read, rank, key[2].size, size, self.weighs_samples)
             self._open = OpenEpoch(*key, read)
             self.steps.value = self._open.slices.steps
         return self._open
 
-    def allow_surplus_ranks(self, weighs_samples: bool = True) -> None:
-        """Let fewer ranks than there are share a batch; the others get weight 0.
-
-        Args:
-            weighs_samples: Serve one weight for each sample; False: one for the whole batch.
-        """
+    def allow_surplus_ranks(self, weighs_samples: bool) -> None:
+        """Let fewer ranks than there are share a batch; the others get weight 0."""
         self.has_surplus_ranks, self.weighs_samples = True, weighs_samples
         self._open = None
 
@@ -182,11 +140,7 @@ class Epochs:
         }
 
     def restore_order(self, state: dict[str, int]) -> None:
-        """Take seed and number of the epoch from a `state`.
-
-        Raises:
-            ConfigError: It belongs to data of another length.
-        """
+        """Take seed and number of the epoch from a `state` of data that is as long."""
         if state["samples"] != self.source.samples:
             raise ConfigError(
                 "The state must come from the same data. Received: "
@@ -196,11 +150,7 @@ class Epochs:
         self.number = check_integer("epoch", state["epoch"], 0)
 
     def slices(self, batch_size: Any) -> BatchSlices:
-        """Return how this rank would share in batches of another size.
-
-        Raises:
-            ConfigError: That size cannot be used.
-        """
+        """Return how this rank would share in batches of another size, if that can be used."""
         batch_size = check_integer("batch_size", batch_size, 1)
         rank, size = self._rank_and_size()
         slices = BatchSlices(self.source.samples, batch_size, rank, size, self.drop_remainder)
@@ -209,11 +159,7 @@ class Epochs:
         return check_slices(slices, is_training=self.is_shuffled)
 
     def require_each_in_order(self) -> None:
-        """Raise where `predict` would give rows in another order than the data's, or not all.
-
-        Raises:
-            ConfigError: The data is shuffled, or samples are left out.
-        """
+        """Raise where `predict` would give rows in another order than the data's, or not all."""
         n_dropped = self.source.samples % self.batch_size if self.drop_remainder else 0
         if self.is_shuffled or n_dropped:
             order = "shuffled" if self.is_shuffled else "unshuffled"
@@ -231,21 +177,13 @@ class Epochs:
         return self.rank_and_size or (runtime.rank(), runtime.size())
 
 
-def weighted(
-    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool = True
+def _weighted(
+    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool
 ) -> Callable[[int], Any]:
     """Return a reader whose sample weights make the mean over all ranks that of the active ones.
 
-    Args:
-        read: Returns (x, y) or (x, y, sample_weight) of a step.
-        rank: This rank.
-        active: Number of active ranks, those below it.
-        size: Number of ranks.
-        weighs_samples: Whether weights that are made here have shape (samples,), or (1,).
-
-    Returns:
-        A function returning (x, y, sample_weight). Weights of active ranks are multiplied by
-        size / active, those of surplus ranks by 0.
+    Weights of the `active` first ranks are multiplied by size / active, those of the others by 0.
+    Where `read` returns none they have shape (samples,), or (1,) without `weighs_samples`.
     """
     factor = size / active if rank < active else 0.0
 

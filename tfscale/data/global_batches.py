@@ -8,10 +8,9 @@ from typing import Any
 
 import keras
 
-from tfscale.data.arrays import ArraySource
 from tfscale.data.epochs import Epochs, StepCount
-from tfscale.data.records import RecordSource
 from tfscale.data.slices import check_integer
+from tfscale.data.sources import ArraySource, RecordSource
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.internals.stack import current_pass
 

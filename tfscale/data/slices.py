@@ -22,19 +22,13 @@ class BatchSlices:
     equal pieces. The last, smaller batch (only without `drop_remainder`) is cut
     into pieces whose lengths differ by one at most, the longer ones first.
 
-    Attributes:
-        samples: Number of samples of an epoch, over all ranks.
-        batch_size: Samples of one global batch, over all ranks; a multiple of `size`.
-        rank: This rank, 0 <= rank < size.
-        size: Number of ranks.
-        drop_remainder: Leave the samples behind the last full batch out.
     """
 
-    samples: int
-    batch_size: int
+    samples: int  # of an epoch, over all ranks
+    batch_size: int  # of one global batch, over all ranks; a multiple of `size`
     rank: int = 0
     size: int = 1
-    drop_remainder: bool = True
+    drop_remainder: bool = True  # leave the samples after the last full batch out
 
     @property
     def local_batch_size(self) -> int:
@@ -58,14 +52,9 @@ class BatchSlices:
         return self.full_batches + (stop > start)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Return where this rank's slice of a global batch starts and stops.
+        """Return where this rank's slice of a global batch starts and stops, in the epoch's order.
 
-        Args:
-            step: Index of the global batch, 0 <= step < steps.
-
-        Returns:
-            Positions (start, stop) in the epoch's order, start < stop. Over all
-            ranks the slices of a step follow each other without gap or overlap.
+        Over all ranks the slices of a step follow each other without gap or overlap.
 
         Raises:
             IndexError: `step` is outside the epoch.
@@ -85,56 +74,35 @@ class BatchSlices:
 
 
 def count_active(batch_size: int, size: int) -> int:
-    """Return how many ranks share in a batch.
+    """Return how many of `size` ranks share in a batch, each with two samples or more.
 
-    Args:
-        batch_size: Samples over all ranks.
-        size: Number of ranks.
-
-    Returns:
-        The largest divisor of `batch_size`, at most `size`, that leaves each at least two samples;
-        1 where there is none.
+    It is the largest divisor of `batch_size` that allows this; 1 where there is none.
     """
     divisors = range(min(size, batch_size // MIN_LOCAL_BATCH), 1, -1)
     return next((n for n in divisors if batch_size % n == 0), 1)
 
 
 def active_slices(slices: BatchSlices) -> BatchSlices:
-    """Return the slices of a batch that is shared by its active ranks only.
+    """Return the slices of a batch that is shared by `count_active` ranks only.
 
-    Args:
-        slices: As if all ranks shared in it.
-
-    Returns:
-        Slices of `count_active` ranks. Surplus rank r has those of rank r modulo their number: it
-        takes part in every exchange with data like any other.
+    Surplus rank r has those of rank r modulo their number: it takes part in every exchange with
+    data like any other.
     """
     active = count_active(slices.batch_size, slices.size)
     return dataclasses.replace(slices, rank=slices.rank % active, size=active)
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """Return the order in which an epoch takes its samples.
+    """Return the order in which an epoch takes its samples, a permutation of `range(samples)`.
 
-    Args:
-        seed: Non-negative; the same on all ranks.
-        epoch: Non-negative.
-        samples: Number of samples, over all ranks.
-
-    Returns:
-        A permutation of `range(samples)`, int64, shape (samples,). It depends on
-        the arguments only: not on the rank, on `keras.utils.set_random_seed` or on
-        how many orders were drawn before.
+    It depends on the arguments only: not on the rank, on `keras.utils.set_random_seed` or on how
+    many orders were drawn before.
     """
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
 def check_integer(name: str, value: Any, minimum: int) -> int:
-    """Return `value` as an int of at least `minimum`.
-
-    Raises:
-        ConfigError: It is not a whole number or is smaller.
-    """
+    """Return `value` as an int of at least `minimum`, or raise ConfigError."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -149,18 +117,13 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
 def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
     """Return `slices` if every rank gets a share of every batch it has to serve.
 
-    Args:
-        slices: What is asked for.
-        is_training: Every rank must take the same number of steps, on slices of
-            equal length: only then is the mean over ranks the mean over samples.
-
-    Returns:
-        The argument, for chaining.
+    In training every rank must take the same number of steps, on slices of equal length: only then
+    is the mean over ranks the mean over samples.
 
     Raises:
-        ConfigError: The batch size is no multiple of the number of ranks or larger
-            than the data, there are fewer samples than ranks, or the smaller batch
-            at the end of a training epoch cannot be shared out equally.
+        ConfigError: The batch size is no multiple of the number of ranks or larger than the data,
+            there are fewer samples than ranks, or the smaller batch at the end of a training epoch
+            cannot be shared out equally.
     """
     batch_size, size, samples = slices.batch_size, slices.size, slices.samples
     if batch_size % size:

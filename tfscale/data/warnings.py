@@ -36,13 +36,10 @@ _told: set[tuple[str, Any]] = set()
 def warn_if_unsynchronised(
     model: Any, callbacks: Sequence[Any], has_exchanged: bool | None = None
 ) -> None:
-    """Warn, once per model and on one rank, if its ranks exchange nothing.
+    """Warn, once per model and on one rank, if its ranks exchange nothing in a running `fit`.
 
-    Args:
-        model: In a running `fit`.
-        callbacks: Those of this `fit`.
-        has_exchanged: Whether gradients were exchanged in this process; None before the first
-            step, when a custom train_step may yet do so.
+    `has_exchanged` says whether gradients were exchanged in this process; it is None before the
+    first step, when a custom train_step may yet do so.
     """
     if not isinstance(model, keras.Model) or not _is_one_of_several():
         return
@@ -64,11 +61,7 @@ def warn_of_judges(callbacks: Sequence[Any]) -> None:
 
 
 def warn_of_evaluation(caller: KerasPass) -> None:
-    """Warn, once and on one rank, where an `evaluate` outside of `fit` leaves metrics as they are.
-
-    Args:
-        caller: Reads `GlobalBatches`.
-    """
+    """Warn, once and on one rank, of the metrics of an `evaluate` outside of `fit`."""
     is_of_all = any(callback.averages_metrics for callback in own_of(caller.callbacks))
     if caller.caller == "evaluate" and caller.fit is None and not is_of_all:
         _warn_once(None, _EVALUATED)

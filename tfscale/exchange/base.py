@@ -116,8 +116,13 @@ class Watch(Protocol):
 
     may_cut: bool
 
-    def step(self) -> Exchange | None:
-        """Count a step; return the strategy for the next one if it changes. Collective."""
+    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
+        """Count a step; return the strategy for the next one if it changes. Collective.
+
+        Args:
+            data: What the `fit` around the step trains on; None outside of one.
+            callbacks: Those of this `fit`.
+        """
         ...
 
 

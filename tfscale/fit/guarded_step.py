@@ -69,7 +69,8 @@ class GuardedStep:
                 raise
             raise ExchangeError(engine_text(error.message)) from error
         distributed = distributed_of(model.optimizer)
-        if distributed is not None and distributed.after_step():
+        around = () if session is None else (session.data, session.callbacks)
+        if distributed is not None and distributed.after_step(*around):
             model.make_train_function(force=True)
         return self._last_logs
 

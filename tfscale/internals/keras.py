@@ -4,8 +4,8 @@ All names were checked on Keras 3.10 and 3.15 with TensorFlow 2.18 and 2.21; wha
 them is said where it is used. A name that goes away fails here and nowhere else.
 
 Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
-`_seed_generators`; `Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
-`_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`, `_trainable_variables`,
+`_seed_generators`, `_build_shapes_dict`; `Model._resolve_auto_jit_compile`, `_symbolic_build`,
+`_initial_epoch`, `_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`, `_trainable_variables`,
 `_accumulated_gradients`; `TextVectorization._lookup_layer`; `CallbackList._async_train`;
 `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`, `_last_batch_seen`,
 `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`, `_get_iterator`,
@@ -22,7 +22,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -61,6 +61,37 @@ def state_of(layer: Any) -> list[keras.Variable]:
 def seeds_of(layer: Any) -> list[keras.Variable]:
     """Return the states of the layer's own random numbers."""
     return [generator.state for generator in layer._seed_generators]
+
+
+def built_shape(model: keras.Model) -> Any:
+    """Return the shape of the first argument that a model was built with; None if not known."""
+    return next(iter((getattr(model, "_build_shapes_dict", None) or {}).values()), None)
+
+
+@contextlib.contextmanager
+def noted_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Note (layer, inputs, outputs) of each call of some layers."""
+    calls: list[tuple[Any, Any, Any]] = []
+    before = [(layer, vars(layer).get("call")) for layer in layers]
+
+    def watch(layer: Any, call: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            calls.append((layer, args[0] if args else next(iter(kwargs.values()), None), outputs))
+            return outputs
+
+        return watched
+
+    for layer in layers:
+        layer.call = watch(layer, layer.call)
+    try:
+        yield calls
+    finally:
+        for layer, call in before:
+            if call is None:
+                del layer.call
+            else:
+                layer.call = call
 
 
 def is_xla_automatic(model: keras.Model) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.config import ConfigError
+from tfscale.files import has_matplotlib
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
 from tfscale.plan.curves import AUTO, LOCAL_SGD, Point, check_groups, forecast, report
@@ -166,8 +167,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _write(folder: Path, text: str, scenario: Scenario, points: Sequence[Point]) -> None:
-    from tfscale.measure.pictures import has_matplotlib
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.md").write_text(text, "utf-8")
     title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"

@@ -21,17 +21,17 @@ from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto, Mixed, Outcome, per_layer, strategy_of
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
+from tfscale.internals.keras import layers_of
 from tfscale.internals.optimizers import update_rule
-from tfscale.internals.stack import callbacks_of_fit, data_of_fit
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,
     LayerTimer,
     StepTimer,
     calibrated,
-    measure_gradients,
     measure_memory,
     measured_machine,
+    measured_scenario,
     separate,
 )
 from tfscale.measure.model_layers import read_layers
@@ -65,53 +65,47 @@ class FirstChunkWatch:
         model: keras.Model | None,
         why_uncut: Callable[[keras.Model], str],
     ) -> None:
-        """Begin to watch; see `Exchange.watch`.
-
-        Args:
-            strategy: One whose first chunk is "auto".
-            layers: Paths of the layers that own the exchanged variables, in the order of the model.
-            model: Not used.
-            why_uncut: Not used.
-        """
         del model, why_uncut
-        self._strategy = strategy
-        self._n_layers = len(layers)
-        self._timer = LayerTimer(layers) if has_events() else None
-        self._has_chosen = False
+        self._course = _choose_first_chunk(strategy, layers)
 
-    def step(self) -> Chunked | None:
-        """Count a step; after the last one, choose.
+    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
+        """Count a step; after the last one, choose."""
+        del data, callbacks
+        return next(self._course)
 
-        Half of the layers where the backend measures nothing, 1 where there is nothing to choose.
-        """
-        if self._has_chosen:
-            return None
-        first = max(1, self._n_layers // 2)
-        if self._timer is not None:
-            found = self._timer.step()
-            if not self._timer.is_over:
-                return None
-            first = self._choose(found) if found is not None else 1
-        self._has_chosen = True
-        return dataclasses.replace(self._strategy, first_chunk_layers=first)
 
-    def _choose(self, found: LayerMeasurement) -> int:
-        layers = [
-            Layer(path, ((f"{path}/gradients", n_bytes // BYTES_PER_VALUE),))
-            for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
-        ]
-        table, size = LayerTable("measured", tuple(layers)), runtime.size()
-        machine = measured_machine(table, found, size, 1, None)
-        chunks = self._strategy.chunks if isinstance(self._strategy.chunks, int) else 2
-        first = best_first_chunk(Scenario(table, machine, size, size), chunks)
-        logger.info(
-            "The first chunk takes %d of %d layers (%.0f MB/s, %.0f us per message).",
-            first,
-            len(layers),
-            machine.bytes_per_s / 1e6,
-            machine.latency_s * 1e6,
-        )
-        return first
+def _choose_first_chunk(strategy: Chunked, layers: Sequence[str]) -> Course[None]:
+    """Half of the layers where the backend measures nothing, 1 where there is nothing to choose."""
+    first = max(1, len(layers) // 2)
+    if has_events():
+        found = yield from _count_steps(LayerTimer(layers))
+        first = 1 if found is None else _best_first_chunk(strategy, found)
+    yield dataclasses.replace(strategy, first_chunk_layers=first)
+    while True:
+        yield None
+
+
+def _best_first_chunk(strategy: Chunked, found: LayerMeasurement) -> int:
+    layers = [
+        Layer(path, ((f"{path}/gradients", n_bytes // BYTES_PER_VALUE),))
+        for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+    ]
+    table, size = LayerTable("measured", tuple(layers)), runtime.size()
+    machine = measured_machine(table, found, size, 1, None)
+    chunks = strategy.chunks if isinstance(strategy.chunks, int) else 2
+    first = best_first_chunk(Scenario(table, machine, size, size), chunks)
+    speed = machine.bytes_per_s / 1e6, machine.latency_s * 1e6
+    text = "The first chunk takes %d of %d layers (%.0f MB/s, %.0f us per message)."
+    logger.info(text, first, len(layers), *speed)
+    return first
+
+
+def _count_steps(timer: LayerTimer | StepTimer) -> Course[LayerMeasurement | None]:
+    while True:
+        found = timer.step()
+        if timer.is_over:
+            return found
+        yield None
 
 
 # What is known of the model, and of the machine it is trained on
@@ -124,13 +118,13 @@ def _why_not(model: keras.Model | None) -> str:
     if model.steps_per_execution > 1:
         return "several steps run at a time"
     if accumulating(model):
-        return "gradients are added up over several steps before they travel"
+        return "gradients are added up over several steps before they are sent"
     return ""
 
 
 def table_of(model: keras.Model) -> LayerTable:
     """Return the model; only its variables' sizes where it cannot be read."""
-    owners = {layer.path: layer for layer in model._flatten_layers()}
+    owners = {layer.path: layer for layer in layers_of(model)}
     try:
         table = read_layers(model)
     except Exception as error:  # whatever a model of the user's does with inputs made up
@@ -185,21 +179,16 @@ def _measure(
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
     together, found, compute_share, message_share = parts
-    # Updates are measured by themselves; what is left of the step is calibrated below.
-    found = dataclasses.replace(found, after_s=0.0)
-    local = max(1, samples // size)
-    machine = measured_machine(table, found, size, local, known)
+    scenario = measured_scenario(table, found, size, samples, known, n_slots, batch is not None)
     if known is None:
         machine = dataclasses.replace(
-            machine,
+            scenario.machine,
             memory_bytes_per_s=measure_memory(),
             compute_share=compute_share,
             message_share=message_share,
         )
-    times = machine.layer_times[table.name]
-    gradients = measure_gradients(table, size, batch) if batch else {}
-    times = dataclasses.replace(times, gradient_s=gradients)
-    machine = dataclasses.replace(machine, layer_times={table.name: times})
+        scenario = dataclasses.replace(scenario, machine=machine)
+    machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
         "are under way, messages at %.0f %% while something is computed.",
@@ -208,9 +197,24 @@ def _measure(
         100 * machine.compute_share,
         100 * machine.message_share,
     )
-    scenario = Scenario(table, machine, size, samples, n_slots)
     # Without a record of collectives, what is not explained was laid to computing already.
     return calibrated(scenario, together) if has_events() else scenario
+
+
+def _measure_layers(
+    layers: Sequence[str], table: LayerTable
+) -> Course[tuple[LayerMeasurement, LayerMeasurement, float, float] | None]:
+    """Return a measurement as made, the same taken apart, and the shares of `separate`."""
+    yield per_layer(table, overlap=False)
+    if not has_events():
+        found = yield from _count_steps(StepTimer(layers, table))
+        return None if found is None else (found, found, 1.0, 1.0)
+    alone = yield from _count_steps(LayerTimer(layers))
+    yield per_layer(table, overlap=True)
+    together = yield from _count_steps(LayerTimer(layers))
+    if alone is None or together is None or alone.layers != together.layers:
+        return None
+    return (together, *separate(alone, together))
 
 
 def _has_times(machine: Machine, table: LayerTable) -> bool:
@@ -219,31 +223,6 @@ def _has_times(machine: Machine, table: LayerTable) -> bool:
     if times is None or times.n_values not in (0, table.n_values):
         return False
     return all(layer.name in times.forward_s for layer in table.layers)
-
-
-def _measure_layers(
-    layers: Sequence[str], table: LayerTable
-) -> Course[tuple[LayerMeasurement, LayerMeasurement, float, float] | None]:
-    """Return a measurement as made, the same taken apart, and the shares of `separate`."""
-    if not has_events():
-        found = yield from _time_layers(StepTimer(layers, table), table, overlap=False)
-        return None if found is None else (found, found, 1.0, 1.0)
-    alone = yield from _time_layers(LayerTimer(layers), table, overlap=False)
-    together = yield from _time_layers(LayerTimer(layers), table, overlap=True)
-    if alone is None or together is None or alone.layers != together.layers:
-        return None
-    return (together, *separate(alone, together))
-
-
-def _time_layers(
-    timer: LayerTimer | StepTimer, table: LayerTable, overlap: bool
-) -> Course[LayerMeasurement | None]:
-    yield per_layer(table, overlap)
-    while True:
-        found = timer.step()
-        if timer.is_over:
-            return found
-        yield None
 
 
 # Plans, tried one after another
@@ -278,12 +257,13 @@ class AutoWatch:
         self._layers = list(layers)
         self._model = model
         self._why_uncut = why_uncut
+        self._data: Any = None
+        self._callbacks: Sequence[Any] = ()
         self._course = self._run()
-        self._times: list[float] = []
 
-    def step(self) -> Exchange | None:
+    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
         """Count a step; advance the course of measurements and trials."""
-        self._times.append(time.perf_counter())
+        self._data, self._callbacks = data, callbacks
         return next(self._course)
 
     def _run(self) -> Course[None]:
@@ -299,13 +279,12 @@ class AutoWatch:
                 else:
                     yield from self._try(scenario, self._allowed(model, batch))
             while not self._is_other(batch):
-                self._times.clear()
                 yield None
             logger.info("The batch size has changed: the exchange is planned again.")
 
     def _allowed(self, model: keras.Model, batch: int | None) -> tuple[Kind, ...]:
         """Return what the model's parameters may do, equal on all ranks. Collective."""
-        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks_of_fit())
+        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
         own = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
         reasons = [r for r in objects.allgather_object(own, name="why parameters stay whole") if r]
         kinds: list[Kind] = ["allreduce"]
@@ -322,7 +301,7 @@ class AutoWatch:
         _require_equal(choices)
         best, plain_plan = choices[0], choices[0].plain
         plain = strategy_of(scenario.table, plain_plan, "plain allreduce")
-        plain_s = yield from self._time(plain)
+        plain_s = yield from _time(plain)
         if best.is_plain:
             words = f"{best.reason}; {_compare(best, plain_s, [])}"
             logger.info("Plain allreduce is kept: %s.", words)
@@ -331,7 +310,7 @@ class AutoWatch:
         trials: list[Trial] = []
         for choice in reversed(choices):
             logger.info("A plan is tried: %s, %s.", choice.name, choice.reason)
-            seconds = yield from self._time(strategy_of(scenario.table, choice.plan, choice.name))
+            seconds = yield from _time(strategy_of(scenario.table, choice.plan, choice.name))
             trials.append((choice, seconds))
         yield self._decide(scenario, plain_s, trials)
 
@@ -352,22 +331,10 @@ class AutoWatch:
             text = f"Slower than planned, plain allreduce: {words}."
         return _done(chosen, scenario, (choice, plan_s), plain_s, text)
 
-    def _time(self, strategy: Exchange) -> Course[float]:
-        """Use a strategy for some steps; return seconds per step, equal on all ranks."""
-        yield strategy
-        self._times.clear()
-        for _ in range(UNMEASURED_STEPS + _TIMED_STEPS - 1):
-            yield None
-        times = self._times[-_TIMED_STEPS - 1 :]
-        steps = [after - before for before, after in pairwise(times)]
-        own_s = statistics.median(steps)
-        return max(objects.allgather_object(own_s, name="times of steps"))
-
     def _global_batch(self) -> int | None:
         if self._auto.global_batch is not None:
             return self._auto.global_batch
-        data = data_of_fit()
-        return data.batch_size if isinstance(data, GlobalBatches) else None
+        return self._data.batch_size if isinstance(self._data, GlobalBatches) else None
 
     def _is_other(self, batch: int | None) -> bool:
         now = self._global_batch()
@@ -376,13 +343,19 @@ class AutoWatch:
         return max(now / batch, batch / now) >= _OTHER_BATCH
 
 
-def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
-    """Return what is worth a trial, the best prediction first: plain allreduce alone, or plans.
+def _time(strategy: Exchange) -> Course[float]:
+    """Use a strategy for some steps; return seconds per step, equal on all ranks."""
+    yield strategy
+    ends = []
+    for _ in range(UNMEASURED_STEPS + _TIMED_STEPS - 1):
+        yield None
+        ends.append(time.perf_counter())
+    steps = [after - before for before, after in pairwise(ends[-_TIMED_STEPS - 1 :])]
+    return max(objects.allgather_object(statistics.median(steps), name="times of steps"))
 
-    Args:
-        scenario: Model, machine, ranks, batch.
-        allowed: Kinds that may be used.
-    """
+
+def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
+    """Return what is worth a trial, the best prediction first: plain allreduce alone, or plans."""
     families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
     found: dict[object, Choice] = {}
     for family in dict.fromkeys(families):
@@ -412,10 +385,8 @@ def _require_equal(choices: Sequence[Choice]) -> None:
 
 def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
     """Return predicted against measured steps in words."""
-    words = [
-        f"allreduce takes {1e3 * plain_s:.2f} ms per step, "
-        f"predicted {1e3 * choice.plain_predicted.step_s:.2f}"
-    ]
+    predicted_s = choice.plain_predicted.step_s
+    words = [f"allreduce takes {1e3 * plain_s:.2f} ms per step, predicted {1e3 * predicted_s:.2f}"]
     words += [
         f"{tried.name} {1e3 * plan_s:.2f} ms, predicted {1e3 * tried.predicted.step_s:.2f}"
         for tried, plan_s in trials
@@ -423,9 +394,7 @@ def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
     return ", ".join(words)
 
 
-def _done(
-    strategy: Mixed | Mixed, scenario: Scenario, trial: Trial, plain_s: float, text: str
-) -> Exchange:
+def _done(strategy: Mixed, scenario: Scenario, trial: Trial, plain_s: float, text: str) -> Exchange:
     """Return a strategy that knows its outcome."""
     choice, plan_s = trial
     is_plain = strategy.name == "plain allreduce"

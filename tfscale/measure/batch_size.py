@@ -6,61 +6,49 @@ Norms, descent condition and gradient noise scale, [T] 5.1.4.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfscale.config import ConfigError
 from tfscale.data.control import read_batches
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.files import write_findings
 from tfscale.internals.keras import build_from_spec
 from tfscale.internals.optimizers import is_built
-from tfscale.measure.pictures import write_findings
-from tfscale.measure.theta import noise_scale
+from tfscale.measure.growth import noise_scale
 
 
 @dataclass(frozen=True)
 class SizeMeasures:
     """Gradients g_B of batches of one size, all at the same parameters.
 
-    Attributes:
-        batch_size: B, in samples.
-        batches: How many gradients were taken.
-        mean_norm: Mean of ||g_B||.
-        mean_square: Mean of ||g_B||^2.
-        mean_distance: Mean of ||g_B - g||, where g is the mean gradient over all samples used.
-        descent_share: Share of batches with ||g_B - g|| < ||g_B||.
+    g is the mean gradient over all samples used.
     """
 
-    batch_size: int
-    batches: int
-    mean_norm: float
-    mean_square: float
-    mean_distance: float
-    descent_share: float
+    batch_size: int  # B, in samples
+    batches: int  # how many gradients were taken
+    mean_norm: float  # of ||g_B||
+    mean_square: float  # of ||g_B||^2
+    mean_distance: float  # of ||g_B - g||
+    descent_share: float  # share of batches with ||g_B - g|| < ||g_B||
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What was measured after some epochs of training.
+    """What was measured after some epochs of training."""
 
-    Attributes:
-        epoch: Epochs trained before.
-        full_norm: ||g||.
-        noise_scale: tr(Sigma) / ||g||^2 in samples, from the smallest and the largest size.
-        sizes: Ascending by batch size.
-    """
-
-    epoch: int
-    full_norm: float
-    noise_scale: float
-    sizes: tuple[SizeMeasures, ...]
+    epoch: int  # epochs trained before
+    full_norm: float  # ||g||
+    noise_scale: float  # tr(Sigma) / ||g||^2 in samples, from the smallest and the largest size
+    sizes: tuple[SizeMeasures, ...]  # ascending by batch size
 
 
 def measure(
@@ -71,6 +59,7 @@ def measure(
     *,
     epoch: int = 0,
     seed: int = 0,
+    class_weight: Mapping[int, float] | None = None,
 ) -> Stage:
     """Measure the gradients of a model at its present parameters.
 
@@ -85,6 +74,7 @@ def measure(
         samples: Used for each size; at least the largest size.
         epoch: Noted in the result.
         seed: Of the order of samples.
+        class_weight: As `fit` takes it.
 
     Returns:
         One stage; the mean gradient g is that over batches of the largest size.
@@ -103,87 +93,61 @@ def measure(
             f"Received: batch_sizes={list(batch_sizes)}, samples={samples}. Use smaller sizes, or "
             "more samples."
         )
+    read = functools.partial(read_batches, data, seed=seed, class_weight=class_weight)
     if not is_built(model):
-        build_from_spec(model, lambda: _spec_of(next(read_batches(data, 1, seed))))
+        build_from_spec(model, lambda: _spec_of(next(read(1))))
     kept = [(v, v.numpy()) for v in model.non_trainable_variables]
     try:
         gradient = _gradient_of(model)
 
-        def gradients(size: int) -> Iterable[list[tf.Tensor]]:
-            batches = itertools.islice(read_batches(data, size, seed), samples // size)
-            return (gradient(*(*batch, None, None)[:3]) for batch in batches)
+        def gradients(size: int) -> Iterable[np.ndarray]:
+            batches = itertools.islice(read(size), samples // size)
+            return (gradient(*(*batch, None, None)[:3]).numpy() for batch in batches)
 
-        full = _mean(gradients(sizes[-1]))
+        full = functools.reduce(np.add, gradients(sizes[-1])) / (samples // sizes[-1])
         measured = tuple(_measure_size(size, gradients(size), full) for size in sizes)
     finally:
         for variable, value in kept:
             variable.assign(value)
     first, last = measured[0], measured[-1]
     scale = noise_scale(first.mean_square, first.batch_size, last.mean_square, last.batch_size)
-    return Stage(epoch, _norm(_dot(full, full)), scale, measured)
+    return Stage(epoch, float(np.linalg.norm(full)), scale, measured)
 
 
-def _measure_size(
-    size: int, gradients: Iterable[list[tf.Tensor]], full: list[tf.Tensor]
-) -> SizeMeasures:
-    full_square = _dot(full, full)
-    norms, distances = [], []
-    for gradient in gradients:
-        square, product = _dot(gradient, gradient), _dot(gradient, full)
-        norms.append(_norm(square))
-        distances.append(_norm(square - 2 * product + full_square))
-    n = len(norms)
-    descends = sum(d < g for d, g in zip(distances, norms, strict=True))
-    squares = math.fsum(g * g for g in norms)
+def _measure_size(size: int, gradients: Iterable[np.ndarray], full: np.ndarray) -> SizeMeasures:
+    pairs = [(np.linalg.norm(g), np.linalg.norm(g - full)) for g in gradients]
+    norms, distances = np.array(pairs).T
     return SizeMeasures(
-        size, n, math.fsum(norms) / n, squares / n, math.fsum(distances) / n, descends / n
+        batch_size=size,
+        batches=len(pairs),
+        mean_norm=float(norms.mean()),
+        mean_square=float((norms**2).mean()),
+        mean_distance=float(distances.mean()),
+        descent_share=float((distances < norms).mean()),
     )
 
 
 def _gradient_of(model: keras.Model) -> Any:
-    """Return a function from a batch to the gradients of the training loss."""
+    """Return a function from a batch to the gradient of the training loss, as one vector."""
 
     @tf.function(reduce_retracing=True)
-    def gradient(x: Any, y: Any, weight: Any) -> list[tf.Tensor]:
-        variables = model.trainable_variables
+    def gradient(x: Any, y: Any, weight: Any) -> tf.Tensor:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
-        found = tape.gradient(loss, [v.value for v in variables])
-        pairs = zip(found, variables, strict=True)
-        return [
-            tf.zeros(v.shape, v.dtype) if g is None else tf.convert_to_tensor(g) for g, v in pairs
-        ]
+        variables = [v.value for v in model.trainable_variables]
+        zero = tf.UnconnectedGradients.ZERO
+        found = tape.gradient(loss, variables, unconnected_gradients=zero)
+        parts = [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in found]
+        return tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
 
     return gradient
 
 
 def _spec_of(batch: tuple) -> Any:
-    """Return the shapes of a batch of any size."""
     return keras.tree.map_structure(
         lambda part: tf.TensorSpec((None, *part.shape[1:]), part.dtype), batch
     )
-
-
-def _mean(gradients: Iterable[list[tf.Tensor]]) -> list[tf.Tensor]:
-    total: list[tf.Tensor] | None = None
-    n = 0
-    for gradient in gradients:
-        total = gradient if total is None else [a + b for a, b in zip(total, gradient, strict=True)]
-        n += 1
-    assert total is not None  # there is at least one batch
-    return [part / n for part in total]
-
-
-def _dot(left: list[tf.Tensor], right: list[tf.Tensor]) -> float:
-    pairs = zip(left, right, strict=True)
-    return math.fsum(float(tf.reduce_sum(tf.cast(a, tf.float64) * tf.cast(b, tf.float64)))
-                     for a, b in pairs)  # fmt: skip
-
-
-def _norm(square: float) -> float:
-    """Return the root; rounding may leave the square of a vanishing distance below 0."""
-    return math.sqrt(max(square, 0.0))
 
 
 _CLOSENESS = 0.7  # of the smallest size's norm, half of its square: "similar" in [T] 5.1.4
@@ -192,15 +156,9 @@ _DESCENT_SHARE = 0.5  # "most of the iterations"
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation.
+    """Recommended arguments of `AdaptiveBatchSize`, with a reason for each."""
 
-    Attributes:
-        start_batch_size: For `AdaptiveBatchSize(start_batch_size=)`, or a fixed batch.
-        max_batch_size: For `AdaptiveBatchSize(max_batch_size=)`.
-        reasons: One for each.
-    """
-
-    start_batch_size: int
+    start_batch_size: int  # also for a fixed batch
     max_batch_size: int
     reasons: tuple[str, str]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.measure.pictures import write_findings
+from tfscale.files import write_findings
 
 _PROPORTION = 0.85  # of twice the distance that half as many groups have
 

@@ -8,15 +8,188 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tfscale.config import ConfigError
-from tfscale.measure.theta import IntervalFinder, IntervalRule, theta_of
 
+Rule = Literal["robust", "thesis", "peak"]
 RateRule = Literal["linear", "sqrt", "none"]
 Signal = Literal["theta", "noise_scale"]
-RATE_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "none")
-SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
+_RULES: tuple[Rule, ...] = ("robust", "thesis", "peak")
+_RATE_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "none")
+_SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
+
+
+# The signals: theta and the gradient noise scale
+
+
+def theta_of(first_cost: float, cost: float, distance: float) -> float:
+    """Return (F(w_0) - F(w_i)) / ||w_0 - w_i||: the fall of the cost per distance gone.
+
+    Args:
+        first_cost: F(w_0).
+        cost: F(w_i).
+        distance: L2 norm over all trainable parameters.
+
+    Returns:
+        theta; NaN where it is no finite number.
+
+    Source: [T] eq. 5.4.
+    """
+    if not distance > 0:
+        return math.nan
+    theta = (first_cost - cost) / distance
+    return theta if math.isfinite(theta) else math.nan
+
+
+def noise_scale(small_square: float, small: float, large_square: float, large: float) -> float:
+    """Estimate tr(Sigma) / |G|^2 from the norms of gradients over two batch sizes.
+
+    E|g_B|^2 = |G|^2 + tr(Sigma) / B, so two batch sizes give two equations. Take means over many
+    steps for the squares: the ratio of two noisy numbers is biased.
+
+    Args:
+        small_square: Mean of |g|^2 over batches of `small` samples.
+        small: Samples.
+        large_square: The same over batches of `large` samples.
+        large: Samples, more than `small`.
+
+    Returns:
+        The noise scale in samples: 0 where the norms show no noise, infinity where they show
+        nothing but noise, NaN where they are not finite.
+
+    Source: McCandlish et al., An Empirical Model of Large-Batch Training (2018), appendix A.1.
+    """
+    signal = (large * large_square - small * small_square) / (large - small)
+    noise = (small_square - large_square) / (1.0 / small - 1.0 / large)
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise <= 0:
+        return 0.0
+    return noise / signal if signal > 0 else math.inf
+
+
+# The interval, read off the curve of theta
+
+_FIRST_PERMITTED = 3  # a curve has no change of change before
+_CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak in a row
+
+
+@dataclass(frozen=True)
+class IntervalRule:
+    """When an interval is read off the curve of theta.
+
+    Epochs n are counted from 1, which is the first epoch after the warm-up.
+
+    Attributes:
+        rule: "thesis" is algorithm 3 to the letter: K = n at the first n >= 2 where
+            |theta_n - theta_(n-1)| <= tolerance * |theta_(n-1)|. "robust" wants two such changes
+            in a row, n >= 3, and theta finite and positive all the while. "peak" takes the epoch
+            of the largest theta, once two epochs in a row lie below it.
+        tolerance: Relative change up to which theta counts as unchanged, greater than 0.
+        low: Smallest interval in epochs, for "robust" and "peak".
+        high: Largest interval; if nothing was found by epoch `high` it is taken. None for no limit.
+
+    Raises:
+        ConfigError: A value is outside its range.
+
+    Source: [T] algorithm 3; "peak": [T] 5.4, where the published intervals were read off figures.
+    """
+
+    rule: Rule = "robust"
+    tolerance: float = 0.10
+    low: int = 1
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in _RULES:
+            raise ConfigError(
+                f"rule must be one of {', '.join(map(repr, _RULES))}. Received: rule={self.rule!r}."
+                " Use 'robust' if in doubt."
+            )
+        if not self.tolerance > 0:
+            raise ConfigError(
+                "tolerance is a relative change and must be greater than 0. "
+                f"Received: tolerance={self.tolerance!r}. Use 0.1 if in doubt."
+            )
+        if self.low < 1 or (self.high is not None and self.high < self.low):
+            raise ConfigError(
+                "The interval must be at least 1 epoch, and its limits in order. "
+                f"Received: low={self.low}, high={self.high}. Swap or drop them."
+            )
+
+
+class Finding(NamedTuple):
+    """An interval in epochs, and why it is this one."""
+
+    interval: int
+    reason: str
+
+
+class IntervalFinder:
+    """Watches theta epoch by epoch until the interval is found."""
+
+    def __init__(self, settings: IntervalRule) -> None:
+        self.settings = settings
+        self.thetas: list[float] = []  # of the epochs so far
+
+    def observe(self, theta: float) -> Finding | None:
+        """Take the theta of the next epoch; return the interval if this epoch decides it."""
+        self.thetas.append(theta)
+        if self.settings.rule == "thesis":
+            return self._thesis()
+        return self._limit(self._robust() if self.settings.rule == "robust" else self._peak())
+
+    def _changes(self) -> list[bool]:
+        # For each epoch from the second on: whether theta has hardly changed.
+        pairs = zip(self.thetas, self.thetas[1:], strict=False)
+        return [abs(new - old) <= self.settings.tolerance * abs(old) for old, new in pairs]
+
+    def _thesis(self) -> Finding | None:
+        if len(self.thetas) < 2 or not self._changes()[-1]:
+            return None
+        n = len(self.thetas)
+        return Finding(n, f"theta changed by {self._change():.1%} in epoch {n}")
+
+    def _robust(self) -> Finding | None:
+        n = len(self.thetas)
+        usable = [math.isfinite(t) and t > 0 for t in self.thetas[-1 - _CONFIRMATIONS :]]
+        if n < _FIRST_PERMITTED or not all(usable):
+            return None
+        if not all(self._changes()[-_CONFIRMATIONS:]):
+            return None
+        return Finding(
+            n,
+            f"theta changed by at most {self.settings.tolerance:.0%} in each of the last "
+            f"{_CONFIRMATIONS} epochs ({self._change():.1%} in epoch {n})",
+        )
+
+    def _peak(self) -> Finding | None:
+        usable = [t if math.isfinite(t) and t > 0 else -math.inf for t in self.thetas]
+        best = max(usable)
+        peak = usable.index(best) + 1
+        if best == -math.inf or len(usable) - peak < _CONFIRMATIONS:
+            return None
+        return Finding(peak, f"theta peaked at {best:.4g} in epoch {peak}")
+
+    def _change(self) -> float:
+        old, new = self.thetas[-2:]
+        return abs(new - old) / abs(old) if old else 0.0
+
+    def _limit(self, found: Finding | None) -> Finding | None:
+        low, high, n = self.settings.low, self.settings.high, len(self.thetas)
+        if found is None:
+            if high is None or n < high:
+                return None
+            return Finding(high, f"theta has not settled by epoch {n}, the largest interval")
+        interval = max(low, found.interval if high is None else min(high, found.interval))
+        if interval == found.interval:
+            return found
+        bound = "smallest" if interval == low else "largest"
+        return Finding(interval, f"{found.reason}; {interval} is the {bound} interval allowed")
+
+
+# The decisions
 
 
 @dataclass(frozen=True)
@@ -38,6 +211,9 @@ class GrowthSettings:
         decay_epochs: Epochs, as Keras counts from 0, with which decays begin; any given switches
             `saturation` off.
         warmup_epochs: Epochs at the beginning that do not count.
+
+    Raises:
+        ConfigError: A value is outside its range.
     """
 
     sizes: tuple[int, ...]
@@ -52,14 +228,9 @@ class GrowthSettings:
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: A value is outside its range.
-        """
         checks = (
-            ("learning_rate_rule", RATE_RULES, self.learning_rate_rule in RATE_RULES),
-            ("signal", SIGNALS, self.signal in SIGNALS),
+            ("learning_rate_rule", _RATE_RULES, self.learning_rate_rule in _RATE_RULES),
+            ("signal", _SIGNALS, self.signal in _SIGNALS),
             ("interval", "at least 1 epoch, or None", self.interval is None or self.interval >= 1),
             ("saturation", "0 or more, or None", self.saturation is None or self.saturation >= 0),
             ("window", "at least 1 epoch", self.window >= 1),
@@ -111,9 +282,6 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
     Args:
         settings: What was chosen.
         epochs: Planned, the warm-up included; None if not known.
-
-    Returns:
-        Settings whose rule has a largest interval, at least 1.
     """
     n_growths = len(settings.sizes) - 1
     if epochs is None or not n_growths:
@@ -124,40 +292,24 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
 
 @dataclass(frozen=True)
 class Measures:
-    """An epoch, averaged over all ranks.
+    """An epoch, averaged over all ranks."""
 
-    Attributes:
-        first_cost: Loss of the first global batch of the run, or of its first execution.
-        cost: Mean loss of the epoch.
-        distance: ||w_0 - w|| at its end.
-        noise_scale: In samples; NaN where it was not measured.
-        fits: Whether the next size is expected to fit into every rank's memory.
-    """
-
-    first_cost: float
-    cost: float
-    distance: float
-    noise_scale: float = math.nan
-    fits: bool = True
+    first_cost: float  # loss of the first global batch of the run, or of its first execution
+    cost: float  # mean loss of the epoch
+    distance: float  # ||w_0 - w|| at its end
+    noise_scale: float = math.nan  # in samples; NaN where it was not measured
+    fits: bool = True  # whether the next size is expected to fit into every rank's memory
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Batch size and rate from the next epoch on.
+    """Batch size and rate from the next epoch on."""
 
-    Attributes:
-        batch_size: Samples over all ranks.
-        rate_scale: Learning rate relative to the initial one.
-        theta: Of the epoch that ended.
-        interval: Epochs from one growth to the next; None while it is not known.
-        reasons: What changes, and why; empty if nothing does.
-    """
-
-    batch_size: int
-    rate_scale: float
-    theta: float
-    interval: int | None
-    reasons: tuple[str, ...] = ()
+    batch_size: int  # samples over all ranks
+    rate_scale: float  # learning rate relative to the initial one
+    theta: float  # of the epoch that ended
+    interval: int | None  # epochs from one growth to the next; None while it is not known
+    reasons: tuple[str, ...] = ()  # what changes, and why; empty if nothing does
 
 
 class GrowthControl:
@@ -166,9 +318,6 @@ class GrowthControl:
     Epochs n count from 1, the first one after the warm-up. With interval K the batch grows at the
     end of epoch max(K, the epoch in which K was found) and every K epochs after it. Growth ends at
     the largest size, where memory does not suffice, or with the first decay of the rate.
-
-    Args:
-        settings: What the run chose.
 
     Source: [T] 5.1.4 (algorithm 3), 5.1.5.
     """
@@ -206,7 +355,7 @@ class GrowthControl:
 
         Args:
             epoch: As Keras counts, from 0; the first call tells where the run began.
-            measures: Of this epoch; the same on all ranks, as is the decision.
+            measures: Of this epoch; equal on all ranks.
         """
         if self._first_epoch is None:
             self._first_epoch = epoch

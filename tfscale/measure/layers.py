@@ -64,19 +64,14 @@ def measure_memory() -> float:
     return n_bytes / max(objects.allgather_object(middle_s(run), name="speed of memory"))
 
 
-def measure_gradients(
+def _measure_gradients(
     table: LayerTable, n_ranks: int, global_batch: int
 ) -> dict[str, tuple[float, ...]]:
-    """Return how long weight gradients of dense layers take. Collective.
-
-    Args:
-        table: The model.
-        n_ranks: That take part.
-        global_batch: Samples of all ranks together.
+    """Return how long weight gradients of dense layers take, by name of the layer. Collective.
 
     Returns:
-        By name of the layer: rows of the whole batch, and seconds of the gradient from this rank's
-        rows, from all rows, and of 1 / n_ranks of it from all rows; the slowest rank's.
+        Rows of the whole batch, and seconds of the gradient from this rank's rows, from all rows,
+        and of 1 / n_ranks of it from all rows; the slowest rank's.
     """
     layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
     found = {}
@@ -175,26 +170,15 @@ _LEAST_COMPUTED = 0.25  # of a step, however long messages take that are sent al
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """What ranks measured: medians over steps, then of the rank that matters; equal on all ranks.
+    """What ranks measured, equal on all: medians over steps, then of the rank that matters."""
 
-    Attributes:
-        layers: Paths of the layers that were exchanged, in the order of the model.
-        n_bytes: Of each layer's gradients.
-        ready_s: When they existed, from the first one's; of the slowest rank.
-        message_s: What each message kept the wire busy for, however short.
-        byte_s: What each byte of gradients added to it; of the rank that waited least.
-        before_s: From the begin of a step to the first gradient.
-        after_s: From the end of the last exchange to the end of the step.
-        step_s: Whole steps.
-    """
-
-    layers: tuple[str, ...]
-    n_bytes: tuple[int, ...]
-    ready_s: tuple[float, ...]
-    message_s: float
-    byte_s: float
-    before_s: float
-    after_s: float
+    layers: tuple[str, ...]  # paths of those that were exchanged, in the order of the model
+    n_bytes: tuple[int, ...]  # of each layer's gradients
+    ready_s: tuple[float, ...]  # when they existed, from the first one's; of the slowest rank
+    message_s: float  # what each message kept the wire busy for, however short
+    byte_s: float  # what each byte of gradients added; of the rank that waited least
+    before_s: float  # from the begin of a step to the first gradient
+    after_s: float  # from the end of the last exchange to the end of the step
     step_s: float
 
     @property
@@ -206,8 +190,7 @@ class LayerMeasurement:
 class LayerTimer:
     """Watches steps in which each layer's gradients are a message of their own.
 
-    Args:
-        layers: Paths of the layers that own the exchanged variables, in the order of the model.
+    `layers` are paths of those that own the exchanged variables, in the order of the model.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -221,10 +204,9 @@ class LayerTimer:
         return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
 
     def step(self) -> LayerMeasurement | None:
-        """Count a step; after the last one, measure. Collective, on the main thread.
+        """Count a step; return what was measured after the last one. Collective, main thread.
 
-        Returns:
-            None before the last step, and where less than two layers were exchanged.
+        None before that, and where less than two layers were exchanged.
         """
         self._ends.append(clock_ns())
         if not self.is_over:
@@ -288,11 +270,9 @@ class _Step(NamedTuple):
 
 
 class StepTimer:
-    """Watches steps whose exchanges begin when all gradients exist.
+    """Watches steps whose exchanges begin when all gradients exist, without events.
 
-    Args:
-        layers: Paths of the layers that own the exchanged variables, in the order of the model.
-        table: The model.
+    `layers` are as for `LayerTimer`, and `table` is the model.
     """
 
     def __init__(self, layers: Sequence[str], table: LayerTable) -> None:
@@ -348,17 +328,16 @@ def measured_machine(
 ) -> Machine:
     """Return the machine on which a model's steps take what they took.
 
+    The forward pass is cut by the operations of its layers; what back-propagation computes before
+    the first gradient is there counts as forward pass. Layers without measured parameters take no
+    time but the forward pass.
+
     Args:
-        table: The model; layers without measured parameters take no time but the forward pass.
-        found: From a probe.
+        table: The model.
+        found: What steps took.
         n_ranks: That took part.
         batch: Samples per rank; 1 where it is not known.
         known: Where links are known better.
-
-    Returns:
-        One whose allreduces and layers take as long as measured. The forward pass is cut by the
-        operations of its layers. What back-propagation computes before the first gradient is there
-        counts as forward pass.
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
@@ -398,9 +377,9 @@ def measured_machine(
 
 
 def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
-    """Return what travels per byte that the plan counts, as dtype and compression make it.
+    """Return what is sent per byte that the plan counts, as dtype and compression make it.
 
-    Of an embedding only the rows of a batch travel, which says nothing of the others: layers that
+    Of an embedding only the rows of a batch are sent, which says nothing of the others: layers that
     multiply send all they have. One ratio holds for them, hence the median.
     """
     ratios = [
@@ -417,17 +396,43 @@ def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
 
     What the simulation lacks (data input, ranks that wait for each other, cores that are shared)
     becomes a part of every step.
-
-    Args:
-        scenario: On a measured machine.
-        found: The same measurement.
     """
     expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
-    more_s = max(0.0, found.step_s - expected_s)
-    machine, name = scenario.machine, scenario.table.name
-    times = machine.layer_times[name]
-    times = dataclasses.replace(times, rest_s=times.rest_s + more_s)
-    machine = dataclasses.replace(machine, layer_times={**machine.layer_times, name: times})
+    times = scenario.machine.layer_times[scenario.table.name]
+    rest_s = times.rest_s + max(0.0, found.step_s - expected_s)
+    return _with_times(scenario, dataclasses.replace(times, rest_s=rest_s))
+
+
+def measured_scenario(
+    table: LayerTable,
+    found: LayerMeasurement,
+    n_ranks: int,
+    samples: int,
+    known: Machine | None,
+    n_slots: int = 1,
+    has_rows: bool = True,
+) -> Scenario:
+    """Return what is to be planned, with the times of gradients of dense layers. Collective.
+
+    Args:
+        table: The model.
+        found: What steps took. Updates are measured by themselves: `calibrated` adds the rest.
+        n_ranks: That took part.
+        samples: Of all ranks together.
+        known: Where links are known better.
+        n_slots: Values of optimizer state per parameter.
+        has_rows: Whether `samples` are known, so that dense layers may exchange activations.
+    """
+    found = dataclasses.replace(found, after_s=0.0)
+    machine = measured_machine(table, found, n_ranks, max(1, samples // n_ranks), known)
+    gradients = _measure_gradients(table, n_ranks, samples) if has_rows else {}
+    times = dataclasses.replace(machine.layer_times[table.name], gradient_s=gradients)
+    return _with_times(Scenario(table, machine, n_ranks, samples, n_slots), times)
+
+
+def _with_times(scenario: Scenario, times: LayerTimes) -> Scenario:
+    layer_times = {**scenario.machine.layer_times, scenario.table.name: times}
+    machine = dataclasses.replace(scenario.machine, layer_times=layer_times)
     return dataclasses.replace(scenario, machine=machine)
 
 

@@ -6,14 +6,14 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfscale.config import ConfigError
+from tfscale.internals.keras import built_shape, layers_of, noted_calls
 from tfscale.plan.layers import Layer, LayerTable, merge_small
 
 _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D")
@@ -64,18 +64,16 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
         PlanError: There is nothing to train.
     """
     inputs = inputs_of(model, input_shape)
-    with _record(model) as calls:
+    with noted_calls(_leaves(model)) as calls:
         tf.function(lambda x: model(x, training=True)).get_concrete_function(inputs)
     layers: dict[int, Layer] = {}
     owned = {id(v) for layer, _, _ in calls for v in layer.trainable_variables}
     for layer, before, after in calls:
-        known = layers.get(id(layer))
         made = _layer(layer, before, after)
-        if known is None:
-            layers[id(layer)] = made
-            continue
-        flops, values = known.flops + made.flops, known.values + made.values
-        layers[id(layer)] = Layer(made.name, made.weights, flops, values, None)  # shared
+        if known := layers.get(id(layer)):  # called twice: its weights are shared
+            flops, values = known.flops + made.flops, known.values + made.values
+            made = Layer(made.name, made.weights, flops, values)
+        layers[id(layer)] = made
     loose = [v for v in model.trainable_variables if id(v) not in owned]
     extra = Layer(model.name, tuple((v.path, math.prod(v.shape)) for v in loose))
     own = [extra] if loose else []
@@ -85,19 +83,13 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
 def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
     """Return shapes and dtypes of one sample's inputs, in the structure that the model takes.
 
-    Args:
-        model: Built, or able to say the shape of its inputs.
-        input_shape: Of one sample, for a model of one input that leaves dimensions open.
-
-    Raises:
-        ConfigError: A dimension is not known.
+    For the arguments and errors see `read_layers`.
     """
     inputs = getattr(model, "inputs", None)
     if inputs:
         # A Sequential that was never called on symbols has inputs, and no input.
         structure = inputs[0] if isinstance(model, keras.Sequential) else model.input
-    elif model.built and getattr(model, "_build_shapes_dict", None):
-        shape = next(iter(model._build_shapes_dict.values()))
+    elif model.built and (shape := built_shape(model)):
         structure = keras.KerasTensor(shape, model.compute_dtype)
     elif input_shape is not None:
         structure = keras.KerasTensor((None, *input_shape), model.compute_dtype)
@@ -122,43 +114,20 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
     return keras.tree.map_structure(fix, structure)
 
 
-@contextmanager
-def _record(model: keras.Model) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Note (layer, inputs, outputs) of each call of a layer that has no layers of its own.
+def _leaves(model: keras.Model) -> list[Any]:
+    """Return the layers that have no layers of their own, random seeds and the like aside.
 
     A recurrent layer counts as one: how often its cell is called while its loop is traced says
     nothing of how many steps the loop makes.
     """
-    calls: list[tuple[Any, Any, Any]] = []
-    every = list(model._flatten_layers(include_self=False))
+    every = layers_of(model)[1:]
     loops = [x for x in every if isinstance(x, keras.layers.RNN)]
-    cells = {id(cell) for loop in loops for cell in _inner(loop)}
-    leaves = [x for x in every if id(x) not in cells and (x in loops or not list(_inner(x)))]
-    before = {id(layer): vars(layer).get("call") for layer in leaves}
+    cells = {id(cell) for loop in loops for cell in layers_of(loop)[1:]}
 
-    def watch(layer: Any, call: Any) -> Any:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            calls.append((layer, args[0] if args else next(iter(kwargs.values()), None), outputs))
-            return outputs
+    def is_leaf(layer: Any) -> bool:
+        return not any(isinstance(x, keras.Layer) for x in layers_of(layer)[1:])
 
-        return watched
-
-    for layer in leaves:
-        layer.call = watch(layer, layer.call)
-    try:
-        yield calls
-    finally:
-        for layer in leaves:
-            if before[id(layer)] is None:
-                del layer.call
-            else:
-                layer.call = before[id(layer)]
-
-
-def _inner(layer: Any) -> Iterator[Any]:
-    """Yield the layers a layer is made of, except random seeds and the like."""
-    return (x for x in layer._flatten_layers(include_self=False) if isinstance(x, keras.Layer))
+    return [x for x in every if id(x) not in cells and (x in loops or is_leaf(x))]
 
 
 def _layer(layer: Any, before: Any, after: Any) -> Layer:

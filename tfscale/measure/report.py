@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import ConfigError
+from tfscale.files import has_matplotlib
 from tfscale.measure.analysis import Intervals, overlap_percent
-from tfscale.measure.pictures import has_matplotlib
 from tfscale.plan.tables import grid
 
 FILE_NAME = "communication.jsonl"

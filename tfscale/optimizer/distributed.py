@@ -402,10 +402,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     # Strategies that change
 
-    def after_step(self) -> bool:
+    def after_step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> bool:
         """Let an exchange that measures look at a step. Collective.
 
         `fit` calls this after each; in a loop of your own do so for `exchange="auto"`.
+
+        Args:
+            data: What `fit` trains on; the batch size of `GlobalBatches` is planned for.
+            callbacks: Those of the `fit`.
 
         Returns:
             Whether the step must be traced again.
@@ -416,11 +420,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             if executor.strategy.watch:
                 shared = [name_of(v) for v in self._built_for() if not executor.is_local(v)]
                 layers = list(dict.fromkeys(owner_of(name) for name in shared))
-                watch = load(executor.strategy.watch)
-                self._self_watch = watch(
+                make_watch = load(executor.strategy.watch)
+                self._self_watch = make_watch(
                     executor.strategy, layers, executor.model, self._why_not_sharded
                 )
-        strategy = None if self._self_watch is None else self._self_watch.step()
+        watch = self._self_watch
+        strategy = None if watch is None else watch.step(data, callbacks)
         return strategy is not None and self._change_strategy(strategy)
 
     def _change_strategy(self, strategy: Exchange) -> bool:

@@ -31,13 +31,14 @@ from tfscale.measure.growth import (
     Decision,
     GrowthControl,
     GrowthSettings,
+    IntervalRule,
     Measures,
     RateRule,
+    Rule,
     Signal,
     ladder,
     with_largest_interval,
 )
-from tfscale.measure.theta import IntervalRule, Rule
 from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")

@@ -23,12 +23,10 @@ from tfscale.measure.layers import (
     LayerMeasurement,
     LayerTimer,
     calibrated,
-    measure_gradients,
-    measured_machine,
+    measured_scenario,
     separate,
 )
 from tfscale.measure.model_layers import find_model, inputs_of, read_layers
-from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
 
@@ -119,16 +117,9 @@ def measure_model(
     alone, _ = _time_layers(model, table, (x, y), overlap=False)
     together, spread_s = _time_layers(model, table, (x, y), overlap=True)
     found, compute_share, message_share = separate(alone, together)
-    own = measured_machine(table, replace(found, after_s=0.0), size, options.batch, machine)
-    gradients = measure_gradients(table, size, size * options.batch)
-    times = {table.name: replace(own.layer_times[table.name], gradient_s=gradients)}
-    own = replace(
-        own,
-        layer_times={**own.layer_times, **times},
-        compute_share=compute_share,
-        message_share=message_share,
-    )
-    own = calibrated(Scenario(table, own, size, size * options.batch), together).machine
+    known = replace(machine, compute_share=compute_share, message_share=message_share)
+    scenario = measured_scenario(table, found, size, size * options.batch, known)
+    own = calibrated(scenario, together).machine
     return replace(own, spread={**machine.spread, f"step of {table.name}": spread_s})
 
 

@@ -29,7 +29,6 @@ from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveRecord
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.control import weigh_classes
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import update_rule
@@ -146,8 +145,10 @@ def measure_script(
     def measured_fit(model: Any, *args: Any, **options: Any) -> Any:
         given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
         data = _readable(given)
-        measurements.append(_GradientMeasurement(data, batch_sizes, at_epochs, samples))
-        given["callbacks"].append(measurements[-1])
+        weights = given.get("class_weight")
+        measurement = _GradientMeasurement(data, batch_sizes, at_epochs, samples, weights)
+        measurements.append(measurement)
+        given["callbacks"].append(measurement)
         return fit(**given)
 
     try:
@@ -178,10 +179,12 @@ class _GradientMeasurement(keras.callbacks.Callback):
         batch_sizes: Sequence[int],
         at_epochs: Sequence[int],
         samples: int,
+        class_weight: Any,
     ) -> None:
         super().__init__()
         self.stages: list[Stage] = []
         self._data, self._sizes, self._samples = data, batch_sizes, samples
+        self._class_weight = class_weight
         self._left = sorted(set(at_epochs))
         self._n_trained = 0
 
@@ -198,15 +201,15 @@ class _GradientMeasurement(keras.callbacks.Callback):
         epoch = self._n_trained
         if self._left and self._left[0] == epoch:
             self._left.pop(0)
-            self.stages.append(
-                measure(self.model, self._data, self._sizes, self._samples, epoch=epoch)
-            )
+            given = self._data, self._sizes, self._samples
+            stage = measure(self.model, *given, epoch=epoch, class_weight=self._class_weight)
+            self.stages.append(stage)
         if not self._left:
             raise _Done
 
 
 def _readable(given: dict[str, Any]) -> GlobalBatches:
-    """Return what `fit` is given to train on, with its weights."""
+    """Return what `fit` is given to train on."""
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
             "Gradients are measured in one process. Received: "
@@ -218,7 +221,7 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
             f"validation_split={given['validation_split']}. Split the data in the script, and pass "
             "validation_data to fit."
         )
-    data, y, weights = given.get("x"), given.get("y"), given.get("class_weight")
+    data, y = given.get("x"), given.get("y")
     if not isinstance(data, GlobalBatches):
         is_array = hasattr(data, "shape") or isinstance(data, dict | list | tuple)
         if not is_array or y is None:
@@ -227,7 +230,7 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
                 f"{type(data).__name__}. Use tfscale.data.GlobalBatches, or arrays x and y."
             )
         data = GlobalBatches(data, y, sample_weight=given.get("sample_weight"), batch_size=1)
-    return data if weights is None else weigh_classes(data, weights)
+    return data
 
 
 # Distances between the groups of local SGD

@@ -1,4 +1,4 @@
-"""A tf.data.Dataset of records (files, TFRecords) as a source of global batches."""
+"""Sources of global batches: arrays in memory, and datasets of records (files, TFRecords)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,128 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfscale.config import ConfigError
-from tfscale.data.slices import BatchSlices
+from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.internals.keras import drawn_with, inputs_of
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("tfscale")
+
+
+class BatchSource(Protocol):
+    """Where samples come from: `ArraySource` or `RecordSource`."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+
+    def probe(self) -> list[Any]:
+        """Return a few samples, which ranks compare: all must have the same data."""
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        """Return the function that reads this rank's slice of a step."""
+
+
+# Arrays
+
+_N_COMPARED = 64  # values of a sample
+_STRINGS = "USTO"  # kinds of dtypes; of objects only strings are let in
+
+
+class ArraySource:
+    """Nested arrays with one common first axis, see `GlobalBatches`; served in any order.
+
+    Owns references to the arrays, no copies; memory-mapped arrays are read slice by slice.
+
+    Raises:
+        ConfigError: Something is no array, or the lengths differ.
+    """
+
+    def __init__(self, x: Any, y: Any, sample_weight: Any, is_shuffled: bool):
+        if sample_weight is not None and y is None:
+            raise ConfigError(
+                "sample_weight weights the loss against targets. Received: y=None. Pass y as well."
+            )
+        parts = [part for part in (x, y, sample_weight) if part is not None]
+        self._parts = tuple(_as_arrays(part) for part in parts)
+        self._is_shuffled = is_shuffled
+        lengths = [len(array) for array in keras.tree.flatten(self._parts)]
+        if len(set(lengths)) != 1:
+            raise ConfigError(
+                "All arrays of x, y and sample_weight must have the same length (their first "
+                f"axis counts the samples). Received: lengths={lengths}."
+            )
+        self.samples = lengths[0]
+
+    def probe(self) -> list[Any]:
+        """Return parts of the first, the middle and the last sample."""
+        rows = (0, self.samples // 2, self.samples - 1)
+        return [_part_of(array[row]) for row in rows for array in keras.tree.flatten(self._parts)]
+
+    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
+        """Return the function that reads this rank's slice of a step of one epoch."""
+        order = epoch_order(seed, epoch, self.samples) if self._is_shuffled else None
+
+        def read(step: int) -> tuple:
+            start, stop = slices.bounds(step)
+            rows = slice(start, stop) if order is None else order[start:stop]
+            return keras.tree.map_structure(lambda array: _take(array, rows), self._parts)
+
+        return read
+
+
+def _part_of(sample: Any) -> list[float] | str:
+    values = np.ravel(np.asarray(sample))
+    # Spread out: the first ones may be a border that all pictures have.
+    chosen = np.linspace(0, values.size - 1, min(values.size, _N_COMPARED)).astype(int)
+    values = values[chosen]
+    is_number = values.dtype.kind in "fiub"
+    return values.astype(np.float64).tolist() if is_number else repr(values.tolist())
+
+
+def _take(array: np.ndarray, rows: Any) -> Any:
+    """Return some rows, floats as `keras.config.floatx()` as `fit` on arrays gives them."""
+    batch = array[rows] if isinstance(rows, slice) else np.take(array, rows, axis=0)
+    if batch.dtype.kind in _STRINGS:
+        return tf.constant(batch.astype(object), tf.string)
+    is_float = np.issubdtype(batch.dtype, np.floating)
+    return batch.astype(keras.config.floatx(), copy=False) if is_float else batch
+
+
+def _as_arrays(structure: Any) -> Any:
+    """Return the structure with numpy arrays as leaves and tuples for lists."""
+    if isinstance(structure, dict):
+        return {key: _as_arrays(value) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        if structure and all(isinstance(value, (str, bytes)) for value in structure):
+            return np.array(structure, dtype=object)
+        return tuple(_as_arrays(value) for value in structure)
+    if not hasattr(structure, "shape"):
+        raise ConfigError(
+            "x, y and sample_weight must be arrays, lists of strings, or dict, tuple, list of "
+            f"these. Received: {type(structure).__name__}. Convert it with numpy.asarray, or use "
+            "GlobalBatches.from_dataset for streams of records."
+        )
+    array = np.asarray(structure)
+    is_other = array.dtype == object and not all(
+        isinstance(value, (str, bytes)) for value in array.flat
+    )
+    if array.ndim == 0 or is_other:
+        raise ConfigError(
+            "Arrays must have a first axis that counts the samples and a numeric or string type. "
+            f"Received: shape={array.shape}, dtype={array.dtype}. Use "
+            "GlobalBatches.from_dataset for ragged or sparse data."
+        )
+    return array
+
+
+# Records
+
 _MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB
 _DECODE_STREAM = 1  # apart from the seeds of the order
 _MAX_IDLE_READERS = 2
@@ -64,24 +176,17 @@ def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 class RecordSource:
-    """Records of a dataset: shuffled undecoded over all ranks, decoded on one rank each."""
+    """Records of a dataset: shuffled undecoded over all ranks, decoded on one rank each.
+
+    For the arguments see `GlobalBatches.from_dataset`. Nothing is read yet.
+
+    Raises:
+        ConfigError: Not a dataset, endless, in another order each time, or smaller than `size`.
+    """
 
     def __init__(
         self, dataset: Any, size: int | None, shuffle_buffer: int | None, decode: Callable | None
     ):
-        """Keep the dataset; nothing is read yet.
-
-        Args:
-            dataset: Finite, unbatched, in the same order on all ranks and each time.
-            size: Number of records to use per epoch; None: all, counted if need be.
-            shuffle_buffer: Records among which the next one is drawn; None: all, up to
-                16384; 0 or 1: keep the order.
-            decode: Maps a record to (x,), (x, y) or (x, y, sample_weight); if it has a parameter
-                `seed`, see `GlobalBatches.from_dataset`.
-
-        Raises:
-            ConfigError: Not a dataset, endless, in another order each time, or smaller than `size`.
-        """
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(
                 f"dataset must be a tf.data.Dataset. Received: {type(dataset).__name__}. "
@@ -110,13 +215,10 @@ class RecordSource:
         """Records of an epoch; reads the dataset once where nothing else tells."""
         if self._samples < 0:
             start = time.monotonic()
-            _log.info("Counting the records of a dataset whose length is not known.")
-            count = self._dataset.reduce(np.int64(0), lambda number, *_: number + 1)
-            self._samples = int(count)
-            _log.info(
-                "Counted %d records in %.1f s; pass size=%d to GlobalBatches.from_dataset to skip "
-                "this.", self._samples, time.monotonic() - start, self._samples,
-            )  # fmt: skip
+            logger.info("Counting the records of a dataset whose length is not known.")
+            count = self._samples = int(self._dataset.reduce(np.int64(0), lambda n, *_: n + 1))
+            text = "Counted %d records in %.1f s; pass size=%d to from_dataset to skip this."
+            logger.info(text, count, time.monotonic() - start, count)
         return self._samples
 
     def probe(self) -> list[Any]:
