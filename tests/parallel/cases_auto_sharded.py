@@ -76,7 +76,7 @@ class Script:
     def __init__(self, strategies: dict[int, object]) -> None:
         self._strategies, self._n_steps = strategies, 0
 
-    def step(self):
+    def step(self, data=None, callbacks=()):
         self._n_steps += 1
         return self._strategies.get(self._n_steps)
 

@@ -303,9 +303,9 @@ def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Datas
 class _EpochReader:
     """Random access by step over a stream that is cheap only in order.
 
-    Keras may read one epoch from several generators (shape probing, an evaluation on
-    the training data, a pass that was broken off). Content depends on the step only, so
-    stream readers are interchangeable: the one standing at the wanted step is used.
+    Keras may read one epoch from several generators (shape probing, an evaluation on the training
+    data, a pass that was broken off). Content depends on the step only: the reader standing at the
+    wanted step is used.
 
     Called from tf.data's threads and the main thread; blocks while decoding.
     """
@@ -315,7 +315,7 @@ class _EpochReader:
         self._decode = decode
         self._slices = slices
         self._lock = threading.Lock()
-        self._idle: list[tuple[int, Iterator]] = []  # (step served next, reader)
+        self._idle: dict[int, Iterator] = {}  # by the step served next
         self._first_batches: dict[int, tuple] = {}
 
     def read(self, step: int) -> tuple:
@@ -324,20 +324,15 @@ class _EpochReader:
         with self._lock:
             if step in self._first_batches:
                 return self._first_batches[step]
-            reader = self._take_reader(step)
+            reader = self._idle.pop(step, None) or self._open(step)
             batch = _as_batch(self._next(reader, step, stop - start))
             if step < _KEPT_STEPS:
                 self._first_batches[step] = batch
             if step + 1 < self._slices.steps:
-                self._idle = [*self._idle, (step + 1, reader)][-_MAX_IDLE_READERS:]
+                self._idle[step + 1] = reader
+            if len(self._idle) > _MAX_IDLE_READERS:
+                del self._idle[next(iter(self._idle))]  # the oldest
             return batch
-
-    def _take_reader(self, step: int) -> Iterator:
-        for index, (position, reader) in enumerate(self._idle):
-            if position == step:
-                del self._idle[index]
-                return reader
-        return self._open(step)
 
     def _open(self, step: int) -> Iterator:
         batch_size = self._slices.local_batch_size
@@ -366,7 +361,6 @@ class _EpochReader:
 
 
 def _as_batch(element: Any) -> tuple:
-    """Return an element of the dataset as the tuple that Keras expects."""
     if not isinstance(element, tuple):
         return (element,)
     if not 1 <= len(element) <= 3:

@@ -5,11 +5,11 @@ them is said where it is used. A name that goes away fails here and nowhere else
 
 Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
 `_seed_generators`, `_build_shapes_dict`; `Model._resolve_auto_jit_compile`, `_symbolic_build`,
-`_initial_epoch`, `_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`, `_trainable_variables`,
-`_accumulated_gradients`; `TextVectorization._lookup_layer`; `CallbackList._async_train`;
-`ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`, `_last_batch_seen`,
-`_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`, `_get_iterator`,
-`_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
+`_initial_epoch`, `_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`,
+`_trainable_variables`, `_accumulated_gradients`; `TextVectorization._lookup_layer`;
+`CallbackList._async_train`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
+`_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
+`_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
 `PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`.
 Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`.

@@ -50,8 +50,7 @@ class Key(NamedTuple):
     repeat: int = 0
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One collective of one rank, times in ns of one clock."""
 
     key: Key
@@ -61,30 +60,20 @@ class Slot:
     n_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class SlotTimes:
-    """What a slot cost its rank, in ns.
-
-    Attributes:
-        slot: The collective.
-        t_c: Time of communication that is charged to this slot.
-        t_b: The part of it in which the rank was blocked.
-        waiting: The part of t_b from this rank's start to that of the slowest rank.
-        behind: How much later than this rank the slowest one started it.
-    """
+class SlotTimes(NamedTuple):
+    """What a slot cost its rank, in ns."""
 
     slot: Slot
-    t_c: int
-    t_b: int
-    waiting: int
-    behind: int
+    t_c: int  # time of communication that is charged to this slot
+    t_b: int  # the part of it in which the rank was blocked
+    waiting: int  # the part of t_b from this rank's start to that of the slowest rank
+    behind: int  # how much later than this rank the slowest one started it
 
 
 class Intervals:
-    """A growing set of moments."""
+    """A growing set of moments, as disjoint intervals, ascending."""
 
     def __init__(self, parts: Iterable[tuple[int, int]] = ()) -> None:
-        """Start with disjoint intervals, ascending."""
         self.parts = list(parts)
 
     def add(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -202,13 +191,10 @@ def overlap_percent(t_c: float, t_b: float) -> float | None:
 
 
 def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
-    """Return for each collective of a graph those that must end before it can be posted.
+    """Return for each collective of a function's graph those that must end before it is posted.
 
-    Args:
-        graph: A function's graph. What runs inside of functions that it calls is not seen.
-
-    Returns:
-        Per slot the slots it needs, directly or through other ops, by data or by order.
+    It needs them directly or through other ops, by data or by order. What runs inside of functions
+    that the function calls is not seen.
     """
     keys: list[Key] = []
     reached: dict[tf.Operation, int] = {}  # per op, a bit for each collective it needs
@@ -260,47 +246,44 @@ class Window(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What a rank recorded in an epoch, times in ns of rank 0's clock.
+    """What a rank recorded in an epoch, times in ns of rank 0's clock."""
 
-    Attributes:
-        windows: The recorded steps, ascending.
-        events: Array with the fields of the engine's Event.
-        names: Label per slot.
-        before: Per slot, those it needs; see `tfscale.measure.analysis`.
-    """
+    windows: list[Window]  # the recorded steps, ascending
+    events: np.ndarray | None = None  # with the fields of the engine's Event
+    names: dict[Key, str] = field(default_factory=dict)  # label per slot
+    before: dict[Key, frozenset[Key]] = field(default_factory=dict)  # per slot, those it needs
 
-    windows: list[Window]
-    events: np.ndarray | None = None
-    names: dict[Key, str] = field(default_factory=dict)
-    before: dict[Key, frozenset[Key]] = field(default_factory=dict)
+
+def _window_of(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
+    """Return the place of the window in which each event was posted; -1 without one."""
+    posted = events["posted_ns"]
+    if not windows:
+        return np.full(len(posted), -1)
+    begins = np.array([window.begin for window in windows], np.int64)
+    ends = np.array([window.end for window in windows], np.int64)
+    places = np.searchsorted(begins, posted, "right") - 1
+    return np.where(posted <= ends[places], places, -1)
 
 
 def events_within(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
     """Return the events that were posted within one of the windows."""
-    begins = np.array([w.begin for w in windows], np.int64)
-    ends = np.array([w.end for w in windows], np.int64)
-    if not len(windows):
-        return events[:0]
-    place = np.searchsorted(begins, events["posted_ns"], "right") - 1
-    return events[(place >= 0) & (events["posted_ns"] <= ends[np.maximum(place, 0)])]
+    return events[_window_of(events, windows) >= 0]
 
 
 def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
     """Return the collectives posted within each window, in the order of posting."""
     found: dict[int, list[Slot]] = {window.step: [] for window in record.windows}
-    if record.events is None or not record.windows:
+    if record.events is None:
         return found
     events = np.sort(record.events, order=["posted_ns", "slot"])
-    begins = np.array([w.begin for w in record.windows], np.int64)
-    places = np.searchsorted(begins, events["posted_ns"], "right") - 1
     columns = [events[name].tolist() for name in _COLUMNS]
     repeats: dict[tuple[int, int, int], int] = defaultdict(int)
-    for place, plan, slot, *times in zip(places.tolist(), *columns, strict=True):
-        if place < 0 or times[0] > record.windows[place].end:
-            continue
-        repeat = repeats[place, plan, slot]
-        repeats[place, plan, slot] += 1
-        found[record.windows[place].step].append(Slot(Key(plan, slot, repeat), *times))
+    places = _window_of(events, record.windows).tolist()
+    for place, plan, slot, *times in zip(places, *columns, strict=True):
+        if place >= 0:
+            repeat = repeats[place, plan, slot]
+            repeats[place, plan, slot] += 1
+            found[record.windows[place].step].append(Slot(Key(plan, slot, repeat), *times))
     return found
 
 
@@ -322,11 +305,7 @@ def starts_of(record: RankRecord) -> Starts:
 
 
 def merge_starts(every: Sequence[Starts]) -> Starts:
-    """Return the latest start of each slot of each step.
-
-    Args:
-        every: Per rank, when it started them.
-    """
+    """Return the latest start of each slot of each step, given those of every rank."""
     merged: Starts = {}
     for starts in every:
         for step, own in starts.items():
@@ -339,7 +318,7 @@ def merge_starts(every: Sequence[Starts]) -> Starts:
 def rows(
     place: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Return the lines of an epoch and rank.
+    """Return the lines of an epoch and rank, times in seconds.
 
     Args:
         place: Number of the epoch and the rank.
@@ -348,8 +327,7 @@ def rows(
         origin_ns: Which time of rank 0's clock is 0 in the lines.
 
     Returns:
-        Per step a line of kind "step", followed by one of kind "slot" per collective; times in
-        seconds.
+        Per step a line of kind "step", followed by one of kind "slot" per collective.
     """
     slots = slots_by_step(record)
     for window in record.windows:

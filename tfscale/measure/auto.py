@@ -26,13 +26,13 @@ from tfscale.internals.optimizers import update_rule
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,
-    LayerTimer,
-    StepTimer,
     calibrated,
     measure_memory,
     measured_machine,
     measured_scenario,
     separate,
+    time_layers,
+    time_steps,
 )
 from tfscale.measure.model_layers import read_layers
 from tfscale.optimizer.distributed import accumulating
@@ -78,7 +78,7 @@ def _choose_first_chunk(strategy: Chunked, layers: Sequence[str]) -> Course[None
     """Half of the layers where the backend measures nothing, 1 where there is nothing to choose."""
     first = max(1, len(layers) // 2)
     if has_events():
-        found = yield from _count_steps(LayerTimer(layers))
+        found = yield from time_layers(layers)
         first = 1 if found is None else _best_first_chunk(strategy, found)
     yield dataclasses.replace(strategy, first_chunk_layers=first)
     while True:
@@ -98,14 +98,6 @@ def _best_first_chunk(strategy: Chunked, found: LayerMeasurement) -> int:
     text = "The first chunk takes %d of %d layers (%.0f MB/s, %.0f us per message)."
     logger.info(text, first, len(layers), *speed)
     return first
-
-
-def _count_steps(timer: LayerTimer | StepTimer) -> Course[LayerMeasurement | None]:
-    while True:
-        found = timer.step()
-        if timer.is_over:
-            return found
-        yield None
 
 
 # What is known of the model, and of the machine it is trained on
@@ -207,11 +199,11 @@ def _measure_layers(
     """Return a measurement as made, the same taken apart, and the shares of `separate`."""
     yield per_layer(table, overlap=False)
     if not has_events():
-        found = yield from _count_steps(StepTimer(layers, table))
+        found = yield from time_steps(layers, table)
         return None if found is None else (found, found, 1.0, 1.0)
-    alone = yield from _count_steps(LayerTimer(layers))
+    alone = yield from time_layers(layers)
     yield per_layer(table, overlap=True)
-    together = yield from _count_steps(LayerTimer(layers))
+    together = yield from time_layers(layers)
     if alone is None or together is None or alone.layers != together.layers:
         return None
     return (together, *separate(alone, together))
@@ -369,11 +361,7 @@ def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
 
 
 def _require_equal(choices: Sequence[Choice]) -> None:
-    """Require the same plans on all ranks. Collective.
-
-    Raises:
-        PlanError: Machines or batch sizes differ; on every rank.
-    """
+    """Require the same plans on all ranks. Collective."""
     own = [choice.fingerprint() for choice in choices]
     prints = objects.allgather_object(own, name="plan")
     if any(other != prints[0] for other in prints):

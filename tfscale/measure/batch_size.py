@@ -164,7 +164,7 @@ class Advice:
 
 
 def advise(stages: Sequence[Stage]) -> Advice:
-    """Recommend batch sizes.
+    """Recommend batch sizes from stages that were measured with the same sizes.
 
     The start is the largest measured size whose mean ||g_B|| is at least 70 % of the smallest
     size's at every stage: measure from a batch that is known to train well. The descent condition
@@ -172,12 +172,6 @@ def advise(stages: Sequence[Stage]) -> Advice:
     start that fails it in most batches is raised to the smallest size that does not. The maximum
     is the largest measured size up to the noise scale of the last stage: beyond it a batch mostly
     repeats what it knows.
-
-    Args:
-        stages: As measured, with the same sizes; at least one.
-
-    Returns:
-        Measured sizes, the maximum not below the start.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the maximum.
     """

@@ -17,21 +17,13 @@ _PROPORTION = 0.85  # of twice the distance that half as many groups have
 
 @dataclass(frozen=True)
 class GroupProbe:
-    """One probe.
+    """A short training with some groups of local SGD."""
 
-    Attributes:
-        groups: G, as many ranks.
-        interval: Steps between two averages.
-        learning_rate: During the probe.
-        distances: D at each average, in order.
-        loss: Training loss of the last step, averaged over ranks.
-    """
-
-    groups: int
-    interval: int
+    groups: int  # G, as many ranks
+    interval: int  # steps between two averages
     learning_rate: float
-    distances: tuple[float, ...]
-    loss: float
+    distances: tuple[float, ...]  # D at each average, in order
+    loss: float  # of the last step, averaged over ranks
 
     @property
     def distance(self) -> float:
@@ -46,27 +38,19 @@ class GroupProbe:
 
 @dataclass(frozen=True)
 class GroupAdvice:
-    """A recommendation.
+    """A recommendation, and its reason in one sentence."""
 
-    Attributes:
-        groups: The largest number for which D still grows in proportion.
-        reason: In one sentence.
-    """
-
-    groups: int
+    groups: int  # the largest number for which D still grows in proportion
     reason: str
 
 
 def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
-    """Choose the number of groups.
+    """Choose the number of groups, given probes of twice as many each time.
 
     Doubling G is accepted while D(2 G) >= 0.85 * 2 * D(G): while groups go separate ways their
     distance grows with their number; where it does not, more groups only add noise that averaging
     cannot remove. With [L]'s own curves this gives the choices published there: 4 for CIFAR-10, 8
     for DIV2K. One group has no distance, so two are accepted unless their training diverges.
-
-    Args:
-        probes: Ascending by groups, each twice the one before.
 
     Source: [L] IV-B, eq. 9.
     """

@@ -24,15 +24,12 @@ _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
 def theta_of(first_cost: float, cost: float, distance: float) -> float:
-    """Return (F(w_0) - F(w_i)) / ||w_0 - w_i||: the fall of the cost per distance gone.
+    """Return theta = (F(w_0) - F(w_i)) / ||w_0 - w_i||; NaN where it is no finite number.
 
     Args:
         first_cost: F(w_0).
         cost: F(w_i).
         distance: L2 norm over all trainable parameters.
-
-    Returns:
-        theta; NaN where it is no finite number.
 
     Source: [T] eq. 5.4.
     """
@@ -79,16 +76,12 @@ _CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak
 class IntervalRule:
     """When an interval is read off the curve of theta.
 
-    Epochs n are counted from 1, which is the first epoch after the warm-up.
-
-    Attributes:
-        rule: "thesis" is algorithm 3 to the letter: K = n at the first n >= 2 where
-            |theta_n - theta_(n-1)| <= tolerance * |theta_(n-1)|. "robust" wants two such changes
-            in a row, n >= 3, and theta finite and positive all the while. "peak" takes the epoch
-            of the largest theta, once two epochs in a row lie below it.
-        tolerance: Relative change up to which theta counts as unchanged, greater than 0.
-        low: Smallest interval in epochs, for "robust" and "peak".
-        high: Largest interval; if nothing was found by epoch `high` it is taken. None for no limit.
+    Epochs n are counted from 1, which is the first epoch after the warm-up. "thesis" is algorithm 3
+    to the letter: K = n at the first n >= 2 where |theta_n - theta_(n-1)| <= tolerance *
+    |theta_(n-1)|. "robust" wants two such changes in a row, n >= 3, and theta finite and positive
+    all the while. "peak" takes the epoch of the largest theta, once two epochs in a row lie below
+    it. `low` and `high` limit the interval of the latter two; if nothing was found by epoch `high`
+    it is taken.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -194,37 +187,21 @@ class IntervalFinder:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """The choices of a run.
-
-    Attributes:
-        sizes: Batch sizes over all ranks, ascending; the first is the start, the last the maximum.
-        learning_rate_rule: The rate grows with the batch by the same factor ("linear"), by its
-            square root ("sqrt") or not at all ("none").
-        signal: "theta" grows every interval, "noise_scale" whenever the gradient noise scale
-            reaches the next batch size, at most once per interval.
-        interval: Epochs from one growth to the next; None reads it off theta.
-        rule: How it is read off.
-        saturation: Relative fall of the training cost below which it counts as saturated; None
-            for no decay by saturation.
-        window: Epochs whose mean cost is compared with the mean of as many epochs before them.
-        decay: Factor of a decay of the rate, in (0, 1].
-        decay_epochs: Epochs, as Keras counts from 0, with which decays begin; any given switches
-            `saturation` off.
-        warmup_epochs: Epochs at the beginning that do not count.
+    """The choices of a run; `AdaptiveBatchSize` explains them.
 
     Raises:
         ConfigError: A value is outside its range.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # over all ranks, ascending: from the start to the maximum
     learning_rate_rule: RateRule = "linear"
     signal: Signal = "theta"
-    interval: int | None = None
+    interval: int | None = None  # epochs from one growth to the next; None reads it off theta
     rule: IntervalRule = dataclasses.field(default_factory=IntervalRule)
-    saturation: float | None = 0.01
-    window: int = 3
+    saturation: float | None = 0.01  # relative fall of the cost; None for no decay by saturation
+    window: int = 3  # epochs whose mean cost is compared with that of as many before them
     decay: float = 0.1
-    decay_epochs: tuple[int, ...] = ()
+    decay_epochs: tuple[int, ...] = ()  # from 0; any given switches `saturation` off
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
@@ -250,16 +227,11 @@ class GrowthSettings:
 def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     """Return the batch sizes from start to maximum, each `factor` times the one before.
 
-    Args:
-        start: Samples over all ranks.
-        maximum: At least `start`; the last size, even if the last factor is smaller for it.
-        factor: Greater than 1.
-
-    Returns:
-        Ascending sizes, rounded down to whole samples.
+    They are rounded down to whole samples. The maximum is the last one, even if the last factor is
+    smaller for it.
 
     Raises:
-        ConfigError: The factor or the order does not fit.
+        ConfigError: The factor is not greater than 1, or the maximum less than the start.
     """
     if not factor > 1:
         raise ConfigError(f"factor must be greater than 1. Received: factor={factor!r}. Use 2.")
@@ -279,9 +251,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
 def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> GrowthSettings:
     """Limit the interval so that three fifths of the epochs are left for the largest batch.
 
-    Args:
-        settings: What was chosen.
-        epochs: Planned, the warm-up included; None if not known.
+    `epochs` are those planned, the warm-up included; None if not known.
     """
     n_growths = len(settings.sizes) - 1
     if epochs is None or not n_growths:

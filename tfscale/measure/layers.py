@@ -1,8 +1,8 @@
 """Measure what layers, messages and steps cost, and describe the machine on which they do.
 
-Two timers watch the steps of a training: `LayerTimer` where the backend records collectives,
-`StepTimer` elsewhere. `measured_machine`, `separate` and `calibrated` turn what they found into the
-planner's numbers.
+Steps of a training are timed by `time_layers` where the backend records collectives, by
+`time_steps` elsewhere. `separate`, `measured_machine` and `calibrated` turn what they found into
+the planner's numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -187,78 +187,51 @@ class LayerMeasurement:
         return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
 
 
-class LayerTimer:
-    """Watches steps in which each layer's gradients are a message of their own.
+# Resumed after each step; ends with None where fewer than two layers were exchanged.
+Timing = Generator[None, None, LayerMeasurement | None]
 
-    `layers` are paths of those that own the exchanged variables, in the order of the model.
+
+def _ends_of_steps(clock: Callable[[], float]) -> Generator[None, None, list[float]]:
+    """Return when the last unmeasured step and each measured one ended."""
+    ends = [clock()]
+    while len(ends) < UNMEASURED_STEPS + MEASURED_STEPS:
+        yield None
+        ends.append(clock())
+    return ends[UNMEASURED_STEPS - 1 :]
+
+
+def time_layers(layers: Sequence[str]) -> Timing:
+    """Measure steps in which each layer's gradients are a message of their own. Collective.
+
+    Args:
+        layers: Paths of those that own the exchanged variables, in the order of the model.
     """
-
-    def __init__(self, layers: Sequence[str]) -> None:
-        self._places = {path: i for i, path in enumerate(layers)}
-        self._ends: list[int] = []
-        self._listener = Listener()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last step was counted."""
-        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
-
-    def step(self) -> LayerMeasurement | None:
-        """Count a step; return what was measured after the last one. Collective, main thread.
-
-        None before that, and where less than two layers were exchanged.
-        """
-        self._ends.append(clock_ns())
-        if not self.is_over:
-            return None
-        events = self._listener.take()
-        self._listener.close()
-        pairs = pairwise(self._ends[UNMEASURED_STEPS - 1 :])
-        steps = [s for begin, end in pairs if (s := self._read(events, begin, end))]
-        seen = sorted(steps[0].n_bytes) if steps else []
-        whole = [step for step in steps if sorted(step.n_bytes) == seen]
-        ready = [float(np.median([s.ready_s[place] for s in whole])) for place in seen]
-        times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
-        n_bytes = [whole[0].n_bytes[place] for place in seen]
-        every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
-        messages = _measure_messages()
-        if len(seen) < 2 or any(rank[0] != seen for rank in every):
-            return None
-        paths, n_bytes = list(self._places), every[0][3]
-        before_s, after_s, step_s = map(float, np.max([rank[2][:3] for rank in every], axis=0))
-        wire_s = min(rank[2][3] for rank in every)
-        message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
-        return LayerMeasurement(
-            tuple(paths[place] for place in seen),
-            tuple(n_bytes),
-            tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
-            *(message_s, byte_s, before_s, after_s, step_s),
-        )
-
-    def _read(self, events: np.ndarray, begin: int, end: int) -> _Step | None:
-        """Return one step's times; None where it exchanged nothing."""
-        ready: dict[int, int] = {}
-        n_bytes: dict[int, int] = {}
-        wire_s = 0.0  # of several messages that are under way at once, only the sum is known
-        busy_until = 0
-        posted = events["posted_ns"]
-        inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
-        for event in np.sort(inside, order="ended_ns"):
-            name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
-            place = self._places.get(owner_of(name.split(" .. ")[0]))
-            if place is None:
-                continue
-            began = max(int(event["started_ns"]), busy_until)
-            busy_until = int(event["ended_ns"])
-            wire_s += (busy_until - began) / 1e9
-            ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
-            n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
-        if not ready:
-            return None
-        first = min(ready.values())
-        ready_s = {place: (time - first) / 1e9 for place, time in ready.items()}
-        times = (first - begin) / 1e9, (end - busy_until) / 1e9, (end - begin) / 1e9, wire_s
-        return _Step(ready_s, n_bytes, times)
+    listener = Listener()
+    ends = yield from _ends_of_steps(clock_ns)
+    events = listener.take()
+    listener.close()
+    places = {path: place for place, path in enumerate(layers)}
+    read = (_read_step(events, places, *pair) for pair in pairwise(ends))
+    steps = [step for step in read if step.n_bytes]
+    seen = sorted(steps[0].n_bytes) if steps else []
+    whole = [step for step in steps if sorted(step.n_bytes) == seen]
+    ready = [float(np.median([s.ready_s[place] for s in whole])) for place in seen]
+    times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
+    n_bytes = [whole[0].n_bytes[place] for place in seen]
+    every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
+    messages = _measure_messages()
+    if len(seen) < 2 or any(rank[0] != seen for rank in every):
+        return None
+    n_bytes = every[0][3]
+    before_s, after_s, step_s = map(float, np.max([rank[2][:3] for rank in every], axis=0))
+    wire_s = min(rank[2][3] for rank in every)
+    message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
+    return LayerMeasurement(
+        tuple(layers[place] for place in seen),
+        tuple(n_bytes),
+        tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+        *(message_s, byte_s, before_s, after_s, step_s),
+    )
 
 
 class _Step(NamedTuple):
@@ -269,53 +242,74 @@ class _Step(NamedTuple):
     times_s: tuple[float, float, float, float]
 
 
-class StepTimer:
-    """Watches steps whose exchanges begin when all gradients exist, without events.
+def _read_step(events: np.ndarray, places: dict[str, int], begin: float, end: float) -> _Step:
+    ready: dict[int, int] = {}
+    n_bytes: dict[int, int] = {}
+    wire_s = 0.0  # of several messages that are under way at once, only the sum is known
+    busy_until = 0
+    posted = events["posted_ns"]
+    inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
+    for event in np.sort(inside, order="ended_ns"):
+        name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
+        place = places.get(owner_of(name.split(" .. ")[0]))
+        if place is None:
+            continue
+        began = max(int(event["started_ns"]), busy_until)
+        busy_until = int(event["ended_ns"])
+        wire_s += (busy_until - began) / 1e9
+        ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
+        n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
+    first = min(ready.values(), default=0)
+    ready_s = {place: (time - first) / 1e9 for place, time in ready.items()}
+    times = (first - begin) / 1e9, (end - busy_until) / 1e9, (end - begin) / 1e9, wire_s
+    return _Step(ready_s, n_bytes, times)
 
-    `layers` are as for `LayerTimer`, and `table` is the model.
+
+def time_steps(layers: Sequence[str], table: LayerTable) -> Timing:
+    """Measure steps whose exchanges begin when all gradients exist, without events. Collective.
+
+    `layers` are as for `time_layers`, and `table` is the model.
     """
+    ends = yield from _ends_of_steps(time.perf_counter)
+    owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
+    known = {path: owned[path] for path in layers if path in owned}
+    if len(known) < 2:
+        return None
+    own_s = statistics.median(end - begin for begin, end in pairwise(ends))
+    step_s = max(objects.allgather_object(own_s, name="times of steps"))
+    return cut_by_work(known, step_s, _measure_messages())
 
-    def __init__(self, layers: Sequence[str], table: LayerTable) -> None:
-        owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
-        self._layers: list[tuple[str, Layer]] = [(p, owned[p]) for p in layers if p in owned]
-        self._ends: list[float] = []
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the last step was counted."""
-        return len(self._ends) >= UNMEASURED_STEPS + MEASURED_STEPS
+def cut_by_work(
+    layers: dict[str, Layer], step_s: float, messages: tuple[float, float]
+) -> LayerMeasurement:
+    """Lay to computing what messages do not explain, and to each layer its share of work.
 
-    def step(self) -> LayerMeasurement | None:
-        """Count a step; see `LayerTimer.step`."""
-        self._ends.append(time.perf_counter())
-        if not self.is_over or len(self._layers) < 2:
-            return None
-        steps = [end - begin for begin, end in pairwise(self._ends[UNMEASURED_STEPS - 1 :])]
-        step_s = max(objects.allgather_object(statistics.median(steps), name="times of steps"))
-        return self._cut(step_s, _measure_messages())
-
-    def _cut(self, step_s: float, messages: tuple[float, float]) -> LayerMeasurement:
-        """Lay to computing what messages do not explain, and to each layer its share of work."""
-        n_bytes = tuple(sum(4 * n for _, n in layer.weights) for _, layer in self._layers)
-        # Horovod fuses what is ready at once: the layers travel as one message.
-        wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
-        message_s, byte_s = fitted(messages, len(self._layers), sum(n_bytes), wire_s)
-        computed_s = step_s - wire_s
-        work = [layer.flops + layer.values + layer.n_values for _, layer in self._layers]
-        # The last layer's gradient is there first, each other one behind those that follow it.
-        behind = list(accumulate(reversed(work)))[::-1]
-        backward_s = (1 - _FORWARD) * computed_s
-        ready_s = tuple(backward_s * (w - behind[-1]) / sum(work) for w in behind)
-        return LayerMeasurement(
-            layers=tuple(path for path, _ in self._layers),
-            n_bytes=n_bytes,
-            ready_s=ready_s,
-            message_s=message_s,
-            byte_s=byte_s,
-            before_s=computed_s - ready_s[0],
-            after_s=0.0,
-            step_s=step_s,
-        )
+    Args:
+        layers: By path, in the order of the model.
+        step_s: Of whole steps.
+        messages: As for `fitted`.
+    """
+    n_bytes = tuple(sum(4 * n for _, n in layer.weights) for layer in layers.values())
+    # Horovod fuses what is ready at once: the layers are sent as one message.
+    wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
+    message_s, byte_s = fitted(messages, len(layers), sum(n_bytes), wire_s)
+    computed_s = step_s - wire_s
+    work = [layer.flops + layer.values + layer.n_values for layer in layers.values()]
+    # The last layer's gradient is there first, each other one after those that follow it.
+    until = list(accumulate(reversed(work)))[::-1]
+    backward_s = (1 - _FORWARD) * computed_s
+    ready_s = tuple(backward_s * (w - until[-1]) / sum(work) for w in until)
+    return LayerMeasurement(
+        layers=tuple(layers),
+        n_bytes=n_bytes,
+        ready_s=ready_s,
+        message_s=message_s,
+        byte_s=byte_s,
+        before_s=computed_s - ready_s[0],
+        after_s=0.0,
+        step_s=step_s,
+    )
 
 
 # The machine on which that is so

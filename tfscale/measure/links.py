@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,12 +44,9 @@ def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], An
 
 
 def measure_links(members: ProcessSet) -> list[Round]:
-    """Return latency, bandwidth and speed of sums between some ranks, once per round.
+    """Return latency, bandwidth and speed of sums between two ranks or more, once per round.
 
     Collective: all members must call this. Durations are those of the rank that waited least.
-
-    Args:
-        members: Two ranks or more.
     """
     size = members.size()
     runs = {n: _collectives(n, members) for n in _SIZES}
@@ -100,13 +96,8 @@ def fit_line(
 ) -> tuple[float, float]:
     """Return (seconds of nothing, seconds per byte) of durations, by least squares.
 
-    Args:
-        n_bytes: Two sizes or more.
-        seconds: Their durations, above 0.
-        is_relative: Short durations count as much as long ones.
-
-    Returns:
-        The first 0 or more, the second above 0: where a line would fall, the fastest counts.
+    The first is 0 or more, the second above 0: where a line would fall, the fastest counts. With
+    `is_relative` short durations count as much as long ones.
     """
     sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
     if len(set(sizes)) > 1:
@@ -154,34 +145,23 @@ def machine_from(
         inside: Between the ranks of one host; none where these are all ranks, or one.
         compute: Of every rank.
     """
-    middle: dict[str, Any] = {
-        name: statistics.median(own[name] for own in rounds)
-        for rounds in (links, compute)
-        for name in rounds[0]
+    found = {
+        name: [own[name] for own in rounds] for rounds in (links, compute) for name in rounds[0]
     }
-    spread = {
-        name: spread_of([own[name] for own in rounds])
-        for rounds in (links, compute)
-        for name in rounds[0]
-    }
+    middle: dict[str, Any] = {name: statistics.median(own) for name, own in found.items()}
+    spread = {name: spread_of(own) for name, own in found.items()}
     # The sums are a difference of two times: what they are worth is how steady an allreduce is.
     spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
     del middle["allreduce_s"], spread["half_batch"]
     local = runtime.local_size()
-    is_one_host = local == runtime.size()
-    machine = Machine(
+    middle["bytes_per_s"] *= local  # shared by a host's ranks, which all have sent at once
+    if own := links if local == runtime.size() else inside:
+        middle["host_latency_s"] = statistics.median(r["latency_s"] for r in own)
+        middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in own)
+    return Machine(
         name="measured",
         **middle,
         ranks_per_host=local,
         spread=spread,
         note=f"tfscale tune links with {runtime.size()} ranks, {local} of them on a host",
     )
-    own = links if is_one_host else inside
-    if own:
-        machine = replace(
-            machine,
-            host_latency_s=statistics.median(r["latency_s"] for r in own),
-            host_bytes_per_s=statistics.median(r["bytes_per_s"] for r in own),
-        )
-    # The bandwidth between hosts is shared by a host's ranks, which all have sent at once.
-    return replace(machine, bytes_per_s=machine.bytes_per_s * local)

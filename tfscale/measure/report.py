@@ -22,10 +22,7 @@ Row = dict[str, Any]
 
 
 def read_rows(directory: str | Path) -> list[Row]:
-    """Return the lines of a run.
-
-    Args:
-        directory: What was given to `CommunicationReport`.
+    """Return the lines of a run, given the folder of `CommunicationReport`.
 
     Raises:
         ConfigError: There is no run with a recorded step, or the file holds something else.
@@ -92,11 +89,7 @@ _N_SLOTS = 20  # shown, those that block longest
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a page of Markdown.
-
-    Args:
-        rows: Lines of a run; see `tfscale.measure.analysis.rows`.
-    """
+    """Return a page of Markdown for the lines of a run, see `tfscale.measure.analysis.rows`."""
     run, steps = of_kind(rows, "run")[0], of_kind(rows, "step")
     n_recorded = len({(s["epoch"], s["step"]) for s in steps})
     lines = [
@@ -143,8 +136,7 @@ def _ranks_grid(steps: Sequence[Row]) -> list[str]:
     head = ["rank", "step", "compute", "exposed", "waiting", "communication", "R %", "MB"]
     body = []
     for rank, own in [*_ranks(steps), ("all", list(steps))]:
-        exposed, total = (_sum(own, key) for key in ("exposed_s", "t_c_s"))
-        share = overlap_percent(total, exposed)
+        share = overlap_percent(sum(s["t_c_s"] for s in own), sum(s["exposed_s"] for s in own))
         names = ("step_s", "compute_s", "exposed_s", "waiting_s", "t_c_s")
         times = [_ms(_median(own, name)) for name in names]
         n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in own)
@@ -176,10 +168,6 @@ def _slots_grid(slots: Sequence[Row]) -> list[str]:
 def _ranks(steps: Sequence[Row]) -> list[tuple[Any, list[Row]]]:
     ranks = sorted({step["rank"] for step in steps})
     return [(rank, [s for s in steps if s["rank"] == rank]) for rank in ranks]
-
-
-def _sum(steps: Sequence[Row], name: str) -> float:
-    return sum(step[name] for step in steps)
 
 
 def _median(steps: Sequence[Row], name: str) -> float:
@@ -225,10 +213,7 @@ def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
 def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
     """Draw one step of all ranks: a row of computation, and a row per collective.
 
-    Args:
-        axes: matplotlib's.
-        rows: Lines of a run.
-        place: Epoch and step.
+    `axes` are matplotlib's, `rows` the lines of a run, and `place` is epoch and step.
     """
     chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == place]
     steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
@@ -284,19 +269,14 @@ def _legend(axes: Any) -> None:
         "posted, not started": _QUEUED,
     }
     handles = [Patch(color=color, label=label) for label, color in shown.items()]
-    axes.legend(
-        handles=handles,
-        ncols=5,
-        fontsize=7,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=5, fontsize=7, frameon=False, **place)
 
 
 def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
     """Draw per rank what the median step consists of."""
-    ranks = sorted({step["rank"] for step in steps})
+    ranks = _ranks(steps)
+    places = [rank for rank, _ in ranks]
     bottom = [0.0] * len(ranks)
     for label, color, value in (
         ("compute", _COMPUTE, lambda s: s["compute_s"]),
@@ -304,20 +284,18 @@ def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
         ("transfer", _EXPOSED, lambda s: s["exposed_s"] - s["waiting_s"]),
     ):
         heights = [
-            1e3 * statistics.median(value(s) / s["n_steps"] for s in steps if s["rank"] == rank)
-            for rank in ranks
+            1e3 * statistics.median(value(s) / s["n_steps"] for s in own) for _, own in ranks
         ]
-        axes.bar(ranks, heights, bottom=bottom, color=color, label=label)
+        axes.bar(places, heights, bottom=bottom, color=color, label=label)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_xticks(ranks)
+    axes.set_xticks(places)
     axes.set_xlabel("rank")
     axes.set_ylabel("ms per step")
     axes.legend(fontsize=7)
 
 
 def _draw_step_times(axes: Any, steps: Sequence[Row]) -> None:
-    for rank in sorted({step["rank"] for step in steps})[:_MAX_RANKS]:
-        own = [s for s in steps if s["rank"] == rank]
+    for rank, own in _ranks(steps)[:_MAX_RANKS]:
         times = [1e3 * s["step_s"] / s["n_steps"] for s in own]
         axes.plot(range(len(own)), times, lw=1, label=f"rank {rank}")
     axes.set_ylim(bottom=0)

@@ -21,10 +21,10 @@ from tfscale.launcher.tune.commands import add_links_options
 from tfscale.measure import links
 from tfscale.measure.layers import (
     LayerMeasurement,
-    LayerTimer,
     calibrated,
     measured_scenario,
     separate,
+    time_layers,
 )
 from tfscale.measure.model_layers import find_model, inputs_of, read_layers
 from tfscale.plan.layers import LayerTable
@@ -138,13 +138,16 @@ def _time_layers(
     owners = [name.rpartition("/")[0] for layer in table.layers for name, _ in layer.weights]
     found = []
     for _ in range(3):
-        timer = LayerTimer(list(dict.fromkeys(owners)))
-        while not timer.is_over:
+        timing = time_layers(list(dict.fromkeys(owners)))
+        while True:
             model.train_on_batch(*data)
-            last = timer.step()
-        if last is None:
+            try:
+                next(timing)
+            except StopIteration as over:
+                found.append(over.value)
+                break
+        if found[-1] is None:
             raise ConfigError(f"{model.name} must have two layers to exchange. Received: fewer.")
-        found.append(last)
     middle = sorted(found, key=lambda one: one.step_s)[len(found) // 2]
     return middle, links.spread_of([one.step_s for one in found])
 
