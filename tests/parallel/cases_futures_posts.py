@@ -13,7 +13,7 @@ from tests.helpers.ranks import in_both_modes
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, ReduceOp, Scaling, WaitingBackend, gather_and_assign
+from tfscale.comm.backends.base import Backend, Call, ReduceOp, Scaling
 from tfscale.optimizer import futures
 from tfscale.plan.segments import SegmentedBucket
 
@@ -82,7 +82,7 @@ def case_backends_that_wait_do_the_same():
                 pieces.append(flat + tf.cast(step, flat.dtype))
             own = [posts.variables[i] for i in layout.indices]
             call = Call(runtime.world(), own[0].path)
-            gather_and_assign(runtime.backend(), pieces, own, layout, call)
+            runtime.backend().gather_and_assign(pieces, own, layout, call)
 
         posts.post_one = post_one
         posts.post(3)
@@ -115,7 +115,7 @@ def case_scatter_reduce():
             for result in in_both_modes(lambda: reduce(runtime.backend())):
                 np.testing.assert_array_equal(result, expected)
 
-            class Waiting(WaitingBackend):
+            class Waiting(Backend):
                 allreduce = runtime.backend().allreduce
 
             for result in in_both_modes(lambda: reduce(Waiting())):

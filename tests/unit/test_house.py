@@ -42,7 +42,6 @@ LARGE: dict[str, int] = {}
 # Modules under MIN_LINES with a single importer.
 SATELLITES: set[str] = {
     "tfscale.callbacks.finite_state",
-    "tfscale.comm.backends.single",
 }
 CIRCLES: list[set[str]] = []
 

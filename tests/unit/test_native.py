@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tfscale.comm import native
-from tfscale.comm.backends import library
-from tfscale.comm.backends.library import Library
+from tfscale.comm.backends import engine
+from tfscale.comm.backends.engine import Library
 from tfscale.comm.native import library_path
 from tfscale.config import ExchangeError
 
@@ -36,7 +36,7 @@ def test_no_library_names_the_command(tmp_path):
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):
-    monkeypatch.setitem(library._SIGNATURES, "from_a_later_version", (None, ()))
+    monkeypatch.setitem(engine._SIGNATURES, "from_a_later_version", (None, ()))
     with pytest.raises(ExchangeError, match=r"tfscale_from_a_later_version.*`tfscale build`"):
         Library(library_path())
 

@@ -50,11 +50,8 @@ def _ask_horovod(question: str) -> Any:
         return False
 
 
-def _is_controlled_by(controller: str) -> bool:
-    if not runtime.is_initialized() or runtime.backend().name != "horovod":
-        return False
-    backend: Any = runtime.backend()
-    return backend.is_enabled(controller)
+def _is_carried_by(library: str) -> bool:
+    return runtime.is_initialized() and library in runtime.backend().libraries
 
 
 def mpi_built() -> bool:
@@ -68,8 +65,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether this job communicates over MPI."""
-    is_engine = runtime.is_initialized() and runtime.backend().name == "engine"
-    return is_engine or _is_controlled_by("mpi")
+    return _is_carried_by("mpi")
 
 
 def mpi_threads_supported() -> bool:
@@ -78,7 +74,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ExchangeError: tfscale is not initialised.
     """
-    return getattr(runtime.backend(), "thread_level", 0) >= _MPI_THREAD_MULTIPLE
+    return runtime.backend().thread_level >= _MPI_THREAD_MULTIPLE
 
 
 def gloo_built() -> bool:
@@ -88,7 +84,7 @@ def gloo_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Return whether this job's ranks find each other over Gloo, through Horovod."""
-    return _is_controlled_by("gloo")
+    return _is_carried_by("gloo")
 
 
 def nccl_built() -> int:

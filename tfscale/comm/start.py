@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from tfscale import config
 from tfscale.comm import mpi_files, objects, process, runtime, timeline
-from tfscale.comm.backends.base import Backend
-from tfscale.comm.backends.single import SingleBackend
+from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.process import (
     Launch,
     deadline_of_start,
@@ -325,7 +324,7 @@ def _fortran_handle(comm: Any) -> int:
     if isinstance(comm, list):
         # The library brings the MPI that it is linked with: mpi4py takes what is loaded, and finds
         # none by itself in an environment that has MPI's libraries elsewhere.
-        from tfscale.comm.backends.library import load
+        from tfscale.comm.backends.engine import load
 
         load()
         from mpi4py import MPI

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, gather_and_assign, raw_variable
+from tfscale.comm.backends.base import Call, Group, raw_variable
 from tfscale.config import ConfigError
 from tfscale.exchange.plan import ExchangePlan, label_of, name_of
 from tfscale.internals.optimizers import piece_of
@@ -147,7 +147,7 @@ class Shards:
             own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
             call = self.call("parameters", bucket.indices)
             if tf.executing_eagerly():
-                gather_and_assign(backend, own, raw, bucket, call)
+                backend.gather_and_assign(own, raw, bucket, call)
             else:
                 backend.post_gather(own, raw, bucket, call)
                 handles += [variable.handle for variable in raw]

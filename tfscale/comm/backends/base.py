@@ -1,9 +1,10 @@
-"""The protocol of a backend, and the variables that it writes."""
+"""The protocol of a backend, and the backend of a single process."""
 
 from __future__ import annotations
 
 import enum
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,8 +59,8 @@ class Call:
     """One use of a collective.
 
     Attributes:
-        group: Who takes part.
-        label: What logs and errors call it.
+        group: The ranks that take part.
+        label: Name in logs and errors.
         after: Resource handles of the variables whose gradients are exchanged. The collective
             then starts as soon as its inputs exist; without handles, collectives of a traced
             function run in the order in which they were traced.
@@ -89,25 +90,37 @@ class Scaling:
         return f"{reduction} (factors {float(self.prescale)} and {float(self.postscale)})"
 
 
+def raw_variable(variable: Any) -> Any:
+    """Return the TensorFlow variable of a Keras variable, without waiting for its value."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
 class Backend(Protocol):
     """Moves tensors between ranks. Collective: all members call the same, in the same order.
+
+    The bodies below are those of a backend without a thread of its own: nothing is pending after
+    a call returns, nothing is recorded, and no rank hears that another stops.
 
     Attributes:
         name: "engine", "horovod" or "single".
         has_marks: Whether a waiting rank learns of another's mark. Without it, ranks ask each
             other before each step of `fit`.
         records_events: Whether it records when collectives are posted, start and end.
+        libraries: The libraries below it that carry messages: "mpi", "gloo".
+        thread_level: MPI's: 2 is SERIALIZED, 3 MULTIPLE; 0 without MPI.
         rank: Number of this process.
         size: Number of processes.
         local_rank: Number among those of this host.
         local_size: Processes of this host.
         cross_rank: Number of this host among those that have a process with this local rank.
-        cross_size: How many hosts have one.
+        cross_size: Number of hosts that have one.
     """
 
     name: str
     has_marks: bool
-    records_events: bool
+    records_events: bool = False
+    libraries: tuple[str, ...] = ()
+    thread_level: int = 0
     rank: int
     size: int
     local_rank: int
@@ -149,19 +162,14 @@ class Backend(Protocol):
         op: ReduceOp,
         scaling: Scaling,
     ) -> tf.Tensor:
-        """Reduce the elements of all tensors, one after another; keep the next counts[r] as r.
+        """Reduce the elements of all tensors, one after another; member r keeps the next counts[r].
 
-        Args:
-            tensors: Of one dtype.
-            counts: Elements for each member; their sum is that of all tensors.
-            call: Who takes part.
-            op: The reduction.
-            scaling: Factors around it.
-
-        Returns:
-            A vector of counts[own rank] elements.
+        The tensors are of one dtype, and `counts` adds up to their elements.
         """
-        ...
+        flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+        begin = sum(counts[: call.group.rank])
+        reduced = self.allreduce([flat], call, op, scaling)[0]
+        return reduced[begin : begin + counts[call.group.rank]]
 
     def post_gather(
         self,
@@ -172,19 +180,43 @@ class Backend(Protocol):
     ) -> None:
         """Begin to give variables the values that the members' pieces make up; do not wait.
 
-        Who reads a variable must wait first, by `await_variables`, as `optimizer.futures` does. A
+        Readers of a variable must wait first, by `await_variables`, as `optimizer.futures` does. A
         failed gather leaves the values as they are, and readers get its error.
 
         Args:
             pieces: This member's, as `layout.pieces` of its rank in the group names them.
             variables: One per entry of `layout.indices`, of dtype `layout.dtype`.
             layout: How the variables are cut; equal on all members.
-            call: Who takes part.
+            call: Group and label.
         """
-        ...
+        self.gather_and_assign(pieces, variables, layout, call)
+
+    def gather_and_assign(
+        self,
+        pieces: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+    ) -> None:
+        """Do what `post_gather` does where nothing may stay pending: wait, then assign."""
+        flat = [tf.reshape(piece, [-1]) for piece in pieces]
+        own = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
+        gathered, _ = self.allgather(own, call)
+        parts: dict[int, list[tf.Tensor]] = {index: [] for index in layout.indices}
+        begin = 0
+        for rank in range(call.group.size):
+            for piece in layout.pieces(rank):
+                parts[piece.variable].append(gathered[begin : begin + piece.count])
+                begin += piece.count
+        raw = [raw_variable(v) for v in variables]
+        # A gather posted before would give the variables its values after these.
+        self.await_variables([v.handle for v in raw], is_write=True)
+        for index, shape, variable in zip(layout.indices, layout.shapes, raw, strict=True):
+            if math.prod(shape) > 0:
+                variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables is under way; any thread, any time.
+        """Wait until no gather of the variables is pending; any thread, any time.
 
         Args:
             handles: Their resource handles.
@@ -193,15 +225,15 @@ class Backend(Protocol):
         Raises:
             tf.errors.OpError: The last gather failed or was given up (not with `is_write`).
         """
-        ...
+        return
 
     def num_pending(self) -> int:
-        """Return of how many variables a gather is under way."""
-        ...
+        """Return of how many variables a gather is pending."""
+        return 0
 
     def drain(self) -> None:
-        """Wait until no gather is under way on this process; a failure is left to readers."""
-        ...
+        """Wait until no gather is pending on this process; a failure is left to readers."""
+        return
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
@@ -209,41 +241,41 @@ class Backend(Protocol):
 
     def mark(self, kind: MarkKind) -> None:
         """Tell the others that this rank takes part in no further step for now."""
-        ...
+        return
 
     def num_given_up(self) -> int:
         """Return how many collectives ended because another rank stopped."""
-        ...
+        return 0
 
     def start_incarnation(self, number: int) -> None:
         """Separate what comes from what is left of a step that was given up."""
-        ...
+        return
 
     def clock_ns(self) -> int:
         """Return the time, in nanoseconds, of the clock that events are measured with."""
-        ...
+        return time.monotonic_ns()
 
     def event_array(self) -> np.ndarray:
         """Return collectives and stamps that ended since the last call, as `Event` records."""
-        ...
+        return np.zeros(0)
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Record, each time the function runs, when it has updated some variables.
+        """Record, each time the function runs, when it has updated the variables.
 
         Args:
             handles: Resource handles of the variables.
             plan: A plan of the function.
             slot: Negative.
         """
-        ...
+        return
 
     def slot_name(self, plan: int, slot: int) -> str:
         """Return the label of the collective that an event is about."""
-        ...
+        return ""
 
     def graph_of(self, plan: int) -> tf.Graph | None:
         """Return the function graph a plan belongs to, if it is still in use."""
-        ...
+        return None
 
     def abort(self, code: int) -> None:
         """End all processes of the job. Does not return."""
@@ -251,114 +283,74 @@ class Backend(Protocol):
 
     def fail(self, why: str) -> None:
         """Tell the other ranks, where they can hear it, that this one takes part in no more."""
-        ...
+        return
 
     def close(self) -> bool:
-        """Leave the job; waits for all ranks unless communication has failed.
+        """Leave the job; the engine waits for all ranks unless communication has failed.
 
         Returns:
             Whether all ranks left together; False too where another one could not continue
             without this one.
+
+        Raises:
+            ExchangeError: A rank does not come, and gives no sign of life.
         """
         ...
 
 
-def raw_variable(variable: Any) -> Any:
-    """Return TensorFlow's variable behind one of Keras's, without waiting for its value.
+class SingleBackend(Backend):
+    """A job with one rank: no thread, no MPI; results are the inputs, scaled where asked for."""
 
-    Args:
-        variable: A Keras variable, or a TensorFlow variable, which is returned as it is.
-    """
-    return variable._value if isinstance(variable, keras.Variable) else variable
+    name = "single"
+    has_marks = True
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+    cross_rank = 0
+    cross_size = 1
 
+    def __init__(self) -> None:
+        self._n_groups = 1
 
-def gather_and_assign(
-    backend: Backend,
-    pieces: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    layout: SegmentedBucket,
-    call: Call,
-) -> None:
-    """Do what `post_gather` does where nothing may be left under way: wait, then assign.
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
+    ) -> list[tf.Tensor]:
+        """Scale each tensor."""
+        factor = scaling.prescale * scaling.postscale
+        if factor == 1.0:
+            return [tf.identity(t) for t in tensors]
+        return [tf.cast(tf.cast(t, tf.float64) * factor, t.dtype) for t in tensors]
 
-    Args:
-        backend: Who gathers.
-        pieces: This rank's pieces, as `layout.pieces` names them.
-        variables: One per entry of `layout.indices`.
-        layout: How the variables are cut.
-        call: Who takes part.
-    """
-    flat = [tf.reshape(piece, [-1]) for piece in pieces]
-    own = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
-    gathered, _ = backend.allgather(own, call)
-    parts: dict[int, list[tf.Tensor]] = {index: [] for index in layout.indices}
-    begin = 0
-    for rank in range(call.group.size):
-        for piece in layout.pieces(rank):
-            parts[piece.variable].append(gathered[begin : begin + piece.count])
-            begin += piece.count
-    raw = [raw_variable(v) for v in variables]
-    # A gather posted before would give the variables its values after these.
-    backend.await_variables([v.handle for v in raw], is_write=True)
-    for index, shape, variable in zip(layout.indices, layout.shapes, raw, strict=True):
-        if math.prod(shape) > 0:
-            variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
+    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the tensor and its number of rows."""
+        return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
 
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the tensor and its number of rows."""
+        return tf.identity(tensor), tf.identity(splits)
 
-class WaitingBackend:
-    """A backend without a thread: operations on shards wait, and nothing is recorded."""
+    def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
+        """Return the tensor."""
+        return tf.identity(tensor)
 
-    records_events = False
-
-    def scatter_reduce(
-        self: Any,
-        tensors: Sequence[tf.Tensor],
-        counts: Sequence[int],
-        call: Call,
-        op: ReduceOp,
-        scaling: Scaling,
+    def reducescatter(
+        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
     ) -> tf.Tensor:
-        """Reduce the elements of all tensors; keep those of this member, though all travel."""
-        flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
-        begin = sum(counts[: call.group.rank])
-        reduced = self.allreduce([flat], call, op, scaling)[0]
-        return reduced[begin : begin + counts[call.group.rank]]
+        """Scale the tensor."""
+        return self.allreduce([tensor], call, op, scaling)[0]
 
-    def post_gather(
-        self: Any,
-        pieces: Sequence[tf.Tensor],
-        variables: Sequence[Any],
-        layout: SegmentedBucket,
-        call: Call,
-    ) -> None:
-        """Give variables the values that the members' pieces make up; waits for them."""
-        gather_and_assign(self, pieces, variables, layout, call)
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Count groups."""
+        self._n_groups += 1
+        return self._n_groups - 1
 
-    def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Nothing is ever under way."""
+    def abort(self, code: int) -> None:
+        """End this process."""
+        sys.exit(code)
 
-    def num_pending(self) -> int:
-        """Nothing is ever under way."""
-        return 0
-
-    def drain(self) -> None:
-        """Nothing is ever under way."""
-
-    def clock_ns(self) -> int:
-        """Return the time of this process's monotonic clock."""
-        return time.monotonic_ns()
-
-    def event_array(self) -> np.ndarray:
-        """Nothing is recorded."""
-        return np.zeros(0)
-
-    def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Nothing is recorded."""
-
-    def slot_name(self, plan: int, slot: int) -> str:
-        """Nothing is recorded."""
-        return ""
-
-    def graph_of(self, plan: int) -> tf.Graph | None:
-        """Nothing is recorded."""
-        return None
+    def close(self) -> bool:
+        """There is no other rank to wait for."""
+        return True

@@ -1,10 +1,11 @@
-"""Where the program is, shown when others wait for this rank."""
+"""The engine as a backend: the C++ library and its C interface (custom_ops/comm/c_api.h)."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -13,46 +14,152 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import process
-from tfscale.comm.backends.base import (
-    Call,
-    MarkKind,
-    ReduceOp,
-    Scaling,
-    gather_and_assign,
-    raw_variable,
-)
-from tfscale.comm.backends.library import EngineOptions, Event, load
+from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Scaling, raw_variable
 from tfscale.comm.backends.slots import Slots, rows_of
+from tfscale.comm.native import library_path
 from tfscale.comm.software import versions
-from tfscale.config import Settings
+from tfscale.config import ExchangeError, Settings
 from tfscale.plan.segments import SegmentedBucket
 
+_WORLD = -1  # instead of the Fortran handle of a communicator
+_MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
+_EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
 _STDERR = 2
 # Of the real-time signals, which Python and launchers leave alone, none that glibc uses itself.
-_SIGNAL = signal.SIGRTMAX - 6
+_STACK_SIGNAL = signal.SIGRTMAX - 6
+
+
+class EngineOptions(ctypes.Structure):
+    """Mirror of `EngineOptions` in custom_ops/comm/options.h."""
+
+    _fields_ = (
+        ("stall_warning_s", ctypes.c_double),
+        ("stall_shutdown_s", ctypes.c_double),
+        ("max_message_bytes", ctypes.c_int64),
+        ("chunk_bytes", ctypes.c_int64),
+        ("window_bytes", ctypes.c_int64),
+        ("reduce_threads", ctypes.c_int32),
+        ("pin_core", ctypes.c_int32),
+        ("stack_signal", ctypes.c_int32),
+        ("identity", ctypes.c_char_p),
+        ("status_path", ctypes.c_char_p),
+    )
+
+
+class HostPlace(ctypes.Structure):
+    """Mirror of `HostPlace` in custom_ops/comm/host_place.h."""
+
+    _fields_ = (
+        ("local_rank", ctypes.c_int32),
+        ("local_size", ctypes.c_int32),
+        ("cross_rank", ctypes.c_int32),
+        ("cross_size", ctypes.c_int32),
+        ("cores", ctypes.c_int32),
+    )
+
+
+class Event(ctypes.Structure):
+    """Mirror of `Event` in custom_ops/comm/task.h: times in nanoseconds."""
+
+    _fields_ = (
+        ("posted_ns", ctypes.c_int64),
+        ("started_ns", ctypes.c_int64),
+        ("ended_ns", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("execution", ctypes.c_int64),
+        ("plan", ctypes.c_int32),
+        ("slot", ctypes.c_int32),
+    )
+
+
+_INT, _TEXT = ctypes.c_int, ctypes.c_char_p
+_INT_P = ctypes.POINTER(ctypes.c_int)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "last_error": (_TEXT, ()),
+    "start": (_INT, (_INT, ctypes.POINTER(EngineOptions))),
+    "stop": (_INT, ()),
+    "abort": (None, (_INT,)),
+    "rank": (_INT, ()),
+    "size": (_INT, ()),
+    "thread_level": (_INT, ()),
+    "host_place": (_INT, (_INT, ctypes.POINTER(HostPlace))),
+    "add_group": (_INT, (_INT_P, _INT)),
+    "plan_create": (_INT, (_INT, _TEXT)),
+    "plan_add_slot": (_INT, (_INT, _TEXT, _TEXT)),
+    "mark": (_INT, (_INT,)),
+    "start_incarnation": (_INT, (_INT,)),
+    "num_given_up": (ctypes.c_int64, ()),
+    "fail": (_INT, (_TEXT,)),
+    "num_pending": (ctypes.c_int64, ()),
+    "num_failed": (ctypes.c_int64, ()),
+    "drain": (None, ()),
+    "take_events": (ctypes.c_int64, (ctypes.POINTER(Event), ctypes.c_int64)),
+    "clock_ns": (ctypes.c_int64, ()),
+}
+
+
+class Library:
+    """The loaded library: `ops` are TensorFlow's wrappers of its ops, `call` its C functions."""
+
+    def __init__(self, path: str) -> None:
+        """Load the library.
+
+        Raises:
+            ExchangeError: It cannot be loaded; the text holds the loader's own.
+        """
+        self._functions = {}
+        try:
+            self.ops = tf.load_op_library(path)
+            functions = ctypes.CDLL(path)
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(functions, f"tfscale_{name}")
+                function.restype, function.argtypes = result, arguments
+                self._functions[name] = function
+        except (OSError, AttributeError, tf.errors.OpError) as error:  # an older one lacks a name
+            raise ExchangeError(
+                f"The native library must load. Received: {error}. "
+                "Run `tfscale doctor` to see what is missing, `tfscale build` to build it again."
+            ) from error
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a C function by its name without the prefix `tfscale_`.
+
+        Raises:
+            ExchangeError: The function reports an error.
+        """
+        result = self._functions[name](*arguments)
+        if isinstance(result, int) and result < 0:
+            raise ExchangeError(self._functions["last_error"]().decode())
+        return result
+
+
+@functools.cache
+def load() -> Library:
+    """Return the library of this installation, loaded once.
+
+    Raises:
+        ExchangeError: It was not built, was built against another TensorFlow, or does not load.
+    """
+    return Library(library_path())
 
 
 def show_on_signal() -> int:
     """Let a signal write the Python stacks of all threads to stderr; return its number.
 
-    The handler is C code that needs no lock of the interpreter, so it also works while the main
-    thread is in a call that never returns.
+    The engine sends it to ranks for which others wait. The handler is C code that needs no lock of
+    the interpreter, so it also works while the main thread is in a call that never returns.
     """
-    faulthandler.register(_SIGNAL, file=_STDERR, all_threads=True)
-    return int(_SIGNAL)
+    faulthandler.register(_STACK_SIGNAL, file=_STDERR, all_threads=True)
+    return int(_STACK_SIGNAL)
 
 
-_WORLD = -1  # instead of the Fortran handle of a communicator
-_MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
-_EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
-
-
-class EngineBackend:
+class EngineBackend(Backend):
     """Starts the engine on construction; see custom_ops/comm/engine.h."""
 
     name = "engine"
     has_marks = True
     records_events = True
+    libraries = ("mpi",)
 
     def __init__(self, settings: Settings, fortran_comm: int = _WORLD) -> None:
         """Start the engine. Collective: every rank of the communicator, on the main thread.
@@ -65,14 +172,15 @@ class EngineBackend:
             ExchangeError: The library does not fit, MPI cannot be used, or ranks run different
                 versions; then on every rank.
         """
-        self._library = load()
-        self._slots = Slots(self._library)
+        library = load()
+        self._library, self._ops = library, library.ops
+        self._slots = Slots(library.call)
         self._events = (Event * _EVENTS_KEPT)()
-        place = self._library.find_host_place(fortran_comm)
+        place = HostPlace()
+        library.call("host_place", fortran_comm, place)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
         self.n_cores: int = place.cores
-        lengths = f"chunks of {settings.chunk_bytes}"
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
@@ -82,12 +190,13 @@ class EngineBackend:
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
             pin_core=settings.pin_core,
             stack_signal=show_on_signal(),
-            identity=f"{versions()}, {lengths}".encode(),
+            identity=f"{versions()}, chunks of {settings.chunk_bytes}".encode(),
             status_path=process.file_path().encode(),
         )
-        self._library.call("start", fortran_comm, options)
-        self.rank: int = self._library.call("rank")
-        self.size: int = self._library.call("size")
+        library.call("start", fortran_comm, options)
+        self.rank: int = library.call("rank")
+        self.size: int = library.call("size")
+        self.thread_level: int = library.call("thread_level")
 
     def _attributes(
         self, call: Call, kind: str, tensors: list[tf.Tensor], rows: tf.Tensor | None = None
@@ -108,23 +217,29 @@ class EngineBackend:
             "label": call.label,
         }
 
+    def _reduction(
+        self, call: Call, kind: str, op: ReduceOp, scaling: Scaling, tensors: list[tf.Tensor]
+    ) -> dict[str, Any]:
+        """Place a reduction; operation and factors must be equal on all ranks."""
+        return {
+            "reduce_op": int(op),
+            "prescale": repr(float(scaling.prescale)),
+            "postscale": repr(float(scaling.postscale)),
+            **self._attributes(call, scaling.terms(kind), tensors),
+        }
+
     def allreduce(
         self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
     ) -> list[tf.Tensor]:
         """Reduce each tensor over the group; together they are one message."""
         inputs = list(tensors)
-        return self._library.ops.tfscale_allreduce(
-            tensors=inputs,
-            reduce_op=int(op),
-            prescale=repr(float(scaling.prescale)),
-            postscale=repr(float(scaling.postscale)),
-            **self._attributes(call, scaling.terms(f"allreduce {op.name}"), inputs),
-        )
+        attributes = self._reduction(call, f"allreduce {op.name}", op, scaling, inputs)
+        return self._ops.tfscale_allreduce(tensors=inputs, **attributes)
 
     def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
         """Put the members' tensors one after another; also return rows per member (int64)."""
         attributes = self._attributes(call, "allgather", [], tensor)
-        gathered, rows = self._library.ops.tfscale_allgather(tensor=tensor, **attributes)
+        gathered, rows = self._ops.tfscale_allgather(tensor=tensor, **attributes)
         return gathered, rows
 
     def alltoall(
@@ -132,27 +247,22 @@ class EngineBackend:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Send splits[r] rows to member r; also return rows received per member (int64)."""
         attributes = self._attributes(call, "alltoall", [], tensor)
-        received, rows = self._library.ops.tfscale_alltoall(
-            tensor=tensor, splits=splits, **attributes
-        )
+        received, rows = self._ops.tfscale_alltoall(tensor=tensor, splits=splits, **attributes)
         return received, rows
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
         """Return the tensor of the member number `root`."""
         attributes = self._attributes(call, f"broadcast from {root}", [tensor])
-        return self._library.ops.tfscale_broadcast(tensor=tensor, root=root, **attributes)
+        return self._ops.tfscale_broadcast(tensor=tensor, root=root, **attributes)
 
     def reducescatter(
         self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
     ) -> tf.Tensor:
         """Reduce and keep this member's part of the rows."""
-        return self._library.ops.tfscale_reducescatter(
+        return self._ops.tfscale_reducescatter(
             tensor=tensor,
-            reduce_op=int(op),
-            prescale=repr(float(scaling.prescale)),
-            postscale=repr(float(scaling.postscale)),
             group_rank=call.group.rank,
-            **self._attributes(call, scaling.terms(f"reducescatter {op.name}"), [tensor]),
+            **self._reduction(call, f"reducescatter {op.name}", op, scaling, [tensor]),
         )
 
     def scatter_reduce(
@@ -163,18 +273,13 @@ class EngineBackend:
         op: ReduceOp,
         scaling: Scaling,
     ) -> tf.Tensor:
-        """Reduce the elements of all tensors, one after another; keep the next counts[r] as r."""
-        inputs = list(tensors)
-        return self._library.ops.tfscale_scatter_reduce(
+        """Reduce the elements of all tensors, one after another; member r keeps counts[r]."""
+        inputs, kind = list(tensors), f"scatter_reduce {op.name} {list(counts)}"
+        return self._ops.tfscale_scatter_reduce(
             tensors=inputs,
             counts=list(counts),
-            reduce_op=int(op),
-            prescale=repr(float(scaling.prescale)),
-            postscale=repr(float(scaling.postscale)),
             group_rank=call.group.rank,
-            **self._attributes(
-                call, scaling.terms(f"scatter_reduce {op.name} {list(counts)}"), inputs
-            ),
+            **self._reduction(call, kind, op, scaling, inputs),
         )
 
     def post_gather(
@@ -187,12 +292,12 @@ class EngineBackend:
         """Begin to give variables the values that the members' pieces make up; do not wait."""
         raw = [raw_variable(v) for v in variables]
         if any("GPU" in v.device.upper() for v in raw):
-            gather_and_assign(self, pieces, raw, layout, call)
+            self.gather_and_assign(pieces, raw, layout, call)
             return
         after = tuple(v.handle for v in raw)
         call = dataclasses.replace(call, after=after, stream=call.stream or "parameters")
         kind = f"gather {layout.dtype} {layout.offsets} {layout.cuts}"
-        self._library.ops.tfscale_post_gather(
+        self._ops.tfscale_post_gather(
             pieces=list(pieces),
             dtype=layout.dtype,
             piece_offsets=[piece.offset for piece in layout.pieces(call.group.rank)],
@@ -204,15 +309,15 @@ class EngineBackend:
         )
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables is under way; any thread, any time."""
-        self._library.ops.tfscale_await(variables=list(handles), is_write=is_write)
+        """Wait until no gather of the variables is pending; any thread, any time."""
+        self._ops.tfscale_await(variables=list(handles), is_write=is_write)
 
     def num_pending(self) -> int:
-        """Return of how many variables a gather is under way."""
+        """Return of how many variables a gather is pending."""
         return self._library.call("num_pending")
 
     def drain(self) -> None:
-        """Wait until no gather is under way on this process; a failure is left to readers."""
+        """Wait until no gather is pending on this process; a failure is left to readers."""
         self._library.call("drain")
 
     def add_group(self, ranks: Sequence[int]) -> int:
@@ -242,14 +347,8 @@ class EngineBackend:
         return np.frombuffer(self._events, np.dtype(Event), taken).copy()
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Record, each time the function runs, when it has updated some variables.
-
-        Args:
-            handles: Resource handles of the variables.
-            plan: A plan of the function.
-            slot: Negative.
-        """
-        self._library.ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)
+        """Record, each time the function runs, when it has updated the variables."""
+        self._ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)
 
     def slot_name(self, plan: int, slot: int) -> str:
         """Return the label of the collective that an event is about."""
@@ -258,11 +357,6 @@ class EngineBackend:
     def graph_of(self, plan: int) -> tf.Graph | None:
         """Return the function graph a plan belongs to, if it is still in use."""
         return self._slots.graph_of(plan)
-
-    @property
-    def thread_level(self) -> int:
-        """MPI's thread level: 2 is SERIALIZED, 3 is MULTIPLE."""
-        return self._library.call("thread_level")
 
     def clock_ns(self) -> int:
         """Return the time, in nanoseconds, of the clock that events are measured with."""
@@ -277,12 +371,5 @@ class EngineBackend:
         self._library.call("fail", why.encode())
 
     def close(self) -> bool:
-        """Leave the job; waits for all ranks unless communication has failed.
-
-        Returns:
-            Whether all ranks left together.
-
-        Raises:
-            ExchangeError: A rank does not come, and gives no sign of life.
-        """
+        """Leave the job; waits for all ranks unless communication has failed."""
         return self._library.call("stop") == 0

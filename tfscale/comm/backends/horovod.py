@@ -1,4 +1,4 @@
-"""Horovod as a backend."""
+"""Horovod as a backend: names and guards for its ops, and number types that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm.backends.base import Call, MarkKind, ReduceOp, Scaling, WaitingBackend
+from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Scaling
 from tfscale.comm.backends.slots import COUNT, EAGER, Slots
 from tfscale.config import ConfigError, ExchangeError, Settings
 
@@ -87,20 +87,18 @@ Start = Callable[[list[tf.Tensor], str | None], Sequence[tf.Tensor]]
 
 
 class _PlanNumbers:
-    """Counts plans and slots where `Slots` would ask the engine's library."""
+    """Counts plans and slots, as the engine's library does for `Slots`."""
 
     def __init__(self) -> None:
-        self._n_plans: dict[int, int] = {}
         self._n_slots: list[int] = []
+        self._groups: list[int] = []
         self.titles: list[str] = []
 
-    def call(self, name: str, *arguments: Any) -> int:
-        """Answer "plan_create" (group, title) and "plan_add_slot" (plan, name, signature)."""
+    def __call__(self, name: str, *arguments: Any) -> int:
         if name == "plan_create":
             group = arguments[0]
-            number = self._n_plans.get(group, 0)
-            self._n_plans[group] = number + 1
-            self.titles.append(f"g{group}.p{number}")
+            self.titles.append(f"g{group}.p{self._groups.count(group)}")
+            self._groups.append(group)
             self._n_slots.append(0)
             return len(self.titles) - 1
         plan = arguments[0]
@@ -120,14 +118,13 @@ class NamedOps:
     """
 
     def __init__(self) -> None:
-        """Start without any name."""
         self._numbers = _PlanNumbers()
-        self._slots = Slots(self._numbers)  # type: ignore[arg-type]
+        self._slots = Slots(self._numbers)
 
     def run(
         self, call: Call, inputs: Sequence[tf.Tensor], start: Start, terms: str = ""
     ) -> list[tf.Tensor]:
-        """Run an op, or place it in the function that is being traced.
+        """Run an op eagerly, or place it in the function that is being traced; return its outputs.
 
         Args:
             call: Group and label. Without `after` it waits for the calls traced before it.
@@ -135,9 +132,6 @@ class NamedOps:
             start: Makes the op.
             terms: What else must be equal on all ranks, as `call.terms`. It becomes part of the
                 name: Horovod names the ranks that miss an op of this name, and gives up in time.
-
-        Returns:
-            The op's outputs.
 
         Raises:
             PlanError: An eager collective is called outside of the main thread.
@@ -195,6 +189,8 @@ logger = logging.getLogger("tfscale")
 
 # Horovod's numbers: 0 is its average, 2 Adasum.
 _REDUCE_OPS = {ReduceOp.SUM: 1, ReduceOp.MIN: 3, ReduceOp.MAX: 4, ReduceOp.PRODUCT: 5}
+# Its factors are float32 attributes, too coarse for float64: we scale ourselves.
+_UNSCALED = {"prescale_factor": 1.0, "postscale_factor": 1.0}
 
 
 def is_installed() -> bool:
@@ -218,11 +214,11 @@ def load_horovod() -> Any:
         ) from error
 
 
-class HorovodBackend(WaitingBackend):
+class HorovodBackend(Backend):
     """Collectives through Horovod's ops and process sets.
 
     Differences from the engine: the order in which ranks are added is not fixed, so sums may differ
-    in their last bits, also from run to run; 16-bit floats are added, and travel, as float32; ranks
+    in their last bits, also from run to run; 16-bit floats are added, and sent, as float32; ranks
     ask each other before each step of `fit` (no marks).
     """
 
@@ -258,16 +254,23 @@ class HorovodBackend(WaitingBackend):
                 f"Horovod must start on all ranks. Received: {error}. Start them with horovodrun "
                 "or an MPI launcher, and see what Horovod printed."
             ) from error
-        if comm is not None and not self._hvd.mpi_enabled():
-            self._hvd.shutdown()
+        hvd = self._hvd
+        self.libraries = tuple(
+            name
+            for name, is_used in (("mpi", hvd.mpi_enabled()), ("gloo", hvd.gloo_enabled()))
+            if is_used
+        )
+        if comm is not None and "mpi" not in self.libraries:
+            hvd.shutdown()
             raise ConfigError(
                 "comm chooses among the processes of MPI. Received: comm, under Gloo. Start with "
                 "`tfscale run` or mpirun, or use process sets."
             )
-        hvd = self._hvd
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+        # MULTIPLE where Horovod says that others may call MPI.
+        self.thread_level = 3 if "mpi" in self.libraries and hvd.mpi_threads_supported() else 0
         if self.rank == 0:
             logger.info(
                 "Horovod moves the bytes: ranks ask each other before each step, and what the "
@@ -284,7 +287,7 @@ class HorovodBackend(WaitingBackend):
         wide = [scale(widen(t), scaling.prescale) for t in tensors]
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             wide += [nan_flag(t, op) for t in wide]
-        options = {**self._options(call, is_scaled=True), "reduce_op": _REDUCE_OPS[op]}
+        options = {**self._options(call), **_UNSCALED, "reduce_op": _REDUCE_OPS[op]}
 
         def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
             if len(inputs) == 1:
@@ -300,13 +303,9 @@ class HorovodBackend(WaitingBackend):
 
     def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
         """Put the members' tensors one after another; also return rows per member (int64)."""
-        options = self._options(call)
-
-        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
-            return [self._ops.horovod_allgather(tensor=inputs[0], name=name, **options)]
-
-        gathered = self._named.run(call, [to_wire(tensor)], start)[0]
-        rows = self._named.run(call, [tf.shape(tensor, tf.int64)[:1]], start)[0]
+        op = self._ops.horovod_allgather
+        gathered = self._run(op, to_wire(tensor), call)
+        rows = self._run(op, tf.shape(tensor, tf.int64)[:1], call)
         rows = tf.ensure_shape(rows, [call.group.size])
         return from_wire(gathered, tensor, [None]), rows
 
@@ -327,12 +326,8 @@ class HorovodBackend(WaitingBackend):
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
         """Return the tensor of the member number `root`."""
-        options = {**self._options(call), "root_rank": call.group.ranks[root]}
-
-        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
-            return [self._ops.horovod_broadcast(tensor=inputs[0], name=name, **options)]
-
-        sent = self._named.run(call, [to_wire(tensor)], start)[0]
+        root_rank = call.group.ranks[root]
+        sent = self._run(self._ops.horovod_broadcast, to_wire(tensor), call, root_rank=root_rank)
         return from_wire(sent, tensor, tensor.shape[:1])
 
     def reducescatter(
@@ -347,13 +342,9 @@ class HorovodBackend(WaitingBackend):
             rows, size, own = tf.shape(tensor)[0], call.group.size, call.group.rank
             begin = own * (rows // size) + tf.minimum(own, rows % size)
             return reduced[begin : begin + rows // size + tf.cast(own < rows % size, tf.int32)]
-        options = {**self._options(call, is_scaled=True), "reduce_op": _REDUCE_OPS[op]}
-
-        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
-            return [self._ops.horovod_reducescatter(tensor=inputs[0], name=name, **options)]
-
-        scaled = scale(widen(tensor), scaling.prescale)
-        own_rows = self._named.run(call, [scaled], start, scaling.terms(op.name))[0]
+        scaled, terms = scale(widen(tensor), scaling.prescale), scaling.terms(op.name)
+        options = {**_UNSCALED, "reduce_op": _REDUCE_OPS[op]}
+        own_rows = self._run(self._ops.horovod_reducescatter, scaled, call, terms, **options)
         return tf.cast(scale(own_rows, scaling.postscale), tensor.dtype)
 
     def add_group(self, ranks: Sequence[int]) -> int:
@@ -370,25 +361,9 @@ class HorovodBackend(WaitingBackend):
         if kind is MarkKind.LEFT:
             self._hvd.shutdown()
 
-    def num_given_up(self) -> int:
-        """Nothing is given up: ranks ask before each step."""
-        return 0
-
-    def start_incarnation(self, number: int) -> None:
-        """Nothing is left on the wire."""
-
-    @property
-    def thread_level(self) -> int:
-        """MPI's thread level: 3 (MULTIPLE) where Horovod says that others may call MPI."""
-        return 3 if self._hvd.mpi_enabled() and self._hvd.mpi_threads_supported() else 0
-
-    def is_enabled(self, controller: str) -> bool:
-        """Return whether ranks agree over "mpi" or "gloo"."""
-        return bool(getattr(self._hvd, f"{controller}_enabled")())
-
     def abort(self, code: int) -> None:
         """End this process; the launcher then ends the others. Does not return."""
-        if self._hvd.is_initialized() and self._hvd.mpi_enabled():
+        if self._hvd.is_initialized() and "mpi" in self.libraries:
             try:
                 from mpi4py import MPI
 
@@ -397,19 +372,21 @@ class HorovodBackend(WaitingBackend):
                 pass  # The launcher notices the exit code.
         os._exit(code)
 
-    def fail(self, why: str) -> None:
-        """Do nothing: Horovod has no way to tell it."""
-
     def close(self) -> bool:
         """Leave the job without waiting for others."""
         self._hvd.shutdown()
         return True
 
-    def _options(self, call: Call, is_scaled: bool = False) -> dict[str, Any]:
-        # Its factors are float32 attributes, too coarse for float64: we scale ourselves.
-        factors = {"prescale_factor": 1.0, "postscale_factor": 1.0} if is_scaled else {}
-        return {
-            **factors,
-            "ignore_name_scope": True,
-            "process_set_id": self._groups[call.group.id],
-        }
+    def _options(self, call: Call) -> dict[str, Any]:
+        return {"ignore_name_scope": True, "process_set_id": self._groups[call.group.id]}
+
+    def _run(
+        self, op: Callable, tensor: tf.Tensor, call: Call, terms: str = "", **options: Any
+    ) -> tf.Tensor:
+        """Run an op of one tensor."""
+        options = {**self._options(call), **options}
+
+        def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
+            return [op(tensor=inputs[0], name=name, **options)]
+
+        return self._named.run(call, [tensor], start, terms)[0]

@@ -1,17 +1,17 @@
-"""Which plan and slot a collective gets: the one place that decides their order."""
+"""Plans and slots of collectives: the one place that decides their order."""
 
 from __future__ import annotations
 
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from tfscale.comm.backends.base import Call
-from tfscale.comm.backends.library import Library
 from tfscale.config import ExchangeError, PlanError
 
 EAGER = -1
@@ -34,9 +34,14 @@ class Slots:
     gradient never waits for a collective that was merely traced before it.
     """
 
-    def __init__(self, library: Library) -> None:
-        """Start without any plan."""
-        self._library = library
+    def __init__(self, number: Callable[..., int]) -> None:
+        """Start without any plan.
+
+        Args:
+            number: Returns the number of a new plan or slot: ("plan_create", group, title) or
+                ("plan_add_slot", plan, label, signature), as custom_ops/comm/c_api.h.
+        """
+        self._number = number
         self._names: dict[Position, str] = {}
         self._plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -49,7 +54,7 @@ class Slots:
             tensors: Its inputs; dtypes and static shapes become part of the fingerprint.
 
         Returns:
-            The position. Eager collectives have none: they run in the order of their calls.
+            The position; eager collectives, which run in the order of their calls, have `EAGER`.
 
         Raises:
             PlanError: An eager collective is called outside of the main thread.
@@ -73,7 +78,7 @@ class Slots:
             )
         plan = self._plan_of(graph, call)
         texts = [f"{kind} {call.label}".replace("\n", " "), _signature(call, kind, tensors)]
-        slot = self._library.call("plan_add_slot", plan, *(text.encode() for text in texts))
+        slot = self._number("plan_add_slot", plan, *(text.encode() for text in texts))
         self._names[Position(plan, slot)] = call.label
         return Position(plan, slot)
 
@@ -83,10 +88,7 @@ class Slots:
 
     def graph_of(self, plan: int) -> tf.Graph | None:
         """Return the function graph of a plan; None where it is no longer in use."""
-        for graph, plans in list(self._plans.items()):
-            if plan in plans.values():
-                return graph
-        return None
+        return next((g for g, plans in list(self._plans.items()) if plan in plans.values()), None)
 
     def _plan_of(self, graph: tf.Graph, call: Call) -> int:
         plans = self._plans.setdefault(graph, {})
@@ -97,7 +99,7 @@ class Slots:
             name = getattr(graph, "name", "graph").rsplit("__", 1)[0]
             name = COUNT.sub("", name).rstrip("_0123456789")
             title = f"{name} ({stream})".encode()
-            plans[key] = self._library.call("plan_create", call.group.id, title)
+            plans[key] = self._number("plan_create", call.group.id, title)
         return plans[key]
 
 
@@ -107,7 +109,7 @@ def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
     inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
     if call.names and tensors:
         lines = [f"{n} {text}" for n, text in zip(call.names, inputs, strict=True)]
-        lines.append(kind)  # behind them: it may hold numbers that follow from their shapes
+        lines.append(kind)  # last: it may hold numbers that follow from their shapes
     else:
         lines = [" ".join([kind, call.label, *inputs])]
     # Keras numbers layers by a count of the process, which may differ between ranks.
