@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.horovod import scale
 from tfscale.comm.compression import Compression
 from tfscale.comm.eager import agree, header_of, raise_own_errors
-from tfscale.comm.runtime import (
-    Average,
-    ProcessSet,
-    Product,
-    Sum,
-    engine_op,
-    global_process_set,
-    scaling_of,
-)
-from tfscale.comm.sparse import allreduce_sparse
+from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
 from tfscale.config import ConfigError, ExchangeError
 
-# Marked do_not_convert below: AutoGraph would convert our sources in every traced function.
-_NO_GRADIENT = "Only sums and averages have a gradient. Received: op={}. Use Sum or Average."
+# Functions are marked do_not_convert: AutoGraph would convert our sources in every traced function.
 
 
-def _members(process_set: ProcessSet, what: str) -> Group:
+def _call(process_set: ProcessSet, what: str, name: str | None = None) -> Call:
     group = process_set.group()
     if group.rank < 0:
         raise ExchangeError(
@@ -35,26 +27,94 @@ def _members(process_set: ProcessSet, what: str) -> Group:
             f"{runtime.rank()}, which is not in {list(group.ranks)}. Guard it with "
             "process_set.included()."
         )
-    return group
+    return Call(group, name or what)
 
 
 def require_member(root_rank: int, group: Group) -> None:
-    """Check that a rank belongs to a group.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Raise ConfigError unless a rank belongs to a group."""
     if root_rank not in group.ranks:
         raise ConfigError(
             f"root_rank must be one of {list(group.ranks)}. Received: root_rank={root_rank}."
         )
 
 
-def _run(kind: str, options: list[Any], tensors: list[Any], call: Call, body: Callable) -> Any:
+def _guarded(
+    kind: str, options: list[Any], tensors: Sequence[tf.Tensor], call: Call, body: Callable[[], Any]
+) -> Any:
+    """Run `body`; eager ranks first agree that all call the same."""
     if not tf.executing_eagerly():
         return body()
-    agree(header_of(kind, options, tensors, call.label), call.group)
+    agree(header_of(kind, options, list(tensors), call.label), call.group)
     return raise_own_errors(body)
+
+
+def _run(
+    kind: str,
+    options: list[Any],
+    tensors: Sequence[tf.Tensor],
+    call: Call,
+    collective: Callable[..., tuple[Any, Any]],
+    gradient: Callable[..., Any],
+) -> Any:
+    """Run a collective that has a gradient.
+
+    Args:
+        kind: Name of the collective.
+        options: What must be equal on all ranks besides `kind` and the tensors.
+        tensors: Inputs.
+        call: Group and label.
+        collective: Gets `tensors`; returns the outputs, and what `gradient` needs of them.
+        gradient: Gets that, a call for what it sends itself, and a gradient per output; returns
+            the gradients of `tensors`.
+    """
+
+    @tf.custom_gradient
+    def run(*inputs: tf.Tensor) -> Any:
+        outputs, kept = _guarded(kind, options, inputs, call, lambda: collective(*inputs))
+
+        def backward(*output_gradients: tf.Tensor) -> Any:
+            back = Call(call.group, f"{call.label} gradient")
+            return gradient(kept, back, *output_gradients)
+
+        return outputs, backward
+
+    return run(*tensors)
+
+
+def _require_sum(op: str) -> None:
+    if op not in (Average, Sum):
+        raise ConfigError(
+            f"Only sums and averages have a gradient. Received: op={op}. Use Sum or Average."
+        )
+
+
+def _reduce(tensors: Sequence[tf.Tensor], op: str, factors: Scaling, call: Call) -> list[tf.Tensor]:
+    """Reduce tensors of one dtype as one message."""
+    tensors = [tf.convert_to_tensor(t) for t in tensors]
+    reduce_op, scaling = reduction_of(op, factors, call.group.size, tensors)
+
+    def collective(*own: tf.Tensor) -> tuple[Any, Any]:
+        return runtime.backend().allreduce(own, call, reduce_op, scaling), None
+
+    def gradient(_: Any, back: Call, *output_gradients: tf.Tensor) -> list[tf.Tensor]:
+        _require_sum(op)
+        return _reduce(output_gradients, op, factors, back)
+
+    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
+    return list(_run("allreduce", options, tensors, call, collective, gradient))
+
+
+def _reduce_all(
+    tensors: Sequence[Any], op: str, factors: Scaling, compression: Any, call: Call
+) -> list[tf.Tensor]:
+    packed = [compression.compress(tf.convert_to_tensor(t)) for t in tensors]
+    results: list[Any] = [None] * len(packed)
+    for dtype in dict.fromkeys(t.dtype for t, _ in packed):
+        chosen = [i for i, (t, _) in enumerate(packed) if t.dtype == dtype]
+        reduced = _reduce([packed[i][0] for i in chosen], op, factors, call)
+        for i, result in zip(chosen, reduced, strict=True):
+            results[i] = compression.decompress(result, packed[i][1])
+    return results
 
 
 @tf.autograph.experimental.do_not_convert
@@ -79,10 +139,10 @@ def allreduce(
         op: Average, Sum, Min, Max or Product.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
-        compression: What travels, see `Compression`.
+        compression: The dtype that is sent, see `Compression`.
         sparse_as_dense: Make IndexedSlices dense first.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         The result, equal bit by bit on all ranks: values are added in rank order.
@@ -93,14 +153,10 @@ def allreduce(
         PlanError: Called eagerly, and not on the main thread.
     """
     factors = Scaling(prescale_factor, postscale_factor)
-    group = _members(process_set, "allreduce")
-    if isinstance(tensor, tf.IndexedSlices):
-        if not sparse_as_dense:
-            return allreduce_sparse(tensor, op, factors, Call(group, name or "allreduce"))
-        tensor = tf.convert_to_tensor(tensor)
-    packed, context = compression.compress(tf.convert_to_tensor(tensor))
-    result = _allreduce_all([packed], op, factors, Call(group, name or "allreduce"))[0]
-    return compression.decompress(result, context)
+    call = _call(process_set, "allreduce", name)
+    if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
+        return allreduce_sparse(tensor, op, factors, call)
+    return _reduce_all([tensor], op, factors, compression, call)[0]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -114,18 +170,18 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors at once: those of one dtype travel as one message.
+    """Reduce several tensors at once: those of one dtype are sent as one message.
 
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        tensors: Tensors; otherwise as `allreduce`.
-        op: See `allreduce`, as the other arguments.
+        tensors: Tensors; this and the other arguments as for `allreduce`.
+        op: Average, Sum, Min, Max or Product.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
-        compression: What travels.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        compression: The dtype that is sent.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         One result per tensor, in order.
@@ -135,45 +191,9 @@ def grouped_allreduce(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "grouped_allreduce")
-    call = Call(group, name or "grouped_allreduce")
-    packed = [compression.compress(tf.convert_to_tensor(t)) for t in tensors]
-    results: list[Any] = [None] * len(packed)
-    for dtype in dict.fromkeys(t.dtype for t, _ in packed):
-        chosen = [i for i, (t, _) in enumerate(packed) if t.dtype == dtype]
-        factors = Scaling(prescale_factor, postscale_factor)
-        reduced = _allreduce_all([packed[i][0] for i in chosen], op, factors, call)
-        for i, result in zip(chosen, reduced, strict=True):
-            results[i] = compression.decompress(result, packed[i][1])
-    return results
-
-
-def _allreduce_all(
-    tensors: list[tf.Tensor], op: str, factors: Scaling, call: Call
-) -> list[tf.Tensor]:
-    scaling = scaling_of(op, factors, call.group.size, tensors)
-    reduce_op = engine_op(op)
-    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
-
-    @tf.custom_gradient
-    def reduce(*inputs: tf.Tensor) -> Any:
-        outputs = _run(
-            "allreduce",
-            options,
-            list(inputs),
-            call,
-            lambda: runtime.backend().allreduce(inputs, call, reduce_op, scaling),
-        )
-
-        def gradient(*errors: tf.Tensor) -> list[tf.Tensor]:
-            if reduce_op is not ReduceOp.SUM:
-                raise ConfigError(_NO_GRADIENT.format(op))
-            back = Call(call.group, f"{call.label} gradient")
-            return _allreduce_all([tf.convert_to_tensor(e) for e in errors], op, factors, back)
-
-        return outputs, gradient
-
-    return list(reduce(*tensors))
+    call = _call(process_set, "grouped_allreduce", name)
+    factors = Scaling(prescale_factor, postscale_factor)
+    return _reduce_all(tensors, op, factors, compression, call)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -190,9 +210,9 @@ def broadcast(
 
     Args:
         tensor: Tensor of any numeric dtype or bool; dtype and shape equal on all ranks.
-        root_rank: Whose; a rank of the job, not a number within the process set.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        root_rank: The rank whose tensor is sent: of the job, not within the process set.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         The root's values.
@@ -202,29 +222,19 @@ def broadcast(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "broadcast")
-    require_member(root_rank, group)
-    root = group.ranks.index(root_rank)
-    call = Call(group, name or "broadcast")
+    call = _call(process_set, "broadcast", name)
+    require_member(root_rank, call.group)
+    root = call.group.ranks.index(root_rank)
 
-    @tf.custom_gradient
-    def send(value: tf.Tensor) -> Any:
-        output = _run(
-            "broadcast",
-            [root],
-            [value],
-            call,
-            lambda: runtime.backend().broadcast(value, root, call),
-        )
+    def collective(own: tf.Tensor) -> tuple[Any, Any]:
+        return runtime.backend().broadcast(own, root, call), None
 
-        def gradient(error: tf.Tensor) -> tf.Tensor:
-            back = Call(group, f"{call.label} gradient")
-            total = _allreduce_all([error], Sum, Scaling(), back)[0]
-            return total if group.rank == root else tf.zeros_like(total)
+    def gradient(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+        total = _reduce([output_gradient], Sum, Scaling(), back)[0]
+        return total if call.group.rank == root else tf.zeros_like(total)
 
-        return output, gradient
-
-    return send(tf.convert_to_tensor(tensor))
+    value = tf.convert_to_tensor(tensor)
+    return _run("broadcast", [root], [value], call, collective, gradient)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -233,22 +243,14 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        process_set: Who takes part.
+        process_set: The ranks that take part.
 
     Raises:
         ExchangeError: Ranks call different collectives, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "barrier")
-    call = Call(group, "barrier")
-    _run("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
-
-
-__all__ = ["Average", "Product", "Sum", "allreduce", "barrier", "broadcast", "grouped_allreduce"]
-
-
-def _rows_before(rows: tf.Tensor, member: int) -> tf.Tensor:
-    return tf.reduce_sum(rows[:member])
+    call = _call(process_set, "barrier")
+    _guarded("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -262,8 +264,8 @@ def allgather(
     Args:
         tensor: Tensor of any numeric dtype or bool. The first dimension may differ between ranks
             and may be 0; a scalar counts as one row.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         The rows of all ranks, in rank order.
@@ -272,26 +274,19 @@ def allgather(
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "allgather")
-    call = Call(group, name or "allgather")
+    call = _call(process_set, "allgather", name)
     value = tf.convert_to_tensor(tensor)
     value = value[tf.newaxis] if value.shape.rank == 0 else value
 
-    @tf.custom_gradient
-    def gather(own: tf.Tensor) -> Any:
-        output, rows = _run(
-            "allgather", [], [own], call, lambda: runtime.backend().allgather(own, call)
-        )
+    def collective(own: tf.Tensor) -> tuple[Any, Any]:
+        return runtime.backend().allgather(own, call)
 
-        def gradient(error: tf.Tensor) -> tf.Tensor:
-            back = Call(group, f"{call.label} gradient")
-            total = _allreduce_all([error], Sum, Scaling(), back)[0]
-            begin = _rows_before(rows, group.rank)
-            return total[begin : begin + rows[group.rank]]
+    def gradient(rows: tf.Tensor, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+        total, rank = _reduce([output_gradient], Sum, Scaling(), back)[0], call.group.rank
+        begin = tf.reduce_sum(rows[:rank])
+        return total[begin : begin + rows[rank]]
 
-        return output, gradient
-
-    return gather(value)
+    return _run("allgather", [], [value], call, collective, gradient)
 
 
 def grouped_allgather(
@@ -306,8 +301,8 @@ def grouped_allgather(
 
     Args:
         tensors: As many on all ranks.
-        process_set: Who takes part.
-        name: What logs and errors call them, with a number each.
+        process_set: The ranks that take part.
+        name: Name in logs and errors; each tensor's has a number.
 
     Returns:
         One result per tensor, in order.
@@ -338,8 +333,8 @@ def alltoall(
         tensor: Tensor of shape [rows, ...]; rows may differ between ranks.
         splits: Integers of shape [size]: how many rows each rank is sent, the first ones to rank
             0. None sends equal parts.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         The received rows in rank order; with `splits` a pair of these and the number of rows
@@ -350,31 +345,22 @@ def alltoall(
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "alltoall")
-    call = Call(group, name or "alltoall")
-    value = tf.convert_to_tensor(tensor)
-    parts = (
-        _equal_splits(value, group.size)
-        if splits is None
-        else _given_splits(splits, value, group.size)
-    )
+    call = _call(process_set, "alltoall", name)
+    value, size = tf.convert_to_tensor(tensor), call.group.size
+    parts = _equal_splits(value, size) if splits is None else _given_splits(splits, value, size)
+    received, rows = _alltoall(value, parts, call)
+    return received if splits is None else (received, tf.cast(rows, tf.int32))
 
-    @tf.custom_gradient
-    def exchange(own: tf.Tensor) -> Any:
-        output, rows = _run(
-            "alltoall", [], [own], call, lambda: runtime.backend().alltoall(own, parts, call)
-        )
 
-        def gradient(error: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            back = Call(group, f"{call.label} gradient")
-            return _run(
-                "alltoall", [], [error], back, lambda: runtime.backend().alltoall(error, rows, back)
-            )[0]
+def _alltoall(value: tf.Tensor, parts: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+    def collective(own: tf.Tensor) -> tuple[Any, Any]:
+        received, rows = runtime.backend().alltoall(own, parts, call)
+        return (received, rows), rows
 
-        return (output, rows), gradient
+    def gradient(rows: tf.Tensor, back: Call, output_gradient: tf.Tensor, _: Any) -> tf.Tensor:
+        return _alltoall(output_gradient, rows, back)[0]
 
-    output, rows = exchange(value)
-    return output if splits is None else (output, tf.cast(rows, tf.int32))
+    return _run("alltoall", [], [value], call, collective, gradient)
 
 
 def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
@@ -388,15 +374,10 @@ def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
 
 def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     parts = tf.convert_to_tensor(splits)
-    if not parts.dtype.is_integer or parts.shape.rank not in (None, 1):
+    if not parts.dtype.is_integer or not parts.shape.is_compatible_with([size]):
         raise ConfigError(
-            "splits must be a vector of integers, one per rank. "
+            f"splits must be a vector of integers, a number of rows for each of the {size} ranks. "
             f"Received: dtype={parts.dtype.name}, shape={parts.shape}."
-        )
-    if parts.shape.rank == 1 and parts.shape[0] not in (None, size):
-        raise ConfigError(
-            f"splits must hold one number of rows for each of the {size} ranks. "
-            f"Received: {parts.shape[0]} numbers."
         )
     given = tf.get_static_value(parts)
     rows = value.shape[0] if value.shape.rank else None
@@ -429,8 +410,8 @@ def reducescatter(
         op: Average or Sum; Min, Max and Product without gradient.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
-        process_set: Who takes part.
-        name: What logs and errors call it.
+        process_set: The ranks that take part.
+        name: Name in logs and errors.
 
     Returns:
         Part r of the reduced rows, on the rank number r of the process set.
@@ -440,34 +421,23 @@ def reducescatter(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    group = _members(process_set, "reducescatter")
+    call = _call(process_set, "reducescatter", name)
     value = tf.convert_to_tensor(tensor)
     if value.shape.rank == 0:
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")
-    scaling = scaling_of(op, Scaling(prescale_factor, postscale_factor), group.size, [value])
-    reduce_op = engine_op(op)
+    factors = Scaling(prescale_factor, postscale_factor)
+    reduce_op, scaling = reduction_of(op, factors, call.group.size, [value])
+
+    def collective(own: tf.Tensor) -> tuple[Any, Any]:
+        return runtime.backend().reducescatter(own, call, reduce_op, scaling), None
+
+    def gradient(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+        _require_sum(op)
+        factor = tf.constant(scaling.prescale * scaling.postscale, output_gradient.dtype)
+        return allgather(output_gradient * factor, process_set=process_set, name=back.label)
+
     options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
-    call = Call(group, name or "reducescatter")
-
-    @tf.custom_gradient
-    def scatter(own: tf.Tensor) -> Any:
-        output = _run(
-            "reducescatter",
-            options,
-            [own],
-            call,
-            lambda: runtime.backend().reducescatter(own, call, reduce_op, scaling),
-        )
-
-        def gradient(error: tf.Tensor) -> tf.Tensor:
-            if reduce_op is not ReduceOp.SUM:
-                raise ConfigError(_NO_GRADIENT.format(op))
-            factor = tf.constant(scaling.prescale * scaling.postscale, error.dtype)
-            return allgather(error * factor, process_set=process_set, name=f"{call.label} gradient")
-
-        return output, gradient
-
-    return scatter(value)
+    return _run("reducescatter", options, [value], call, collective, gradient)
 
 
 def grouped_reducescatter(
@@ -484,8 +454,8 @@ def grouped_reducescatter(
     Args:
         tensors: As many on all ranks.
         op: See `reducescatter`.
-        process_set: Who takes part.
-        name: What logs and errors call them, with a number each.
+        process_set: The ranks that take part.
+        name: Name in logs and errors; each tensor's has a number.
 
     Returns:
         One result per tensor, in order.
@@ -500,3 +470,77 @@ def grouped_reducescatter(
         reducescatter(t, op, process_set=process_set, name=f"{label}/{i}")
         for i, t in enumerate(tensors)
     ]
+
+
+# Sparse tensors: rows of a variable with their numbers.
+
+
+def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up the rows that have the same number: the same sum with each index once."""
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def allreduce_sparse(
+    slices: tf.IndexedSlices, op: str, factors: Scaling, call: Call
+) -> tf.IndexedSlices:
+    """Gather the rows of all ranks; together they are the sum, with each index once.
+
+    Repeated rows are added up on each rank before they are sent (horovod#3328).
+
+    Args:
+        slices: This rank's rows; any number of them.
+        op: Average or Sum.
+        factors: Factors before and after the sum.
+        call: Group, label and handles.
+
+    Raises:
+        ConfigError: The reduction has no sparse form.
+        ExchangeError: Ranks call different collectives (eager), or communication failed.
+    """
+    if op not in (Average, Sum):
+        raise ConfigError(
+            f"Sparse tensors can be summed or averaged. Received: op={op}. "
+            "Use sparse_as_dense=True."
+        )
+    own = deduplicate(slices)
+    _, scaling = reduction_of(op, factors, call.group.size, [own.values])
+    terms = scaling.terms(f"sparse {ReduceOp.SUM.name}") + _dense_shape_terms(own)
+    if tf.executing_eagerly():
+        agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
+
+    def gather(what: str, rows: tf.Tensor) -> tf.Tensor:
+        named = Call(call.group, f"{call.label} {what}", call.after, terms=terms)
+        return runtime.backend().allgather(rows, named)[0]
+
+    if own.dense_shape is not None and tf.get_static_value(own.dense_shape) is None:
+        # Nothing is sent, but dimensions that are not known yet are compared.
+        shape = tf.pad(own.dense_shape, [[1, 0]])
+        gather("dense shape", tf.zeros(shape, tf.uint8))
+    values, indices = gather("rows", own.values), gather("indices", own.indices)
+    factor = scaling.prescale * scaling.postscale
+    if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
+        rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
+        return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
+    # Keras's nonlinear rules (Adam squares each row) need each index once.
+    return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
+
+
+def _dense_shape_terms(slices: tf.IndexedSlices) -> str:
+    if slices.dense_shape is None:
+        return ", no dense shape"
+    known = tf.get_static_value(slices.dense_shape)
+    return "" if known is None else f", dense shape {np.asarray(known).tolist()}"
+
+
+def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:
+    """Return whether a dense allreduce is known to send fewer bytes than gathering the rows.
+
+    A rank sends its n rows to size - 1 others, or 2 * (size - 1) / size times the whole variable.
+    """
+    if tf.executing_eagerly():  # only this rank's number is known then
+        return False
+    n_rows, variable = slices.values.shape[0], slices.dense_shape
+    n_all = tf.get_static_value(variable[0]) if variable is not None else None
+    return n_rows is not None and n_all is not None and n_rows * size >= 2 * n_all

@@ -11,9 +11,7 @@ import tensorflow as tf
 
 from tfscale import config
 from tfscale.comm.backends.base import Backend, Group, MarkKind, ReduceOp, Scaling
-from tfscale.comm.process import (
-    deadline_of_start,
-)
+from tfscale.comm.process import deadline_of_start
 from tfscale.config import ConfigError, ExchangeError
 
 Average = "Average"
@@ -29,25 +27,16 @@ _ENGINE_OPS = {
     Max: ReduceOp.MAX,
     Product: ReduceOp.PRODUCT,
 }
-REDUCIBLE = (
+_REDUCIBLE = (
     *(tf.float32, tf.float64, tf.float16, tf.bfloat16),
     *(tf.int32, tf.int64, tf.int8, tf.uint8),
 )
 
 
-def engine_op(op: str) -> ReduceOp:
-    """Return the engine's reduction; an average is a sum with a factor.
-
-    Raises:
-        ConfigError: The reduction is unknown.
-    """
-    if op not in _ENGINE_OPS:
-        raise ConfigError(f"op must be one of {', '.join(_ENGINE_OPS)}. Received: op={op!r}.")
-    return _ENGINE_OPS[op]
-
-
-def scaling_of(op: str, factors: Scaling, size: int, tensors: list[tf.Tensor]) -> Scaling:
-    """Return the factors around the engine's reduction.
+def reduction_of(
+    op: str, factors: Scaling, size: int, tensors: Sequence[tf.Tensor]
+) -> tuple[ReduceOp, Scaling]:
+    """Return the engine's reduction and the factors around it; an average is a scaled sum.
 
     Args:
         op: Reduction as users name it.
@@ -55,21 +44,20 @@ def scaling_of(op: str, factors: Scaling, size: int, tensors: list[tf.Tensor]) -
         size: Number of ranks.
         tensors: Inputs, for their dtypes.
 
-    Returns:
-        `factors`, with the mean's division in the second one.
-
     Raises:
-        ConfigError: A dtype cannot be reduced.
+        ConfigError: The reduction is unknown, or a dtype cannot be reduced.
     """
+    if op not in _ENGINE_OPS:
+        raise ConfigError(f"op must be one of {', '.join(_ENGINE_OPS)}. Received: op={op!r}.")
     for tensor in tensors:
-        if tensor.dtype not in REDUCIBLE:
+        if tensor.dtype not in _REDUCIBLE:
             raise ConfigError(
                 "A reduction needs float32, float64, float16, bfloat16, int32, int64, int8 or "
                 f"uint8. Received: dtype={tensor.dtype.name}. Cast the tensor first."
             )
     if op == Average:
-        return Scaling(factors.prescale, factors.postscale / size)
-    return factors
+        factors = Scaling(factors.prescale, factors.postscale / size)
+    return _ENGINE_OPS[op], factors
 
 
 class ProcessSet:

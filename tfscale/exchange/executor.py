@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfscale.comm.collectives import deduplicate, is_cheaper_dense
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import Average, ProcessSet
-from tfscale.comm.sparse import deduplicate, is_cheaper_dense
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of

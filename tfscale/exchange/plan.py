@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
-from tfscale.comm.runtime import scaling_of
-from tfscale.comm.sparse import allreduce_sparse
+from tfscale.comm.runtime import reduction_of
 from tfscale.config import ConfigError
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, row_cuts
@@ -228,7 +228,7 @@ class Wire:
     def scaling(self, tensors: Sequence[tf.Tensor]) -> Scaling:
         """Return the factors before and after a sum of all ranks' tensors."""
         options = self.options
-        return scaling_of(options.op, options.factors(), self.group.size, list(tensors))
+        return reduction_of(options.op, options.factors(), self.group.size, tensors)[1]
 
     def allreduce(
         self, tensors: Sequence[tf.Tensor], call: Call, scaling: Scaling

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
+from tfscale.comm.collectives import deduplicate
 from tfscale.comm.runtime import Average
-from tfscale.comm.sparse import deduplicate
 from tfscale.config import ConfigError
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.local_sgd import LocalSGD
