@@ -33,12 +33,12 @@ def post_without_last_rank(*posts: Posts) -> str:
         futures.drain(each.variables)
     tfscale.barrier()
     if tfscale.rank() == last:
-        runtime.mark(MarkKind.STOP)
+        runtime.backend().mark(MarkKind.STOP)
     else:
         for each in posts:
             each.run(tf.constant(2.0))
         runtime.backend().drain()
-        runtime.mark(MarkKind.STOP)
+        runtime.backend().mark(MarkKind.STOP)
     return f"rank {last} stopped"
 
 

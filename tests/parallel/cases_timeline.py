@@ -9,7 +9,7 @@ import tfscale
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_trace import N_STEPS, build, fit, shared_folder
 from tfscale.callbacks import CommunicationReport
-from tfscale.comm import events, runtime, timeline
+from tfscale.comm import chrome, events, runtime, timeline
 from tfscale.measure.report import of_kind, read_rows
 
 ENGINE_ONLY = "its events are looked at"
@@ -77,7 +77,7 @@ def case_parts_of_the_ranks_are_merged():
     assert timeline.write_part() == folder
     tfscale.barrier()
     if runtime.rank() == 0:
-        assert timeline.merge_parts(folder)
+        assert chrome.merge_parts(folder)
         check_trace(folder / "timeline.json")
         assert not list(folder.glob("timeline.rank-*"))
     tfscale.barrier()

@@ -337,7 +337,6 @@ def test_objects_of_keras_are_patched_in_one_place():
 def test_weak_dictionaries_of_modules_stand_in_a_list():
     """State beside the arguments of a function is a channel that no reader sees."""
     allowed = {
-        "tfscale/comm/events.py": ["_listeners"],
         "tfscale/fit/session.py": ["_sessions"],
         "tfscale/internals/trace.py": ["_contexts"],
     }

@@ -156,9 +156,10 @@ def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
     def one(posted, ended):
         return chrome.Collective("sum", posted, posted + 1, ended, {"bytes": 4})
 
-    trace = chrome.RankTrace(1, 5, [one(0, 10), one(4, 8), one(10, 12)], [chrome.Span("s", 0, 20)])
+    collectives = [one(0, 10), one(4, 8), one(10, 12)]
+    entries = chrome.rank_events(1, [chrome.Span("s", 0, 20)], collectives)
     path = chrome.part_path(tmp_path, 1)
-    chrome.write_trace(path, chrome.rank_events(trace), [5], origin_us=0.0)
+    chrome.write_trace(path, entries, [5], origin_us=0.0)
     assert chrome.merge_parts(tmp_path) and not path.exists()
     content = json.loads((tmp_path / chrome.FILE_NAME).read_text())
     bars = [e for e in content["traceEvents"] if e.get("name") == "sum"]
@@ -169,7 +170,7 @@ def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
 
 def write_parts(folder, ranks):
     for rank in ranks:
-        entries = chrome.rank_events(chrome.RankTrace(rank, 5))
+        entries = chrome.rank_events(rank)
         chrome.write_trace(chrome.part_path(folder, rank), entries, [5])
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfscale.files import write_atomically
 
 FILE_NAME = "timeline.json"
-_STEPS = 0  # the row of steps; collectives under way together lie in rows 1, 2, ...
+_STEPS = 0  # the row of steps; collectives pending together lie in rows 1, 2, ...
 
 
 class Span(NamedTuple):
@@ -33,36 +32,21 @@ class Collective(NamedTuple):
     details: dict[str, int]
 
 
-@dataclass
-class RankTrace:
-    """What a rank recorded, in times of rank 0.
+def rank_events(
+    rank: int, spans: Iterable[Span] = (), collectives: Iterable[Collective] = ()
+) -> list[dict[str, Any]]:
+    """Return the entries of one rank, whose times are those of rank 0.
 
-    Attributes:
-        rank: Whose.
-        error_ns: How far off its times may be.
-        collectives: In any order.
-        spans: In any order; those that overlap lie within one another.
+    A collective is two bars: from posted to ended, and within it from started to ended. Spans that
+    overlap lie within one another.
     """
-
-    rank: int
-    error_ns: int = 0
-    collectives: list[Collective] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-
-def rank_events(trace: RankTrace) -> list[dict[str, Any]]:
-    """Return the entries of one rank.
-
-    A collective is two bars: from posted to ended, and within it from started to ended.
-    """
-    rank = trace.rank
     entries = [
         _metadata("process_name", rank, 0, f"rank {rank}"),
         _metadata("thread_name", rank, _STEPS, "steps"),
     ]
-    entries += [_bar(rank, _STEPS, span.name, span.begin, span.end) for span in trace.spans]
+    entries += [_bar(rank, _STEPS, span.name, span.begin, span.end) for span in spans]
     row_ends: list[int] = []
-    for one in sorted(trace.collectives, key=lambda c: (c.posted, -c.ended)):
+    for one in sorted(collectives, key=lambda c: (c.posted, -c.ended)):
         row = next((i for i, end in enumerate(row_ends) if end <= one.posted), len(row_ends))
         if row == len(row_ends):
             row_ends.append(0)
@@ -83,7 +67,7 @@ def write_trace(
     """Write a trace file.
 
     Args:
-        path: File to write; it appears when it is complete.
+        path: File to write.
         entries: Of all ranks, see `rank_events`.
         errors_ns: Per rank, how far off its clock may be.
         origin_us: What is time 0; None takes the first entry.
@@ -135,9 +119,7 @@ def part_path(folder: Path, rank: int) -> Path:
 def remove_stale_parts(folder: Path, n_ranks: int) -> None:
     """Remove parts of ranks that a job does not have: a job that was killed has left them.
 
-    Args:
-        folder: Where they are.
-        n_ranks: Of the job that begins. Its ranks may all do so at once.
+    All ranks of the job that begins may do so at once.
     """
     for part in _parts(folder):
         if _rank_of(part) >= n_ranks:

@@ -1,4 +1,4 @@
-"""Smaller numbers on the wire."""
+"""Dtypes on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of backends, found in what TensorFlow makes of them."""
+"""Eager collectives: agreement of the ranks, `join`, and the errors of collectives' ops."""
 
 from __future__ import annotations
 
@@ -19,16 +19,9 @@ _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
 
 
 def engine_text(message: str) -> str:
-    """Return what the engine said.
-
-    Args:
-        message: TensorFlow's: the engine's text within those of the ops around it.
-
-    Returns:
-        The engine's sentence; the whole message if there is none.
-    """
+    """Return the engine's sentence in TensorFlow's message; the whole message without one."""
     found = _ENGINE_TEXT.search(message)
-    # TensorFlow puts the node's name behind the text of an op, on the same line.
+    # TensorFlow puts the node's name after the text of an op, on the same line.
     return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", found[2]) if found else message
 
 
@@ -40,14 +33,22 @@ def has_stopped(message: str) -> bool:
 def is_exchange_error(error: tf.errors.OpError) -> bool:
     """Return whether an error comes from a collective: the engine's, or one of Horovod's.
 
-    Args:
-        error: As TensorFlow raises it. Horovod's texts have no mark of their own: they name
-            Horovod, or its op in the line that TensorFlow adds.
+    Horovod's texts have no mark of their own: they name Horovod, or its op in the line that
+    TensorFlow adds.
     """
     if isinstance(error, tf.errors.InternalError):
         return True
-    message = error.message.lower()
-    return bool(re.search(r"tfscale_failed|horovod|tfscale\.g\d", message))
+    return bool(re.search(r"tfscale_failed|horovod|tfscale\.g\d", error.message.lower()))
+
+
+def raise_own_errors(body: Callable[[], Any]) -> Any:
+    """Run `body`; an error of a collective's op becomes an ExchangeError with the engine's text."""
+    try:
+        return body()
+    except tf.errors.OpError as error:
+        if not is_exchange_error(error) and not has_stopped(error.message):
+            raise
+        raise ExchangeError(engine_text(error.message)) from error
 
 
 JOIN = "join"
@@ -95,11 +96,7 @@ def header_of(kind: str, options: list[Any], tensors: list[tf.Tensor], label: st
 
 
 def exchange_headers(header: Header, group: Group) -> list[Header]:
-    """Return the headers of all members, in their order.
-
-    Raises:
-        ExchangeError: Communication failed.
-    """
+    """Return the headers of all members, in their order. Collective."""
     data = np.frombuffer(json.dumps(asdict(header)).encode(), np.uint8)
     gathered, rows = raise_own_errors(
         lambda: runtime.backend().allgather(
@@ -111,11 +108,7 @@ def exchange_headers(header: Header, group: Group) -> list[Header]:
 
 
 def agree(header: Header, group: Group) -> None:
-    """Check that all members call the same collective; ranks that joined take any part.
-
-    Args:
-        header: What this rank calls.
-        group: Who takes part. One rank needs no agreement.
+    """Check that all members call the same collective; ranks that joined take part in sums.
 
     Raises:
         ExchangeError: Some rank calls something else; on every rank, with the same text.
@@ -156,7 +149,7 @@ def note_gradients() -> None:
 
 
 def has_exchanged_gradients() -> bool:
-    """Return whether any training step of this process exchanged gradients."""
+    """Return whether a training step of this process has exchanged gradients."""
     return _has_exchanged_gradients
 
 
@@ -197,7 +190,7 @@ def join() -> int:
 
 
 def _take_part(active: list[Header], headers: list[Header], group: Group) -> None:
-    """Add zeros to what the ranks call that have not joined."""
+    """Add zeros to the allreduce of the ranks that have not joined."""
     first = active[0]
     for other in active[1:]:
         if not other.matches(first):
@@ -210,17 +203,3 @@ def _take_part(active: list[Header], headers: list[Header], group: Group) -> Non
     runtime.backend().allreduce(
         tensors, Call(group, first.label), ReduceOp[op], Scaling(prescale, postscale)
     )
-
-
-def raise_own_errors(body: Callable[[], Any]) -> Any:
-    """Run `body`; turn TensorFlow's errors of our ops into ours.
-
-    Raises:
-        ExchangeError: Communication failed; the text is the engine's.
-    """
-    try:
-        return body()
-    except tf.errors.OpError as error:
-        if not is_exchange_error(error) and not has_stopped(error.message):
-            raise
-        raise ExchangeError(engine_text(error.message)) from error

@@ -1,10 +1,9 @@
-"""Events of the engine and the clocks they are stamped with."""
+"""Events of the engine, and the clocks that measure them."""
 
 from __future__ import annotations
 
 import platform
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +16,15 @@ from tfscale.comm.backends.base import Call, raw_variable
 from tfscale.config import ExchangeError
 
 _lock = threading.Lock()
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_STAMP = "TfscaleStamp"
+_N_ROUNDS = 24
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Listener:
-    """Receives what ends from its creation on, for as long as it is kept."""
+    """Receives the events of this job from its creation on, for as long as it is kept."""
 
     def __init__(self) -> None:
-        """Begin to listen."""
         self._parts: list[np.ndarray] = []
         if not has_events():
             raise ExchangeError(
@@ -33,7 +33,8 @@ class Listener:
             )
         self._none = drain()[:0]
         with _lock:
-            _listeners.add(self)
+            self._listeners = runtime.listeners()
+            self._listeners.add(self)
 
     def take(self) -> np.ndarray:
         """Return the events since the last call: an array with the fields of the engine's Event."""
@@ -43,12 +44,12 @@ class Listener:
         return np.concatenate([self._none, *parts])
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Receive no more events."""
         with _lock:
-            _listeners.discard(self)
+            self._listeners.discard(self)
 
     def add(self, events: np.ndarray) -> None:
-        """Take note of events."""
+        """Keep events until they are taken."""
         self._parts.append(events)
 
 
@@ -61,13 +62,9 @@ def drain() -> np.ndarray:
     """Hand the engine's new events to the listeners, and return them. From any thread."""
     with _lock:
         events = runtime.backend().event_array()
-        for listener in _listeners:
-            if len(events):
-                listener.add(events)
+        for listener in runtime.listeners() if len(events) else ():
+            listener.add(events)
     return events
-
-
-_STAMP = "TfscaleStamp"
 
 
 def has_slot(op: tf.Operation) -> bool:
@@ -105,9 +102,6 @@ def stamp_updates(variables: Sequence[Any]) -> None:
         n_stamps += 1
         runtime.backend().stamp(handles, plan, -n_stamps)
 
-
-N_ROUNDS = 24
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Gather = Callable[[Sequence[int]], np.ndarray]
 
@@ -149,14 +143,7 @@ class ClockMap:
             self._samples.append(measure_offset(_gather, runtime.rank(), clock_ns))
 
     def to_rank_zero(self, times_ns: Any) -> np.ndarray:
-        """Return times of this rank's clock as times of rank 0's.
-
-        Args:
-            times_ns: int or int64 array, in ns.
-
-        Returns:
-            int64 array of the same shape.
-        """
+        """Return times of this rank's clock, an integer or an array, as times of rank 0's."""
         times_ns = np.asarray(times_ns, np.int64)
         origin = self._samples[0].at_ns  # nanoseconds since a boot exceed a float's precision
         at = [sample.at_ns - origin for sample in self._samples]
@@ -166,13 +153,11 @@ class ClockMap:
 
     @property
     def error_ns(self) -> int:
-        """How far off the offset may be, for the worst measurement."""
+        """Bound of the error of the offset, for the worst measurement."""
         return max(sample.error_ns for sample in self._samples)
 
 
-def measure_offset(
-    gather: Gather, rank: int, clock: Callable[[], int], n_rounds: int = N_ROUNDS
-) -> Offset:
+def measure_offset(gather: Gather, rank: int, clock: Callable[[], int]) -> Offset:
     """Measure the offset to rank 0's clock as NTP does: both ways, the fastest message counts.
 
     A message never arrives before it is sent, so the fastest from rank 0 bounds the offset on one
@@ -183,10 +168,9 @@ def measure_offset(
         gather: Collective. Takes this rank's integers, returns [rank, integer].
         rank: This rank.
         clock: Returns ns.
-        n_rounds: How often everyone sends to everyone.
     """
     fastest: np.ndarray | None = None
-    for _ in range(n_rounds):
+    for _ in range(_N_ROUNDS):
         sent = gather([clock()])[:, 0]
         took: np.ndarray = clock() - sent
         fastest = took if fastest is None else np.minimum(fastest, took)
@@ -210,7 +194,7 @@ def _gather(values: Sequence[int]) -> np.ndarray:
 
 
 def _kernel() -> str:
-    """Return what is equal for processes that share a monotonic clock."""
+    """Return a name that is equal for processes which share a monotonic clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Python objects and variables from rank to rank. Eager, main thread only."""
+"""Collectives on Python objects and variables. Eager, main thread only."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def _to_bytes(data: Any) -> tf.Tensor:
     return tf.constant(np.frombuffer(pickle.dumps(data), np.uint8))
 
 
+def _length(data: tf.Tensor) -> tf.Tensor:
+    return tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
+
+
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -27,15 +31,14 @@ def allgather_object(
 
     Args:
         obj: Anything that can be pickled.
-        name: What logs and errors call it; the same on all ranks.
-        process_set: Who takes part.
+        name: Name in logs and errors; the same on all ranks.
+        process_set: The ranks that take part.
 
     Returns:
         One object per rank, in rank order.
 
     Raises:
-        ExchangeError: Ranks call different collectives or give different names, or communication
-            failed.
+        ExchangeError: Collectives or names differ between ranks, or communication failed.
     """
     if process_set.size() == 1:
         return [obj]
@@ -44,22 +47,14 @@ def allgather_object(
     lengths = allgather(_length(data), process_set=process_set, name=f"{label} length").numpy()
     texts = allgather(data, process_set=process_set, name=label).numpy()
     every = [pickle.loads(text.tobytes()) for text in np.split(texts, np.cumsum(lengths)[:-1])]
-    _require_equal_names([named for named, _ in every])
-    return [gathered for _, gathered in every]
-
-
-def _length(data: tf.Tensor) -> tf.Tensor:
-    """Return the number of bytes; an int32 ends at 2 GiB."""
-    return tf.size(data, out_type=tf.int64)
-
-
-def _require_equal_names(names: list[str]) -> None:
-    if any(name != names[0] for name in names):
+    names = [named for named, _ in every]
+    if len(set(names)) > 1:
         raise ExchangeError(
             "All ranks must gather the same objects in the same order. Received: "
             f"{names}, in the order of the ranks. Call the same functions, and give fit the same "
             "callbacks in the same order, on every rank."
         )
+    return [gathered for _, gathered in every]
 
 
 def broadcast_object(
@@ -74,9 +69,9 @@ def broadcast_object(
 
     Args:
         obj: Anything that can be pickled; ignored on other ranks than the root.
-        root_rank: Whose.
-        name: What logs and errors call it.
-        process_set: Who takes part.
+        root_rank: The rank whose object is sent.
+        name: Name in logs and errors.
+        process_set: The ranks that take part.
 
     Returns:
         The root's object; a copy of it on other ranks.
@@ -110,8 +105,8 @@ def broadcast_variables(
 
     Args:
         variables: `keras.Variable` or `tf.Variable` objects.
-        root_rank: Whose values.
-        process_set: Who takes part.
+        root_rank: The rank whose values are sent.
+        process_set: The ranks that take part.
         inplace: Ignored; kept for scripts written for Horovod.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm.backends.base import Backend, Group, MarkKind, ReduceOp, Scaling
+from tfscale.comm.backends.base import Backend, Group, ReduceOp, Scaling
 from tfscale.comm.process import deadline_of_start
 from tfscale.config import ConfigError, ExchangeError
 
@@ -155,16 +156,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 class _OwnProcessSet(ProcessSet):
-    """Made by tfscale, so that nobody takes it out of use."""
+    """Made by tfscale, so that no user takes it out of use."""
 
 
 def own_process_set(ranks: Sequence[int]) -> ProcessSet:
-    """Return tfscale's own set of these ranks, made once. Collective, as `add_process_set`.
+    """Return tfscale's own set of these ascending ranks, made once. Collective.
 
     MPI has a limited number of communicators; the optimizers of a search share theirs.
-
-    Args:
-        ranks: Its members, ascending.
     """
     for known in known_process_sets():
         if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
@@ -189,24 +187,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @dataclass
 class _State:
-    """What `init` made; there is one per process."""
+    """The job that `init` joined; there is one per process."""
 
     backend: Backend
     process_id: int = field(default_factory=os.getpid)
     incarnation: int = 0
     n_refused: int = 0
     process_sets: list[Any] = field(default_factory=list)
+    listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 _state: _State | None = None
 
 
 def enter(backend: Backend) -> None:
-    """Make a started backend that of this process's job.
-
-    Args:
-        backend: As `tfscale.comm.start.init` has started it.
-    """
+    """Make a started backend that of this process's job."""
     global _state
     _state = _State(backend)
     global_process_set.ranks, global_process_set.process_set_id = list(range(backend.size)), 0
@@ -224,6 +219,11 @@ def leave() -> None:
 def known_process_sets() -> list[Any]:
     """Return the process sets of the job, to which others are added; `shutdown` ends them."""
     return _current().process_sets
+
+
+def listeners() -> weakref.WeakSet[Any]:
+    """Return the objects that receive the job's events, see `tfscale.comm.events`."""
+    return _current().listeners
 
 
 def _current() -> _State:
@@ -250,11 +250,6 @@ def world() -> Group:
     return Group(0, tuple(range(current.size)), current.rank)
 
 
-def mark(kind: MarkKind) -> None:
-    """Tell the other ranks that this one takes part in no further step for now."""
-    backend().mark(kind)
-
-
 def count_given_up() -> None:
     """Note a step that was given up before any collective of it was called."""
     _current().n_refused += 1
@@ -266,7 +261,7 @@ def num_given_up() -> int:
 
 
 def start_incarnation() -> None:
-    """Separate what comes from what is left of a step that was given up; all ranks call this."""
+    """Separate what follows from what is left of a step that was given up. Collective."""
     state = _current()
     state.incarnation += 1
     state.n_refused = 0

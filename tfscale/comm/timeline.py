@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 from tfscale.comm import events as recorder
 from tfscale.comm import objects, runtime
 from tfscale.comm.chrome import (
     FILE_NAME,
     Collective,
-    RankTrace,
     Span,
     merge_parts,
     part_path,
@@ -21,16 +21,6 @@ from tfscale.comm.chrome import (
 )
 from tfscale.comm.events import ClockMap
 from tfscale.config import ExchangeError
-
-__all__ = [
-    "merge_at_end",
-    "merge_parts",
-    "note_span",
-    "start_automatic",
-    "start_timeline",
-    "stop_timeline",
-    "write_part",
-]
 
 logger = logging.getLogger("tfscale")
 _DRAIN_S = 2.0  # the engine keeps 65,536 collectives
@@ -54,25 +44,23 @@ class _Recording:
             if runtime.is_initialized():
                 recorder.drain()
 
-    def finish(self) -> RankTrace:
-        """End the recording and return it."""
+    def finish(self) -> tuple[list[dict[str, Any]], int]:
+        """End the recording; return this rank's entries and the error of its clock in ns."""
         self._is_over.set()
-        trace = RankTrace(runtime.rank(), self.clocks.error_ns)
-        for span in self.spans:
-            begin, end = (int(self.clocks.to_rank_zero(t)) for t in (span.begin, span.end))
-            trace.spans.append(Span(span.name, begin, end))
-        if self._listener is None:
-            return trace
-        events = self._listener.take()
-        events = events[events["slot"] >= 0]
-        self._listener.close()
-        names = ("posted_ns", "started_ns", "ended_ns")
-        times = [self.clocks.to_rank_zero(events[name]).tolist() for name in names]
-        for event, posted, started, ended in zip(events, *times, strict=True):
-            name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
-            details = {key: int(event[key]) for key in ("bytes", "plan", "slot", "execution")}
-            trace.collectives.append(Collective(name, posted, started, ended, details))
-        return trace
+        clock = self.clocks.to_rank_zero
+        spans = [Span(s.name, int(clock(s.begin)), int(clock(s.end))) for s in self.spans]
+        collectives = []
+        if self._listener is not None:
+            events = self._listener.take()
+            events = events[events["slot"] >= 0]
+            self._listener.close()
+            names = ("posted_ns", "started_ns", "ended_ns")
+            times = [clock(events[name]).tolist() for name in names]
+            for event, posted, started, ended in zip(events, *times, strict=True):
+                name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
+                details = {key: int(event[key]) for key in ("bytes", "plan", "slot", "execution")}
+                collectives.append(Collective(name, posted, started, ended, details))
+        return rank_events(runtime.rank(), spans, collectives), self.clocks.error_ns
 
 
 _recording: _Recording | None = None
@@ -105,21 +93,14 @@ def stop_timeline() -> None:
         raise ExchangeError("No timeline is being recorded. Call start_timeline(path) first.")
     recording, _recording = _recording, None
     recording.clocks.measure()
-    trace = recording.finish()
-    every = objects.allgather_object((rank_events(trace), trace.error_ns), name="timeline")
+    every = objects.allgather_object(recording.finish(), name="timeline")
     if runtime.rank() == 0:
         entries = [entry for rank, _ in every for entry in rank]
         write_trace(recording.path, entries, [error for _, error in every])
 
 
 def note_span(name: str, begin_ns: int, end_ns: int) -> None:
-    """Add something this rank did to the timeline, if one is being recorded.
-
-    Args:
-        name: What the bar says.
-        begin_ns: By `tfscale.comm.events.clock_ns`.
-        end_ns: Likewise.
-    """
+    """Add a bar to the timeline, if one is being recorded; times by `events.clock_ns`."""
     if _recording is not None:
         _recording.spans.append(Span(name, begin_ns, end_ns))
 
@@ -134,23 +115,21 @@ def start_automatic(directory: str) -> None:
 
 
 def write_part() -> Path | None:
-    """Write this rank's part of the job's timeline, before it leaves.
+    """Write this rank's part of the job's timeline, before it leaves; return the folder.
 
-    Not collective: a rank may leave while others train, who must learn of it.
-
-    Returns:
-        The folder, if there is such a timeline and it could be written.
+    Not collective: a rank may leave while others train, which must learn of it. None without such
+    a timeline, and where it cannot be written.
     """
     global _recording
     recording, _recording = _recording, None
     if recording is None or not recording.is_automatic:
         return None
-    folder, trace = recording.path.parent, recording.finish()
+    folder, rank = recording.path.parent, runtime.rank()
+    entries, error_ns = recording.finish()
     try:
-        path = part_path(folder, trace.rank)
-        write_trace(path, rank_events(trace), [trace.error_ns], origin_us=0.0)
+        write_trace(part_path(folder, rank), entries, [error_ns], origin_us=0.0)
     except OSError as error:  # The others wait for this rank to leave.
-        logger.warning("The timeline of rank %d cannot be written: %s", trace.rank, error)
+        logger.warning("The timeline of rank %d cannot be written: %s", rank, error)
         return None
     return folder
 

@@ -193,7 +193,7 @@ class FitSession:
         self.asks_each_step = self.is_over = False
 
     def _mark(self) -> None:
-        runtime.mark(MarkKind.STOP if self.model.stop_training else MarkKind.EPOCH_END)
+        runtime.backend().mark(MarkKind.STOP if self.model.stop_training else MarkKind.EPOCH_END)
 
     @property
     def _asks_epochs(self) -> bool:
@@ -241,7 +241,7 @@ class FitSession:
         if not self.asks_each_step or has_marks or steps is None or self._n_steps > steps:
             self._n_steps -= 1  # the one that was begun has no data
             return
-        runtime.mark(MarkKind.LEFT)
+        runtime.backend().mark(MarkKind.LEFT)
         raise ExchangeError(
             f"All ranks must have data for all steps. Received: rank {runtime.rank()} has none for "
             f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
