@@ -21,14 +21,14 @@ def status(monkeypatch):
 
 
 def test_what_a_rank_starts_is_no_rank(status):
-    assert process.is_watched()
+    assert process.file_path()
     code = "from tfscale.comm import process as s; s.write_state(s.FINISHED)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert process.read(status).state == ""
 
 
 def test_an_empty_file(status):
-    assert process.is_watched()
+    assert process.file_path()
     assert process.read(status) == process.RankStatus("")
 
 
@@ -73,7 +73,7 @@ def test_nobody_watches(monkeypatch):
     process.file_path.cache_clear()
     process.write_state(process.JOINED)
     process.write_error("text")
-    assert not process.is_watched()
+    assert not process.file_path()
     monkeypatch.setenv(STATUS_VARIABLE, "/proc/1/fd/no")
     process.file_path.cache_clear()
     process.write_error("text")  # who watched has died: no error

@@ -32,21 +32,13 @@ RANK_VARIABLE = "TFSCALE_RANK_PROCESS"
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process.
+    """What a launcher told this process: ranks in the job, and on this host where it says so."""
 
-    Attributes:
-        rank: Number of this process, in [0, size).
-        size: Number of processes.
-        local_rank: Number among those of this host; None where the launcher does not say.
-        local_size: Number of processes on this host; None where the launcher does not say.
-        launcher: "gloo" (`horovodrun --gloo`), "openmpi", "mpich", "intel" or "srun".
-    """
-
-    rank: int
+    rank: int  # in [0, size)
     size: int
     local_rank: int | None
     local_size: int | None
-    launcher: str
+    launcher: str  # "gloo" (`horovodrun --gloo`), "openmpi", "mpich", "intel" or "srun"
 
 
 def _integers(environ: Mapping[str, str], *names: str) -> list[int | None]:
@@ -55,16 +47,10 @@ def _integers(environ: Mapping[str, str], *names: str) -> list[int | None]:
 
 
 def discover(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the launcher of this process said, or None for a process started by itself.
+    """Return what the launcher of this process said.
 
-    Args:
-        environ: Environment variables. Those of `horovodrun --gloo` (HOROVOD_RANK and others)
-            come first, then those of Open MPI (OMPI_COMM_WORLD_*), of MPICH and Intel MPI
-            (PMI_*), and srun's. A batch script of Slurm has
-            SLURM_PROCID too but no step, and counts as started by itself.
-
-    Returns:
-        Rank and size with 0 <= rank < size, or None, as for a process that a rank has started.
+    None for a process that was started by itself or by a rank. A batch script of Slurm has
+    SLURM_PROCID too but no step, and counts as started by itself.
     """
     pid, _, launch = environ.get(RANK_VARIABLE, "").partition(":")
     if pid not in ("", str(os.getpid())) and _connection(environ) in ("", launch):
@@ -149,19 +135,12 @@ _ERROR_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The last words of a rank.
-
-    Attributes:
-        state: One of those above.
-        place: The last collective that was finished, and how often it had run; may be empty.
-        error: Traceback of the exception that ended the rank; may be empty.
-        was_asked: It was asked to save and stop, or has done so with all others: exit code 75 is
-            to be believed.
-    """
+    """The last words of a rank: one of the states above, and texts that may be empty."""
 
     state: str
-    place: str = ""
-    error: str = ""
+    place: str = ""  # the last collective that was finished, and how often it had run
+    error: str = ""  # traceback of the exception that ended the rank
+    # It was asked to save and stop, or has done so with all others: exit code 75 is to be believed.
     was_asked: bool = False
 
 
@@ -195,14 +174,9 @@ def read(descriptor: int) -> RankStatus:
 def file_path() -> str:
     """Return the path of this rank's file, or "" where no process stands beside it.
 
-    It is taken out of the environment: what this process starts is no rank.
+    The variable is taken out of the environment: children of this process are no ranks.
     """
     return config.take(STATUS_VARIABLE)
-
-
-def is_watched() -> bool:
-    """Return whether a process stands beside this rank, and ends the others if need be."""
-    return bool(file_path())
 
 
 def write_state(state: str) -> None:
@@ -263,25 +237,20 @@ def watch_from_import() -> None:
         end_job_on_error(_kill_this_process)
 
 
-def do_not_watch() -> None:
-    """Let this process end alone: it is a job of its own."""
-    global _abort
-    _abort = None
-
-
 def end_job_on_error(
-    abort: Callable[[int], None], tell: Callable[[str], None] | None = None
+    abort: Callable[[int], None] | None, tell: Callable[[str], None] | None = None
 ) -> None:
     """End all ranks when this one raises: the others would wait for it.
 
     Args:
-        abort: Ends all processes of the job with an exit code; replaces the last one given.
+        abort: Ends all processes of the job with an exit code; replaces the last one given. None
+            lets this process end alone.
         tell: Tells the other ranks why this one takes part in nothing any more; called where
             communication failed, so that a rank that has left need not wait for this one.
     """
     global _abort, _tell, _is_watching
     _abort, _tell = abort, tell
-    if _is_watching:
+    if _is_watching or abort is None:
         return
     _is_watching = True
     previous, process_id = sys.excepthook, os.getpid()
@@ -291,7 +260,7 @@ def end_job_on_error(
             previous(kind, error, trace)
             return
         is_told = issubclass(kind, ExchangeError)
-        if is_watched():
+        if file_path():
             write_error("".join(traceback.format_exception(kind, error, trace)))
             if is_told:
                 write_state(TOLD)
@@ -332,19 +301,13 @@ def _kill_this_process(code: int) -> None:
 
 
 @contextlib.contextmanager
-def deadline_of_start(
-    warning_s: float, shutdown_s: float, what: str = "tfscale.init()"
-) -> Iterator[None]:
-    """Bound the time for which ranks wait for each other to start.
+def deadline_of_start(settings: config.Settings, what: str) -> Iterator[None]:
+    """Warn, and at last end this process, while the call `what` waits for other ranks to start.
 
     MPI waits in its own start-up for all ranks, without a limit, and some launchers let them wait
     for one that ended before. Nothing can interrupt it but the end of this process.
-
-    Args:
-        warning_s: Seconds until a warning.
-        shutdown_s: Seconds until this process ends, with exit code 1; infinite for never.
-        what: The call that waits.
     """
+    warning_s, shutdown_s = settings.stall_warning_s, settings.stall_shutdown_s
     text = f"{what} has waited %.0f s for ranks that did not call it yet, or ended before.%s"
 
     def end() -> None:

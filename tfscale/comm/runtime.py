@@ -146,10 +146,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ConfigError(
             f"Ranks of a process set must lie in [0, {size()}). Received: ranks={ranks}."
         )
-    settings = config.settings()
-    with deadline_of_start(
-        settings.stall_warning_s, settings.stall_shutdown_s, "tfscale.add_process_set()"
-    ):
+    with deadline_of_start(config.settings(), "tfscale.add_process_set()"):
         process_set.process_set_id = backend().add_group(ranks)
     known_process_sets().append(process_set)
     return process_set

@@ -1,4 +1,4 @@
-"""Joining and leaving the job: start a backend, share a host's cores and GPUs among its ranks."""
+"""Join and leave the job: start a backend, share a host's cores and GPUs among its ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ import tensorflow as tf
 from tfscale import config
 from tfscale.comm import mpi_files, objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend, SingleBackend
-from tfscale.comm.process import (
-    Launch,
-    deadline_of_start,
-    discover,
-    do_not_watch,
-    end_job_on_error,
-)
+from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
 from tfscale.comm.software import require_equal, versions
 from tfscale.config import ConfigError, ExchangeError
 
@@ -37,7 +31,7 @@ def init(
     again does nothing.
 
     Args:
-        comm: Who takes part: None for all processes, an mpi4py communicator, or a list of the
+        comm: The ranks of the job: None for all processes, an mpi4py communicator, or a list of the
             world's ranks (only these may call; the others start MPI too, as by importing
             mpi4py's MPI, since it starts on all processes together).
         process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
@@ -63,7 +57,7 @@ def init(
     chosen = choose_backend(name, launch, is_parallel, machine)
     if chosen == "single":
         runtime.enter(SingleBackend())
-        do_not_watch()
+        end_job_on_error(None)
     else:
         runtime.enter(start(chosen, settings, comm))
         end_job_on_error(_abort, runtime.backend().fail)
@@ -81,15 +75,7 @@ def init(
 
 
 def require_size(launch: Launch | None, size: int) -> None:
-    """Refuse processes that a launcher started together and that have not found each other.
-
-    Args:
-        launch: What the launcher said; None without one.
-        size: Ranks of the job.
-
-    Raises:
-        ExchangeError: They are not all of the launcher's.
-    """
+    """Raise ExchangeError where a job of `size` ranks has not all processes of its launcher."""
     if launch is not None and launch.size != size:
         raise ExchangeError(
             f"All processes of a launcher must find each other. Received: {launch.size} of them, "
@@ -104,7 +90,7 @@ def _abort(code: int) -> None:
 
 
 def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
-    """Return the sets to add; Horovod's "dynamic", which says that sets come later, is none."""
+    """Return the sets to add. Horovod's "dynamic" says that sets come later."""
     if not isinstance(process_sets, str):
         return process_sets
     if process_sets.lower() == "dynamic":
@@ -116,7 +102,7 @@ def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the job when the program ends; where others never come, it ends as by an error."""
+    """Leave the job when the program ends; where others never come, end it as by an error."""
     backend = runtime.backend() if runtime.is_initialized() else None
     try:
         shutdown()
@@ -153,32 +139,19 @@ def shutdown() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a choice of backend depends on.
+    """GPUs and libraries, on which the choice of a backend depends."""
 
-    Attributes:
-        n_gpus: GPUs that TensorFlow sees.
-        has_horovod: Horovod is installed.
-        has_nccl: That Horovod is built with NCCL; asked only where there are GPUs.
-    """
-
-    n_gpus: int = 0
+    n_gpus: int = 0  # that TensorFlow sees
     has_horovod: bool = False
-    has_nccl: bool = False
+    has_nccl: bool = False  # of that Horovod; asked only where there are GPUs
 
 
 def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine: Machine) -> str:
-    """Return the backend of this process.
+    """Return the backend of this process: `name` unless it is "auto".
 
-    Args:
-        name: "auto", "engine", "horovod" or "single".
-        launch: What the launcher said; None without one.
-        is_parallel: There are, or may be, other processes.
-        machine: GPUs and libraries.
-
-    Returns:
-        `name` unless it is "auto". Then "single" for one process; "horovod" under
-        `horovodrun --gloo`, where there is no MPI, and where a host's ranks have GPUs of their
-        own and NCCL can connect them; "engine" else.
+    Then it is "single" where there are no other processes (`is_parallel`); "horovod" under
+    `horovodrun --gloo`, where there is no MPI, and where a host's ranks have GPUs of their own and
+    NCCL can connect them; "engine" else.
 
     Raises:
         ConfigError: `horovodrun --gloo` started this process and Horovod is not installed.
@@ -199,22 +172,16 @@ def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine:
 
 
 def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:
-    """Return the GPU of a rank.
+    """Return the number of a rank's GPU among those that its process sees.
 
-    Args:
-        local_rank: Number among the ranks of this host.
-        local_size: Ranks of this host.
-        n_gpus: GPUs that this process sees; a launcher may show each rank its own only.
-
-    Returns:
-        The GPU's number, local_rank modulo n_gpus; None where nothing is to be chosen: a rank
-        alone on its host keeps all, and one GPU or none leaves no choice.
+    None where nothing is to be chosen: a rank alone on its host keeps all, and one GPU (a launcher
+    may show each rank its own only) or none leaves no choice.
     """
     return local_rank % n_gpus if local_size > 1 and n_gpus > 1 else None
 
 
 def look_around() -> Machine:
-    """Return what the choice of a backend depends on."""
+    """Return the GPUs and libraries of this machine."""
     from tfscale.comm.backends.horovod import is_installed, load_horovod
 
     n_gpus = len(tf.config.list_physical_devices("GPU"))
@@ -229,33 +196,26 @@ def look_around() -> Machine:
 
 
 def start(name: str, settings: config.Settings, comm: Any) -> Backend:
-    """Start a backend. Collective: every rank of `comm`, on the main thread.
-
-    Args:
-        name: "engine" or "horovod".
-        settings: Options.
-        comm: None for all processes, an mpi4py communicator, or a list of the world's ranks.
-
-    Returns:
-        The backend.
+    """Start the "engine" or "horovod". Collective: every rank of `comm`, on the main thread.
 
     Raises:
         ConfigError: `comm` does not fit, or /dev/shm is too small.
         ExchangeError: MPI, Horovod or the native library cannot be used.
     """
+    comm = _checked(comm)
     # Imported here: a single process must not need the native libraries.
     backend: Backend
-    with deadline_of_start(settings.stall_warning_s, settings.stall_shutdown_s):
+    with deadline_of_start(settings, "tfscale.init()"):
         if name == "horovod":
             from tfscale.comm.backends.horovod import HorovodBackend
 
-            backend = HorovodBackend(settings, _checked(comm))
+            backend = HorovodBackend(settings, comm)
             n_cores = len(os.sched_getaffinity(0)) // backend.local_size  # taken to be unbound
         else:
             from tfscale.comm.backends.engine import EngineBackend
 
             _require_shared_memory(discover(config.environment()))
-            backend = EngineBackend(settings, _fortran_handle(_checked(comm)))
+            backend = EngineBackend(settings, _fortran_handle(comm))
             n_cores = backend.n_cores
             # All ranks have opened them; so nothing is left of a job that is killed.
             mpi_files.remove(mpi_files.used_by([os.getpid()]))
@@ -335,15 +295,14 @@ def _fortran_handle(comm: Any) -> int:
 
 def _limit_threads(n_cores: int) -> None:
     """Have TensorFlow use this rank's share of the cores, unless the user chose."""
-    threading = tf.config.threading
-    environ = config.environment()
+    threading, environ = tf.config.threading, config.environment()
     try:
-        if not threading.get_intra_op_parallelism_threads() and (
-            "TF_NUM_INTRAOP_THREADS" not in environ
+        if not (
+            threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in environ
         ):
             threading.set_intra_op_parallelism_threads(max(1, n_cores))
-        if not threading.get_inter_op_parallelism_threads() and (
-            "TF_NUM_INTEROP_THREADS" not in environ
+        if not (
+            threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in environ
         ):
             threading.set_inter_op_parallelism_threads(max(2, n_cores))
     except RuntimeError:
