@@ -1,4 +1,4 @@
-"""Files that MPICH makes on a host and leaves there when its processes are killed.
+"""Files that MPICH leaves on a host when its processes are killed.
 
 Ranks of a host share one file in /dev/shm, about 1 MB for each, and the proxy of mpiexec writes the
 host's topology to /tmp. MPICH removes both in `MPI_Finalize` and at mpiexec's normal end only.

