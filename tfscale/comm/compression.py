@@ -10,26 +10,13 @@ import tensorflow as tf
 class NoneCompressor:
     """Tensors are sent as they are."""
 
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor and no context."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Return the tensor."""
-        return tensor
-
-
-class _CastCompressor:
-    wire = tf.float16
+    wire: Any = None
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return a float tensor in the wire's dtype, and its own dtype."""
-        if not tensor.dtype.is_floating or tensor.dtype.size <= cls.wire.size:
-            return tensor, None
-        return tf.cast(tensor, cls.wire), tensor.dtype
+        """Return the tensor to send, and its own dtype; None where it is sent as it is."""
+        is_wide = tensor.dtype.is_floating and cls.wire and tensor.dtype.size > cls.wire.size
+        return (tf.cast(tensor, cls.wire), tensor.dtype) if is_wide else (tensor, None)
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
@@ -37,14 +24,16 @@ class _CastCompressor:
         return tensor if context is None else tf.cast(tensor, context)
 
 
-class FP16Compressor(_CastCompressor):
+class FP16Compressor(NoneCompressor):
     """Floats are sent as float16: range 6e-8 to 65504, 11 bits of precision.
 
     The ranks' values are added in float32 and the sum is rounded once.
     """
 
+    wire = tf.float16
 
-class BF16Compressor(_CastCompressor):
+
+class BF16Compressor(NoneCompressor):
     """Floats are sent as bfloat16: the range of float32, 8 bits of precision."""
 
     wire = tf.bfloat16
