@@ -64,13 +64,9 @@ def write_trace(
     errors_ns: Iterable[float],
     origin_us: float | None = None,
 ) -> None:
-    """Write a trace file.
+    """Write `rank_events` of all ranks, with the error of each one's clock.
 
-    Args:
-        path: File to write.
-        entries: Of all ranks, see `rank_events`.
-        errors_ns: Per rank, how far off its clock may be.
-        origin_us: What is time 0; None takes the first entry.
+    Time 0 is `origin_us`, or the first entry.
     """
     first = origin_us
     if first is None:
@@ -85,15 +81,10 @@ def write_trace(
 
 
 def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:
-    """Merge the ranks' parts into `timeline.json` and remove them.
+    """Merge the ranks' parts into `timeline.json` and remove them; return whether it was done.
 
-    Args:
-        directory: Where they are.
-        n_ranks: Of the job whose parts they are: those of other ranks are left, as are all where
-            one is missing, which `tfscale report` merges later. None: all that are there.
-
-    Returns:
-        Whether they were merged.
+    With `n_ranks`, of the job whose parts they are, those of other ranks are left, as are all where
+    one is missing, which `tfscale report` merges later. Without, all that are there are merged.
     """
     folder = Path(directory)
     if n_ranks is None:

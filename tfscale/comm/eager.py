@@ -62,21 +62,13 @@ _AFTER_JOIN = (
 
 @dataclass(frozen=True)
 class Header:
-    """What must be equal on all ranks, and what a joined rank needs to take part with zeros.
+    """What must be equal on all ranks, and what a joined rank needs to take part with zeros."""
 
-    Attributes:
-        kind: Name of the collective.
-        options: Reduction, root and the like.
-        dtypes: One per tensor.
-        shapes: One per tensor; without the first dimension where that may differ.
-        label: For messages only; may differ.
-    """
-
-    kind: str
-    options: list[Any]
+    kind: str  # name of the collective
+    options: list[Any]  # reduction, root and the like
     dtypes: list[str]
-    shapes: list[list[int]]
-    label: str = ""
+    shapes: list[list[int]]  # without the first dimension where that may differ
+    label: str = ""  # for messages only; may differ
 
     def describe(self) -> str:
         """Return what a message shows of it."""

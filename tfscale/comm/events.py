@@ -73,14 +73,11 @@ def has_slot(op: tf.Operation) -> bool:
 
 
 def stamp_updates(variables: Sequence[Any]) -> None:
-    """Record when variables are updated: a stamp per exchanged bucket, and one for the rest.
+    """Record when an optimizer updates variables: a stamp per exchanged bucket, one for the rest.
 
     Call it after the update, while a step is traced. A stamp is ordered after the last use of its
     variables and after nothing else. It shows that computation continued while collectives were
     pending whose results it does not need; see `tfscale.measure.analysis`.
-
-    Args:
-        variables: Keras variables that an optimizer has updated.
     """
     if tf.executing_eagerly() or runtime.is_single() or not has_events():
         return
@@ -123,11 +120,7 @@ class ClockMap:
     """
 
     def __init__(self, is_shared: bool | None = None) -> None:
-        """Measure for the first time. Collective: all ranks must call this.
-
-        Args:
-            is_shared: Whether all ranks have one clock; None finds out.
-        """
+        """Measure for the first time; None finds out whether all share a clock. Collective."""
         if is_shared is None:
             kernels = objects.allgather_object(_kernel(), name="clock")
             is_shared = len(set(kernels)) == 1
@@ -136,7 +129,7 @@ class ClockMap:
         self.measure()
 
     def measure(self) -> None:
-        """Measure again. Collective: all ranks must call this."""
+        """Measure again. Collective."""
         if self._is_shared:
             self._samples = [Offset(clock_ns(), 0, 0)]
         else:
@@ -162,12 +155,7 @@ def measure_offset(gather: Gather, rank: int, clock: Callable[[], int]) -> Offse
 
     A message never arrives before it is sent, so the fastest from rank 0 bounds the offset on one
     side and the fastest to rank 0 on the other. The middle is taken; half of the distance, which is
-    half of the least round trip, bounds the error.
-
-    Args:
-        gather: Collective. Takes this rank's integers, returns [rank, integer].
-        rank: This rank.
-        clock: Returns ns.
+    half of the least round trip, bounds the error. `gather` returns an array [rank, integer].
     """
     fastest: np.ndarray | None = None
     for _ in range(_N_ROUNDS):

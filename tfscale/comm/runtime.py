@@ -39,12 +39,6 @@ def reduction_of(
 ) -> tuple[ReduceOp, Scaling]:
     """Return the engine's reduction and the factors around it; an average is a scaled sum.
 
-    Args:
-        op: Reduction as users name it.
-        factors: What the user multiplies before and after.
-        size: Number of ranks.
-        tensors: Inputs, for their dtypes.
-
     Raises:
         ConfigError: The reduction is unknown, or a dtype cannot be reduced.
     """

@@ -36,17 +36,11 @@ class MarkKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks that communicate among themselves.
+    """A set of ranks that communicate among themselves."""
 
-    Attributes:
-        id: Equal on all ranks; 0 is the group of all.
-        ranks: Members in ascending order.
-        rank: This process's place among the members, or -1 if it is none.
-    """
-
-    id: int
-    ranks: tuple[int, ...]
-    rank: int
+    id: int  # equal on all ranks; 0 is the group of all
+    ranks: tuple[int, ...]  # members in ascending order
+    rank: int  # this process's place among the members, or -1 if it is none
 
     @property
     def size(self) -> int:
@@ -185,7 +179,7 @@ class Backend(Protocol):
 
         Args:
             pieces: This member's, as `layout.pieces` of its rank in the group names them.
-            variables: One per entry of `layout.indices`, of dtype `layout.dtype`.
+            variables: One per entry of `layout.indices`.
             layout: How the variables are cut; equal on all members.
             call: Group and label.
         """
@@ -216,14 +210,10 @@ class Backend(Protocol):
                 variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables is pending; any thread, any time.
+        """Wait until no gather of the variables with these handles is pending; from any thread.
 
-        Args:
-            handles: Their resource handles.
-            is_write: They get other values next, so a gather that failed is forgotten.
-
-        Raises:
-            tf.errors.OpError: The last gather failed or was given up (not with `is_write`).
+        Raises the OpError of the last gather, if it failed or was given up. With `is_write` they
+        get other values next, so that error is forgotten.
         """
         return
 
@@ -262,10 +252,7 @@ class Backend(Protocol):
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
         """Record, each time the function runs, when it has updated the variables.
 
-        Args:
-            handles: Resource handles of the variables.
-            plan: A plan of the function.
-            slot: Negative.
+        `handles` are theirs; `plan` is one of the function's, and `slot` is negative.
         """
         return
 
@@ -286,14 +273,10 @@ class Backend(Protocol):
         return
 
     def close(self) -> bool:
-        """Leave the job; the engine waits for all ranks unless communication has failed.
+        """Leave the job; return whether no other rank failed that needs this one.
 
-        Returns:
-            Whether all ranks left together; False too where another one could not continue
-            without this one.
-
-        Raises:
-            ExchangeError: A rank does not come, and gives no sign of life.
+        The engine waits for all ranks, unless communication has failed, and raises ExchangeError
+        where one does not come and gives no sign of life.
         """
         ...
 

@@ -102,11 +102,7 @@ class Library:
     """The loaded library: `ops` are TensorFlow's wrappers of its ops, `call` its C functions."""
 
     def __init__(self, path: str) -> None:
-        """Load the library.
-
-        Raises:
-            ExchangeError: It cannot be loaded; the text holds the loader's own.
-        """
+        """Load the library; raises ExchangeError with the loader's text where that fails."""
         self._functions = {}
         try:
             self.ops = tf.load_op_library(path)
@@ -122,11 +118,7 @@ class Library:
             ) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a C function by its name without the prefix `tfscale_`.
-
-        Raises:
-            ExchangeError: The function reports an error.
-        """
+        """Call a C function by its name without the prefix `tfscale_`; raises its ExchangeError."""
         result = self._functions[name](*arguments)
         if isinstance(result, int) and result < 0:
             raise ExchangeError(self._functions["last_error"]().decode())
@@ -135,11 +127,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Return the library of this installation, loaded once.
-
-    Raises:
-        ExchangeError: It was not built, was built against another TensorFlow, or does not load.
-    """
+    """Return the library of this installation, loaded once."""
     return Library(library_path())
 
 
@@ -162,11 +150,7 @@ class EngineBackend(Backend):
     libraries = ("mpi",)
 
     def __init__(self, settings: Settings, fortran_comm: int = _WORLD) -> None:
-        """Start the engine. Collective: every rank of the communicator, on the main thread.
-
-        Args:
-            settings: Options.
-            fortran_comm: Fortran handle of the communicator to work in; -1 for all processes.
+        """Start the engine in a communicator. Collective: all its ranks, on the main thread.
 
         Raises:
             ExchangeError: The library does not fit, MPI cannot be used, or ranks run different

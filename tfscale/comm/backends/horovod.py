@@ -73,7 +73,7 @@ def from_wire(moved: tf.Tensor, like: tf.Tensor, rows: Any) -> tf.Tensor:
 
 
 def checked_splits(splits: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return splits as Horovod takes them; it would leave rows behind that no split names."""
+    """Return splits as Horovod takes them, checked: it would drop rows that no split names."""
     counts = tf.cast(splits, tf.int32)
     text = "splits must be 0 or more and add up to the tensor's rows. Received: splits, rows"
     rows = tf.shape(tensor)[0]
@@ -86,40 +86,34 @@ def checked_splits(splits: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 Start = Callable[[list[tf.Tensor], str | None], Sequence[tf.Tensor]]
 
 
-class _PlanNumbers:
-    """Counts plans and slots, as the engine's library does for `Slots`."""
-
-    def __init__(self) -> None:
-        self._n_slots: list[int] = []
-        self._groups: list[int] = []
-        self.titles: list[str] = []
-
-    def __call__(self, name: str, *arguments: Any) -> int:
-        if name == "plan_create":
-            group = arguments[0]
-            self.titles.append(f"g{group}.p{self._groups.count(group)}")
-            self._groups.append(group)
-            self._n_slots.append(0)
-            return len(self.titles) - 1
-        plan = arguments[0]
-        self._n_slots[plan] += 1
-        return self._n_slots[plan] - 1
-
-
 class NamedOps:
     """Runs Horovod's ops, which find their counterparts on other ranks by name.
 
     Horovod's ops are stateless, and TensorFlow may compute a stateless op before the first step
     when its input is constant, merge two of them, or drop one whose result only some ranks use;
     the other ranks would then wait for ever. So each input passes an op whose result is known when
-    it runs, each op carries an attribute of its own, and a stateful op behind it keeps it alive.
+    it runs, each op carries an attribute of its own, and a stateful op after it keeps it alive.
     Names number the traced functions of a group and the collectives in them, in the order of
     tracing, which is equal on all ranks.
     """
 
     def __init__(self) -> None:
-        self._numbers = _PlanNumbers()
-        self._slots = Slots(self._numbers)
+        self._slots = Slots(self._number)
+        self._groups: list[int] = []  # of each plan
+        self._titles: list[str] = []
+        self._n_slots: list[int] = []
+
+    def _number(self, name: str, *arguments: Any) -> int:
+        """Count plans and slots, as the engine's library does."""
+        if name == "plan_create":
+            group = arguments[0]
+            self._titles.append(f"g{group}.p{self._groups.count(group)}")
+            self._groups.append(group)
+            self._n_slots.append(0)
+            return len(self._titles) - 1
+        plan = arguments[0]
+        self._n_slots[plan] += 1
+        return self._n_slots[plan] - 1
 
     def run(
         self, call: Call, inputs: Sequence[tf.Tensor], start: Start, terms: str = ""
@@ -141,7 +135,7 @@ class NamedOps:
         if position.plan == EAGER:
             return list(start(list(inputs), None))
         label = COUNT.sub("", call.label)
-        place = (self._numbers.titles[position.plan], f"s{position.slot}", label)
+        place = (self._titles[position.plan], f"s{position.slot}", label)
         words = (*place, *filter(None, (terms, call.terms)))
         name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
         with tf.control_dependencies([] if call.after else [_marker()]):
@@ -179,7 +173,7 @@ def _marker() -> tf.Operation:
 
 
 def _keep(tensor: tf.Tensor) -> None:
-    """Let a stateful op read one number of a tensor: behind a control edge alone it is dropped."""
+    """Let a stateful op read one number of a tensor: after a control edge alone it is dropped."""
     first = tf.reshape(tensor, [-1])[:1]
     with tf.device("CPU:0"):
         tf.raw_ops.Assert(condition=tf.timestamp() > 0, data=[first], summarize=1)
@@ -226,11 +220,7 @@ class HorovodBackend(Backend):
     has_marks = False
 
     def __init__(self, settings: Settings, comm: Any = None) -> None:
-        """Join Horovod's job. Collective.
-
-        Args:
-            settings: Time limits of a waiting collective.
-            comm: None, an mpi4py communicator or a list of ranks, as Horovod takes it.
+        """Join Horovod's job; `comm` is None, an mpi4py communicator or a list of ranks. Collective.
 
         Raises:
             ConfigError: There is no MPI, which `comm` needs.
@@ -255,11 +245,8 @@ class HorovodBackend(Backend):
                 "or an MPI launcher, and see what Horovod printed."
             ) from error
         hvd = self._hvd
-        self.libraries = tuple(
-            name
-            for name, is_used in (("mpi", hvd.mpi_enabled()), ("gloo", hvd.gloo_enabled()))
-            if is_used
-        )
+        is_used = {"mpi": hvd.mpi_enabled(), "gloo": hvd.gloo_enabled()}
+        self.libraries = tuple(name for name in is_used if is_used[name])
         if comm is not None and "mpi" not in self.libraries:
             hvd.shutdown()
             raise ConfigError(

@@ -35,26 +35,22 @@ class Slots:
     """
 
     def __init__(self, number: Callable[..., int]) -> None:
-        """Start without any plan.
+        """Start without any plan; `number` returns the number of a new plan or slot.
 
-        Args:
-            number: Returns the number of a new plan or slot: ("plan_create", group, title) or
-                ("plan_add_slot", plan, label, signature), as custom_ops/comm/c_api.h.
+        It is called as ("plan_create", group, title) or ("plan_add_slot", plan, label, signature),
+        see custom_ops/comm/c_api.h.
         """
         self._number = number
         self._names: dict[Position, str] = {}
         self._plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def place(self, call: Call, kind: str, tensors: list[tf.Tensor]) -> Position:
-        """Return the place of a collective in the order of the ranks.
+        """Return the position of a collective; `EAGER` where it runs in the order of the calls.
 
         Args:
             call: Group and label.
             kind: Name of the collective with what must be equal on all ranks besides the tensors.
             tensors: Its inputs; dtypes and static shapes become part of the fingerprint.
-
-        Returns:
-            The position; eager collectives, which run in the order of their calls, have `EAGER`.
 
         Raises:
             PlanError: An eager collective is called outside of the main thread.
@@ -104,7 +100,7 @@ class Slots:
 
 
 def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
-    """Return what all ranks must have alike: with names of tensors, a line for each of them."""
+    """Return what must be equal on all ranks: with names of tensors, a line for each of them."""
     kind = f"{kind} {call.terms}" if call.terms else kind
     inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
     if call.names and tensors:
@@ -117,5 +113,5 @@ def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
 
 
 def rows_of(tensor: tf.Tensor) -> str:
-    """Return what ranks must have alike of rows, whose number may differ."""
+    """Return what must be equal on all ranks of rows, whose number may differ."""
     return f"rows of {tensor.dtype.name}{tensor.shape[1:]}"
