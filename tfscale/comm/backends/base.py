@@ -273,7 +273,7 @@ class Backend(Protocol):
         return
 
     def close(self) -> bool:
-        """Leave the job; return whether no other rank failed that needs this one.
+        """Leave the job; return whether all ranks left together and could do so without this one.
 
         The engine waits for all ranks, unless communication has failed, and raises ExchangeError
         where one does not come and gives no sign of life.

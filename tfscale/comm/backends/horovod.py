@@ -220,7 +220,7 @@ class HorovodBackend(Backend):
     has_marks = False
 
     def __init__(self, settings: Settings, comm: Any = None) -> None:
-        """Join Horovod's job; `comm` is None, an mpi4py communicator or a list of ranks. Collective.
+        """Join Horovod's job, of all processes or of `comm`'s. Collective.
 
         Raises:
             ConfigError: There is no MPI, which `comm` needs.
