@@ -202,12 +202,9 @@ def _write(data: bytes, offset: int) -> None:
     if not path:
         return
     # The process beside this rank may have been killed; this rank ends in a moment then.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        file.seek(offset)
+        file.write(data)
 
 
 logger = logging.getLogger("tfscale")
