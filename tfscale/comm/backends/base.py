@@ -93,7 +93,8 @@ class Backend(Protocol):
     """Moves tensors between ranks. Collective: all members call the same, in the same order.
 
     The bodies below are those of a backend without a thread of its own: nothing is pending after
-    a call returns, nothing is recorded, and no rank hears that another stops.
+    a call returns, nothing is recorded, and no rank hears that another stops. Each backend defines
+    the methods that have none.
 
     Attributes:
         name: "engine", "horovod" or "single".
@@ -126,27 +127,22 @@ class Backend(Protocol):
         self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
     ) -> list[tf.Tensor]:
         """Reduce each tensor over the group; together they are one message."""
-        ...
 
     def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
         """Put the members' tensors one after another; also return rows per member (int64)."""
-        ...
 
     def alltoall(
         self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Send splits[r] rows to member r; also return rows received per member (int64)."""
-        ...
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
         """Return the tensor of the member number `root`."""
-        ...
 
     def reducescatter(
         self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
     ) -> tf.Tensor:
         """Reduce and keep this member's part of the rows."""
-        ...
 
     def scatter_reduce(
         self,
@@ -227,7 +223,6 @@ class Backend(Protocol):
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
-        ...
 
     def mark(self, kind: MarkKind) -> None:
         """Tell the others that this rank takes part in no further step for now."""
@@ -266,7 +261,6 @@ class Backend(Protocol):
 
     def abort(self, code: int) -> None:
         """End all processes of the job. Does not return."""
-        ...
 
     def fail(self, why: str) -> None:
         """Tell the other ranks, where they can hear it, that this one takes part in no more."""
@@ -278,7 +272,6 @@ class Backend(Protocol):
         The engine waits for all ranks, unless communication has failed, and raises ExchangeError
         where one does not come and gives no sign of life.
         """
-        ...
 
 
 class SingleBackend(Backend):
