@@ -95,32 +95,19 @@ class Backend(Protocol):
     The bodies below are those of a backend without a thread of its own: nothing is pending after
     a call returns, nothing is recorded, and no rank hears that another stops. Each backend defines
     the methods that have none.
-
-    Attributes:
-        name: "engine", "horovod" or "single".
-        has_marks: Whether a waiting rank learns of another's mark. Without it, ranks ask each
-            other before each step of `fit`.
-        records_events: Whether it records when collectives are posted, start and end.
-        libraries: The libraries below it that carry messages: "mpi", "gloo".
-        thread_level: MPI's: 2 is SERIALIZED, 3 MULTIPLE; 0 without MPI.
-        rank: Number of this process.
-        size: Number of processes.
-        local_rank: Number among those of this host.
-        local_size: Processes of this host.
-        cross_rank: Number of this host among those that have a process with this local rank.
-        cross_size: Number of hosts that have one.
     """
 
-    name: str
+    name: str  # "engine", "horovod" or "single"
+    # A waiting rank learns of another's mark; without, ranks ask each other before each step of fit.
     has_marks: bool
-    records_events: bool = False
-    libraries: tuple[str, ...] = ()
-    thread_level: int = 0
+    records_events: bool = False  # when collectives are posted, start and end
+    libraries: tuple[str, ...] = ()  # below it, that carry messages: "mpi", "gloo"
+    thread_level: int = 0  # of MPI: 2 is SERIALIZED, 3 MULTIPLE; 0 without MPI
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # among the processes of this host
     local_size: int
-    cross_rank: int
+    cross_rank: int  # of this host among those that have a process with this local rank
     cross_size: int
 
     def allreduce(
