@@ -98,7 +98,7 @@ class Backend(Protocol):
     """
 
     name: str  # "engine", "horovod" or "single"
-    # A waiting rank learns of another's mark; without, ranks ask each other before each step of fit.
+    # A waiting rank learns of another's mark; without, ranks ask each other before each step.
     has_marks: bool
     records_events: bool = False  # when collectives are posted, start and end
     libraries: tuple[str, ...] = ()  # below it, that carry messages: "mpi", "gloo"
