@@ -53,12 +53,6 @@ def raise_own_errors(body: Callable[[], Any]) -> Any:
 
 JOIN = "join"
 
-_AFTER_JOIN = (
-    "After a rank has called join(), the others may call allreduce with Sum or Average only, equal "
-    "on all of them. Received: {call} while rank {rank} has joined. For training use "
-    "tfscale.data.GlobalBatches: it gives every rank as many batches."
-)
-
 
 @dataclass(frozen=True)
 class Header:
@@ -105,10 +99,14 @@ def agree(header: Header, group: Group) -> None:
     Raises:
         ExchangeError: Some rank calls something else; on every rank, with the same text.
     """
-    if group.size == 1:
-        return
-    headers = exchange_headers(header, group)
+    if group.size > 1:
+        _common_header(exchange_headers(header, group), group)
+
+
+def _common_header(headers: list[Header], group: Group) -> Header:
+    """Return what all ranks call that have not joined; raises ExchangeError as `agree`."""
     active = [(r, h) for r, h in zip(group.ranks, headers, strict=True) if h.kind != JOIN]
+    joined = [r for r, h in zip(group.ranks, headers, strict=True) if h.kind == JOIN]
     first_rank, first = active[0]
     for rank, other in active[1:]:
         if not other.matches(first):
@@ -117,16 +115,16 @@ def agree(header: Header, group: Group) -> None:
                 f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
                 f"calls {other.describe()}."
             )
-    if len(active) < len(headers):
-        _require_sum(first, headers, group)
-
-
-def _require_sum(first: Header, headers: list[Header], group: Group) -> None:
-    """A joined rank takes part with zeros, which is right in sums only."""
-    if first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name:
-        return
-    joined = [r for r, h in zip(group.ranks, headers, strict=True) if h.kind == JOIN]
-    raise ExchangeError(_AFTER_JOIN.format(call=first.describe(), rank=joined[0]))
+    # A joined rank takes part with zeros, which is right in sums only.
+    is_sum = first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name
+    if joined and not is_sum:
+        raise ExchangeError(
+            "After a rank has called join(), the others may call allreduce with Sum or Average "
+            f"only, equal on all of them. Received: {first.describe()} while rank {joined[0]} has "
+            "joined. For training use tfscale.data.GlobalBatches: it gives every rank as many "
+            "batches."
+        )
+    return first
 
 
 _has_exchanged_gradients = False
@@ -173,25 +171,12 @@ def join() -> int:
     n_rounds = 0
     while group.size > 1:
         headers = exchange_headers(Header(JOIN, [n_rounds], [], [], "join"), group)
-        active = [h for h in headers if h.kind != JOIN]
-        if not active:
+        if all(h.kind == JOIN for h in headers):
             return max(r for r, h in zip(group.ranks, headers, strict=True) if h.options == [0])
-        _take_part(active, headers, group)
+        common = _common_header(headers, group)
+        zeros = [tf.zeros(s, d) for s, d in zip(common.shapes, common.dtypes, strict=True)]
+        op, *factors = common.options
+        call = Call(group, common.label)
+        runtime.backend().allreduce(zeros, call, ReduceOp[op], Scaling(*factors))
         n_rounds += 1
     return 0
-
-
-def _take_part(active: list[Header], headers: list[Header], group: Group) -> None:
-    """Add zeros to the allreduce of the ranks that have not joined."""
-    first = active[0]
-    for other in active[1:]:
-        if not other.matches(first):
-            raise ExchangeError(_AFTER_JOIN.format(call=other.describe(), rank=group.rank))
-    _require_sum(first, headers, group)
-    tensors = [
-        tf.zeros(shape, dtype) for shape, dtype in zip(first.shapes, first.dtypes, strict=True)
-    ]
-    op, prescale, postscale = first.options
-    runtime.backend().allreduce(
-        tensors, Call(group, first.label), ReduceOp[op], Scaling(prescale, postscale)
-    )
