@@ -19,7 +19,8 @@ from tfscale.config import ConfigError, ExchangeError
 # Functions are marked do_not_convert: AutoGraph would convert our sources in every traced function.
 
 
-def _call(process_set: ProcessSet, what: str, name: str | None = None) -> Call:
+def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call:
+    """Return a call of the collective `what`; raises ExchangeError outside of the process set."""
     group = process_set.group()
     if group.rank < 0:
         raise ExchangeError(
@@ -153,7 +154,7 @@ def allreduce(
         PlanError: Called eagerly, and not on the main thread.
     """
     factors = Scaling(prescale_factor, postscale_factor)
-    call = _call(process_set, "allreduce", name)
+    call = call_of(process_set, "allreduce", name)
     if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
         return allreduce_sparse(tensor, op, factors, call)
     return _reduce_all([tensor], op, factors, compression, call)[0]
@@ -191,7 +192,7 @@ def grouped_allreduce(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "grouped_allreduce", name)
+    call = call_of(process_set, "grouped_allreduce", name)
     factors = Scaling(prescale_factor, postscale_factor)
     return _reduce_all(tensors, op, factors, compression, call)
 
@@ -222,7 +223,7 @@ def broadcast(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "broadcast", name)
+    call = call_of(process_set, "broadcast", name)
     require_member(root_rank, call.group)
     root = call.group.ranks.index(root_rank)
 
@@ -249,7 +250,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ExchangeError: Ranks call different collectives, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "barrier")
+    call = call_of(process_set, "barrier")
     _guarded("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
 
 
@@ -274,7 +275,7 @@ def allgather(
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "allgather", name)
+    call = call_of(process_set, "allgather", name)
     value = tf.convert_to_tensor(tensor)
     value = value[tf.newaxis] if value.shape.rank == 0 else value
 
@@ -345,7 +346,7 @@ def alltoall(
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "alltoall", name)
+    call = call_of(process_set, "alltoall", name)
     value, size = tf.convert_to_tensor(tensor), call.group.size
     parts = _equal_splits(value, size) if splits is None else _given_splits(splits, value, size)
     received, rows = _alltoall(value, parts, call)
@@ -421,7 +422,7 @@ def reducescatter(
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
-    call = _call(process_set, "reducescatter", name)
+    call = call_of(process_set, "reducescatter", name)
     value = tf.convert_to_tensor(tensor)
     if value.shape.rank == 0:
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")

@@ -81,16 +81,19 @@ def header_of(kind: str, options: list[Any], tensors: list[tf.Tensor], label: st
     return Header(kind, options, [t.dtype.name for t in tensors], shapes, label)
 
 
+def gather_bytes(data: bytes, call: Call) -> list[bytes]:
+    """Return the bytes of all members, in their order. Collective."""
+    own = tf.constant(np.frombuffer(data, np.uint8))
+    gathered, rows = raise_own_errors(lambda: runtime.backend().allgather(own, call))
+    return [part.tobytes() for part in np.split(gathered.numpy(), np.cumsum(rows.numpy())[:-1])]
+
+
 def exchange_headers(header: Header, group: Group) -> list[Header]:
     """Return the headers of all members, in their order. Collective."""
-    data = np.frombuffer(json.dumps(asdict(header)).encode(), np.uint8)
-    gathered, rows = raise_own_errors(
-        lambda: runtime.backend().allgather(
-            tf.constant(data), Call(group, f"{header.kind} {header.label}".strip())
-        )
-    )
-    texts = np.split(gathered.numpy(), np.cumsum(rows.numpy())[:-1])
-    return [Header(**json.loads(text.tobytes())) for text in texts]
+    call = Call(group, f"{header.kind} {header.label}".strip())
+    return [
+        Header(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(header)).encode(), call)
+    ]
 
 
 def agree(header: Header, group: Group) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm.collectives import allgather, broadcast, require_member
+from tfscale.comm.collectives import broadcast, call_of, require_member
+from tfscale.comm.eager import Header, agree, gather_bytes
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ExchangeError
 
@@ -42,11 +43,9 @@ def allgather_object(
     """
     if process_set.size() == 1:
         return [obj]
-    label = name or "allgather_object"
-    data = _to_bytes((label, obj))
-    lengths = allgather(_length(data), process_set=process_set, name=f"{label} length").numpy()
-    texts = allgather(data, process_set=process_set, name=label).numpy()
-    every = [pickle.loads(text.tobytes()) for text in np.split(texts, np.cumsum(lengths)[:-1])]
+    call = call_of(process_set, "allgather_object", name)
+    agree(Header("allgather_object", [], [], [], call.label), call.group)
+    every = [pickle.loads(t) for t in gather_bytes(pickle.dumps((call.label, obj)), call)]
     names = [named for named, _ in every]
     if len(set(names)) > 1:
         raise ExchangeError(
