@@ -15,6 +15,8 @@ import tensorflow as tf
 from tfscale import config
 from tfscale.comm import mpi_files, objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend, SingleBackend
+from tfscale.comm.backends.engine import EngineBackend, load
+from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
 from tfscale.comm.software import require_equal, versions
 from tfscale.config import ConfigError, ExchangeError
@@ -182,8 +184,6 @@ def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:
 
 def look_around() -> Machine:
     """Return the GPUs and libraries of this machine."""
-    from tfscale.comm.backends.horovod import is_installed, load_horovod
-
     n_gpus = len(tf.config.list_physical_devices("GPU"))
     has_horovod = is_installed()
     has_nccl = False
@@ -203,17 +203,12 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
         ExchangeError: MPI, Horovod or the native library cannot be used.
     """
     comm = _checked(comm)
-    # Imported here: a single process must not need the native libraries.
     backend: Backend
     with deadline_of_start(settings, "tfscale.init()"):
         if name == "horovod":
-            from tfscale.comm.backends.horovod import HorovodBackend
-
             backend = HorovodBackend(settings, comm)
             n_cores = len(os.sched_getaffinity(0)) // backend.local_size  # taken to be unbound
         else:
-            from tfscale.comm.backends.engine import EngineBackend
-
             _require_shared_memory(discover(config.environment()))
             backend = EngineBackend(settings, _fortran_handle(comm))
             n_cores = backend.n_cores
@@ -284,8 +279,6 @@ def _fortran_handle(comm: Any) -> int:
     if isinstance(comm, list):
         # The library brings the MPI that it is linked with: mpi4py takes what is loaded, and finds
         # none by itself in an environment that has MPI's libraries elsewhere.
-        from tfscale.comm.backends.engine import load
-
         load()
         from mpi4py import MPI
 
