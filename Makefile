@@ -1,4 +1,4 @@
-# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
+# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-all test-venv test-ranks check bench bench-quick bench-full bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format
 
 venv: $(VENV)/.installed
@@ -143,6 +143,11 @@ BASE ?= HEAD
 replay-quick: QUICK := --quick
 replay replay-quick: build
 	@$(BIN)/python tools/replay.py --base $(BASE) $(QUICK) --expect "$(EXPECT)" $(ARGS_REPLAY)
+
+# Step times of a commit and of this checkout, in turns in one run: a dense and a convolutional network under
+# three exchanges, ratio new / old with its interval. Six minutes on two idle cores.
+bench-against: build
+	@$(BIN)/python tools/step_times.py --base $(BASE) $(ARGS_BENCH)
 
 # kill -9 of a random rank at 20 random moments; CI does three.
 faults-random: build

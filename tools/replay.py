@@ -153,7 +153,7 @@ def _run_job(tree: Path, cells: Sequence[str], n_ranks: int) -> tuple[list[Recor
         records.touch()
         with output.open("w") as file:
             process = subprocess.Popen(
-                [*_mpiexec(n_ranks), sys.executable, str(RECORDER), str(records), *cells],
+                [*mpiexec(n_ranks), sys.executable, str(RECORDER), str(records), *cells],
                 cwd=folder,
                 env=_environment(tree),
                 stdin=subprocess.DEVNULL,
@@ -176,17 +176,18 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**inherited, **ENVIRONMENT, "PYTHONPATH": str(tree)}
 
 
-def _mpiexec(n_ranks: int) -> list[str]:
+def mpiexec(n_ranks: int) -> list[str]:
+    """Return the words that start a program on some ranks, whatever commit it imports."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    mpiexec = shutil.which("mpiexec", path=path)
-    if mpiexec is None:
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
         raise SystemExit("Replaying needs an MPI launcher. Received: no mpiexec. Run make build.")
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     options = []
     if "Open MPI" in version.stdout or "OpenRTE" in version.stdout:
         options = ["--oversubscribe", "--bind-to", "none"]
         options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [mpiexec, *options, "-n", str(n_ranks)]
+    return [found, *options, "-n", str(n_ranks)]
 
 
 def _wait(process: subprocess.Popen, records: Path) -> bool:

@@ -214,7 +214,7 @@ class TestJobs:
             "        file.write(json.dumps({'cell': cell, 'cpu_s': 1.0}) + '\\n')\n"
         )
         monkeypatch.setattr(replay, "RECORDER", script)
-        monkeypatch.setattr(replay, "_mpiexec", lambda n_ranks: [])
+        monkeypatch.setattr(replay, "mpiexec", lambda n_ranks: [])
 
     def test_the_next_cells_run_after_one_that_died(self, tmp_path):
         cells = ["vgg/auto/2", "lstm/auto/2", "edsr/auto/2", "vgg/auto/3"]
