@@ -66,7 +66,7 @@ def estimated(truth: Scenario) -> Scenario:
     """Return the scenario that "auto" would plan for."""
     table, rows = truth.table, truth.global_batch
     together = probed(truth, overlap=True)
-    found, compute_share, message_share = separate(probed(truth, overlap=False), together)
+    found = separate(probed(truth, overlap=False), together)
     machine = measured_machine(table, found, truth.n_ranks, truth.local_batch, None)
     gradients = {
         layer.name: (
@@ -82,8 +82,6 @@ def estimated(truth: Scenario) -> Scenario:
     machine = dataclasses.replace(
         machine,
         memory_bytes_per_s=truth.machine.memory_bytes_per_s,
-        compute_share=compute_share,
-        message_share=message_share,
         layer_times={table.name: times},
     )
     return calibrated(dataclasses.replace(truth, machine=machine), together)

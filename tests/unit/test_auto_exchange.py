@@ -147,5 +147,3 @@ def test_a_measured_machine_takes_as_long_as_the_steps_did():
     plan = bucketed(table, None)
     assert simulate(scenario, plan).step_s < 2.0
     assert simulate(calibrated(scenario, found), plan).step_s == pytest.approx(2.0)
-    own = Scenario(table, known, 2, 8)
-    assert own.rest_s() + own.update_s(table.n_values) == pytest.approx(0.1)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tfscale.measure.batch_size import SizeMeasures, Stage, advise, write
+from tfscale.measure.batch_size import SizeMeasures, Stage, write_report
 from tfscale.measure.growth import noise_scale
 
 
@@ -37,6 +37,6 @@ def test_ends_of_the_scale():
 def test_what_is_infinite_is_null_in_json(tmp_path):
     measures = tuple(SizeMeasures(size, 4, 1.0, 1.0, 0.5, 1.0) for size in (8, 32))
     stages = [Stage(0, 1.0, math.inf, measures)]
-    write(stages, advise(stages), tmp_path)
+    write_report(stages, tmp_path)
     text = (tmp_path / "batch_size.json").read_text()
     assert "Infinity" not in text and json.loads(text)["stages"][0]["noise_scale"] is None

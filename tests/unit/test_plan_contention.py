@@ -144,13 +144,14 @@ def test_steps_are_taken_apart():
     alone = measured(1.0, (0.0, 0.0), 1.0)
     # 0.6 s of back-propagation took 1.2 s, all of it with messages under way; these took 2.4 s
     # instead of 2.0 s, half of it beside back-propagation.
-    found, compute, messages = separate(alone, measured(0.4, (1.2, 0.0), 1.2))
-    assert compute == pytest.approx(0.5)
-    assert messages == pytest.approx(2 / 3)
+    found = separate(alone, measured(0.4, (1.2, 0.0), 1.2))
+    assert found.compute_share == pytest.approx(0.5)
+    assert found.message_share == pytest.approx(2 / 3)
     assert found.ready_s == pytest.approx((0.6, 0.0)) and found.wire_s == 2.0
     # Nothing disturbed anything; nothing was computed beside the messages.
-    assert separate(alone, measured(0.4, (0.6, 0.0), 1.0))[1:] == (1.0, 1.0)
-    assert separate(alone, measured(0.4, (0.0, 0.0), 1.0))[1:] == (1.0, 1.0)
+    for ready_s in (0.6, 0.0):
+        found = separate(alone, measured(0.4, (ready_s, 0.0), 1.0))
+        assert (found.compute_share, found.message_share) == (1.0, 1.0)
 
 
 def test_measured_gradients_of_dense_layers_count():

@@ -23,7 +23,7 @@ from tfscale.launcher.tune.scripts import (
     _regroup,
     arguments_of,
 )
-from tfscale.measure.groups import GroupProbe, advise, as_text, write
+from tfscale.measure.groups import GroupProbe, advise, write_report
 
 
 def probes(*distances):
@@ -44,10 +44,8 @@ def test_the_settled_distance_counts():
 
 
 def test_text_and_files(tmp_path):
-    measured = probes(1.0, 1.8, 2.5)
-    advice = advise(measured)
-    assert "Use 4 groups: D(8) is 0.69 of twice D(4)" in as_text(measured, advice)
-    write(measured, advice, tmp_path / "out")
+    text = write_report(probes(1.0, 1.8, 2.5), tmp_path / "out")
+    assert "Use 4 groups: D(8) is 0.69 of twice D(4)" in text
     content = json.loads((tmp_path / "out" / "groups.json").read_text())
     assert content["advice"]["groups"] == 4 and len(content["probes"]) == 3
     assert (tmp_path / "out" / "groups.png").stat().st_size > 1000
@@ -62,7 +60,7 @@ def test_a_training_that_diverges_is_not_recommended(tmp_path):
             "with 4 groups training diverges at a learning rate of 0.1" in advise(measured).reason
         )
         assert advise([dataclasses.replace(broken, groups=2)]).groups == 1
-        write(measured, advise(measured), tmp_path)
+        write_report(measured, tmp_path)
         assert "NaN" not in (tmp_path / "groups.json").read_text()
 
 

@@ -27,7 +27,6 @@ from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,
     calibrated,
-    measure_memory,
     measured_machine,
     measured_scenario,
     separate,
@@ -170,16 +169,8 @@ def _measure(
     if parts is None:
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
-    together, found, compute_share, message_share = parts
+    together, found = parts
     scenario = measured_scenario(table, found, size, samples, known, n_slots, batch is not None)
-    if known is None:
-        machine = dataclasses.replace(
-            scenario.machine,
-            memory_bytes_per_s=measure_memory(),
-            compute_share=compute_share,
-            message_share=message_share,
-        )
-        scenario = dataclasses.replace(scenario, machine=machine)
     machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
@@ -195,18 +186,18 @@ def _measure(
 
 def _measure_layers(
     layers: Sequence[str], table: LayerTable
-) -> Course[tuple[LayerMeasurement, LayerMeasurement, float, float] | None]:
-    """Return a measurement as made, the same taken apart, and the shares of `separate`."""
+) -> Course[tuple[LayerMeasurement, LayerMeasurement] | None]:
+    """Return a measurement as made, and the same taken apart."""
     yield per_layer(table, overlap=False)
     if not has_events():
         found = yield from time_steps(layers, table)
-        return None if found is None else (found, found, 1.0, 1.0)
+        return None if found is None else (found, found)
     alone = yield from time_layers(layers)
     yield per_layer(table, overlap=True)
     together = yield from time_layers(layers)
     if alone is None or together is None or alone.layers != together.layers:
         return None
-    return (together, *separate(alone, together))
+    return together, separate(alone, together)
 
 
 def _has_times(machine: Machine, table: LayerTable) -> bool:

@@ -24,6 +24,7 @@ from tfscale.files import write_findings
 from tfscale.internals.keras import build_from_spec
 from tfscale.internals.optimizers import is_built
 from tfscale.measure.growth import noise_scale
+from tfscale.plan.tables import grid
 
 
 @dataclass(frozen=True)
@@ -207,35 +208,32 @@ def advise(stages: Sequence[Stage]) -> Advice:
     return Advice(sizes[start], sizes[maximum], (why, text))
 
 
-def as_text(stages: Sequence[Stage], advice: Advice) -> str:
-    """Return tables of all stages and the recommendation, in Markdown."""
-    lines = []
-    for stage in stages:
-        lines += [
-            f"After {stage.epoch} epochs: ||g|| = {stage.full_norm:.4g}, noise scale "
-            f"{stage.noise_scale:.4g} samples.",
-            "",
-            "| batch | batches | mean norm | mean distance from g | descent |",
-            "| ---: | ---: | ---: | ---: | ---: |",
-        ]
-        lines += [
-            f"| {s.batch_size} | {s.batches} | {s.mean_norm:.4g} | {s.mean_distance:.4g} "
-            f"| {s.descent_share:.0%} |"
-            for s in stage.sizes
-        ]
-        lines.append("")
-    lines.append(f"Start with {advice.start_batch_size}: {advice.reasons[0]}.")
-    lines.append(f"Grow up to {advice.max_batch_size}: {advice.reasons[1]}.")
-    return "\n".join(lines) + "\n"
+def write_report(stages: Sequence[Stage], folder: str | Path) -> str:
+    """Return tables and the recommendation in Markdown; write `batch_size.json`, `batch_size.png`.
 
-
-def write(stages: Sequence[Stage], advice: Advice, folder: str | Path) -> None:
-    """Write `batch_size.json` into a folder, and `batch_size.png` where matplotlib is there."""
+    The picture needs matplotlib.
+    """
+    advice = advise(stages)
     content = {
         "stages": [dataclasses.asdict(stage) for stage in stages],
         "advice": dataclasses.asdict(advice),
     }
     write_findings(folder, "batch_size", content, lambda path: _draw(stages, advice, path))
+    head = ["batch", "batches", "mean norm", "mean distance from g", "descent"]
+    lines = []
+    for stage in stages:
+        body = []
+        for size in stage.sizes:
+            norms = f"{size.mean_norm:.4g}", f"{size.mean_distance:.4g}"
+            body.append([size.batch_size, size.batches, *norms, f"{size.descent_share:.0%}"])
+        title = (
+            f"After {stage.epoch} epochs: ||g|| = {stage.full_norm:.4g}, noise scale "
+            f"{stage.noise_scale:.4g} samples."
+        )
+        lines += [title, "", *grid(head, body), ""]
+    lines.append(f"Start with {advice.start_batch_size}: {advice.reasons[0]}.")
+    lines.append(f"Grow up to {advice.max_batch_size}: {advice.reasons[1]}.")
+    return "\n".join(lines) + "\n"
 
 
 def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
@@ -249,17 +247,13 @@ def _draw(stages: Sequence[Stage], advice: Advice, path: Path) -> None:
         label = f"after {stage.epoch} epochs (noise scale {stage.noise_scale:.3g})"
         norms.plot(sizes, [s.mean_norm for s in stage.sizes], "o-", ms=4, label=label)
         shares.plot(sizes, [s.descent_share for s in stage.sizes], "o-", ms=4)
-    norms.set_ylabel("Mean norm of the gradient")
-    norms.set_ylim(bottom=0.0)
+    norms.set(ylabel="Mean norm of the gradient", ylim=(0.0, None))
     norms.legend(fontsize=8)
-    shares.set_ylabel("Share of batches that descend")
-    shares.set_ylim(-0.03, 1.03)
+    shares.set(ylabel="Share of batches that descend", ylim=(-0.03, 1.03))
     for axes in (norms, shares):
-        axes.set_xscale("log")
-        sizes = [s.batch_size for s in stages[0].sizes]
+        axes.set(xscale="log", xlabel="Batch size")
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("Batch size")
         axes.grid(alpha=0.3)
         for size in {advice.start_batch_size, advice.max_batch_size}:
             axes.axvline(size, color="0.6", ls=":")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.files import write_findings
+from tfscale.plan.tables import grid
 
 _PROPORTION = 0.85  # of twice the distance that half as many groups have
 
@@ -73,29 +74,23 @@ def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
     return GroupAdvice(probes[-1].groups, "D grows in proportion up to the most groups probed")
 
 
-def as_text(probes: Sequence[GroupProbe], advice: GroupAdvice) -> str:
-    """Return a table and the recommendation, in Markdown."""
-    lines = [
-        "| groups | interval | learning rate | D | D / (2 D of half) | loss |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    before = None
-    for probe in probes:
-        share = f"{probe.distance / (2 * before):.2f}" if before else ""
-        lines.append(
-            f"| {probe.groups} | {probe.interval} | {probe.learning_rate:.4g} "
-            f"| {probe.distance:.4g} | {share} | {probe.loss:.4g} |"
-        )
-        before = probe.distance
-    groups = f"{advice.groups} group{'s' if advice.groups > 1 else ''}"
-    return "\n".join([*lines, "", f"Use {groups}: {advice.reason}.", ""])
+def write_report(probes: Sequence[GroupProbe], folder: str | Path) -> str:
+    """Return a table and the recommendation, in Markdown; write `groups.json`, `groups.png`.
 
-
-def write(probes: Sequence[GroupProbe], advice: GroupAdvice, folder: str | Path) -> None:
-    """Write `groups.json` and, where matplotlib is installed, `groups.png` into a folder."""
+    The picture needs matplotlib.
+    """
+    advice = advise(probes)
     rows = [dataclasses.asdict(p) | {"distance": p.distance} for p in probes]
     content = {"probes": rows, "advice": dataclasses.asdict(advice)}
     write_findings(folder, "groups", content, lambda path: _draw(probes, advice, path))
+    body = []
+    for half, probe in zip([None, *probes], probes, strict=False):
+        share = f"{probe.distance / (2 * half.distance):.2f}" if half and half.distance else ""
+        numbers = [f"{x:.4g}" for x in (probe.learning_rate, probe.distance, probe.loss)]
+        body.append([probe.groups, probe.interval, *numbers, share])
+    head = ["groups", "interval", "learning rate", "D", "loss", "D / (2 D of half)"]
+    groups = f"{advice.groups} group{'s' if advice.groups > 1 else ''}"
+    return "\n".join([*grid(head, body), "", f"Use {groups}: {advice.reason}.", ""])
 
 
 def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None:
@@ -106,8 +101,7 @@ def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None
     for probe in probes:
         steps = [(i + 1) * probe.interval for i in range(len(probe.distances))]
         course.plot(steps, probe.distances, label=f"{probe.groups} groups")
-    course.set_xlabel("Step")
-    course.set_ylabel("Distance D just before an average")
+    course.set(xlabel="Step", ylabel="Distance D just before an average")
     course.legend(fontsize=8)
     groups = [p.groups for p in probes]
     result.plot(groups, [p.distance for p in probes], "o-", label="measured")
@@ -117,8 +111,7 @@ def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None
     result.axvline(advice.groups, color="0.6", ls=":", label="chosen")
     result.set_xscale("log", base=2)
     result.set_xticks(groups, [str(g) for g in groups])
-    result.set_xlabel("Groups")
-    result.set_ylabel("Distance D")
+    result.set(xlabel="Groups", ylabel="Distance D")
     result.legend(fontsize=8)
     for axes in (course, result):
         axes.grid(alpha=0.3)

@@ -56,7 +56,7 @@ def memory_run() -> tuple[Callable[[], Any], int]:
     return tf.function(lambda: large.assign(large * 0.5 + 1.0)), 4 * _LARGE * BYTES_PER_VALUE
 
 
-def measure_memory() -> float:
+def _measure_memory() -> float:
     """Return bytes per second of updates, of the slowest rank. Collective."""
     run, n_bytes = memory_run()
     run()
@@ -180,6 +180,8 @@ class LayerMeasurement:
     before_s: float  # from the begin of a step to the first gradient
     after_s: float  # from the end of the last exchange to the end of the step
     step_s: float
+    compute_share: float = 1.0  # of `separate`, see `Machine`
+    message_share: float = 1.0
 
     @property
     def wire_s(self) -> float:
@@ -341,7 +343,9 @@ def measured_machine(
         bytes_per_s=2 * share(n_ranks) / byte_s,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,
-        memory_bytes_per_s=_FREE,
+        memory_bytes_per_s=5 * BYTES_PER_VALUE * table.n_values / max(found.after_s, 1e-9),
+        compute_share=found.compute_share,
+        message_share=found.message_share,
         note=f"from the first steps of {n_ranks} ranks",
     )
     ready = {
@@ -349,25 +353,15 @@ def measured_machine(
         for path, time_s in zip(found.layers, found.ready_s, strict=True)
         if path in layer_of
     }
-    work = np.array([layer.flops + layer.values + layer.n_values for layer in table.layers])
-    forward = found.before_s * work / work.sum()
+    work = {x.name: x.flops + x.values + x.n_values for x in table.layers}
+    forward = {name: found.before_s * own / sum(work.values()) for name, own in work.items()}
     backward, latest = {}, 0.0
     for layer in reversed(table.layers):
         time_s = max(ready.get(layer.name, latest), latest)
         backward[layer.name] = time_s - latest
         latest = time_s
-    names = [layer.name for layer in table.layers]
-    update_bytes = 5 * BYTES_PER_VALUE * table.n_values
-    rate = update_bytes / max(found.after_s, 1e-9)
-    rest_s = 0.0
-    if known is not None:
-        # A machine that is known has its own speed; what an update takes longer is a constant.
-        rate = known.memory_bytes_per_s
-        rest_s = max(0.0, found.after_s - update_bytes / rate)
-    forward_s = dict(zip(names, map(float, forward), strict=True))
-    times = LayerTimes(batch, forward_s, backward, rest_s, n_values=table.n_values)
-    layer_times = {**machine.layer_times, table.name: times}
-    return dataclasses.replace(machine, layer_times=layer_times, memory_bytes_per_s=rate)
+    times = LayerTimes(batch, forward, backward, n_values=table.n_values)
+    return dataclasses.replace(machine, layer_times={**machine.layer_times, table.name: times})
 
 
 def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
@@ -410,15 +404,16 @@ def measured_scenario(
 
     Args:
         table: The model.
-        found: What steps took. Updates are measured by themselves: `calibrated` adds the rest.
+        found: What steps took; what an update takes is measured by itself.
         n_ranks: That took part.
         samples: Of all ranks together.
         known: Where links are known better.
         n_slots: Values of optimizer state per parameter.
         has_rows: Whether `samples` are known, so that dense layers may exchange activations.
     """
-    found = dataclasses.replace(found, after_s=0.0)
     machine = measured_machine(table, found, n_ranks, max(1, samples // n_ranks), known)
+    if known is None:
+        machine = dataclasses.replace(machine, memory_bytes_per_s=_measure_memory())
     gradients = _measure_gradients(table, n_ranks, samples) if has_rows else {}
     times = dataclasses.replace(machine.layer_times[table.name], gradient_s=gradients)
     return _with_times(Scenario(table, machine, n_ranks, samples, n_slots), times)
@@ -434,9 +429,7 @@ _LEAST_COMPUTE_SHARE = 0.1
 _LEAST_MESSAGE_SHARE = 0.2
 
 
-def separate(
-    alone: LayerMeasurement, together: LayerMeasurement
-) -> tuple[LayerMeasurement, float, float]:
+def separate(alone: LayerMeasurement, together: LayerMeasurement) -> LayerMeasurement:
     """Take steps apart whose exchanges ran during back-propagation.
 
     Args:
@@ -446,12 +439,12 @@ def separate(
 
     Returns:
         The second measurement with the durations that computing and messages have alone, and the
-        shares (`Machine.compute_share`, `Machine.message_share`) that make them what they were.
+        shares that make them what they were.
     """
     computed = max(together.ready_s)
     wire, wire_alone = together.wire_s, alone.wire_s
     if computed <= 0 or wire <= 0:
-        return together, 1.0, 1.0
+        return together
     before_s = min(together.before_s, alone.before_s)
     undisturbed = min(1.0, max((alone.before_s - before_s) / computed, 1e-3))
     is_busy = min(1.0, wire / computed)  # part of back-propagation with messages under way
@@ -462,11 +455,12 @@ def separate(
     message_share = min(1.0, max(_LEAST_MESSAGE_SHARE, message_share))
     # Where the share had to be cut off, computing was as slow as it seems for other reasons.
     undisturbed = 1 - (1 - compute_share) * is_busy
-    found = dataclasses.replace(
+    return dataclasses.replace(
         together,
         before_s=before_s,
         ready_s=tuple(undisturbed * ready for ready in together.ready_s),
         message_s=alone.message_s,
         byte_s=alone.byte_s,
+        compute_share=compute_share,
+        message_share=message_share,
     )
-    return found, compute_share, message_share

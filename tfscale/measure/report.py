@@ -288,9 +288,7 @@ def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
         ]
         axes.bar(places, heights, bottom=bottom, color=color, label=label)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_xticks(places)
-    axes.set_xlabel("rank")
-    axes.set_ylabel("ms per step")
+    axes.set(xticks=places, xlabel="rank", ylabel="ms per step")
     axes.legend(fontsize=7)
 
 
@@ -298,9 +296,7 @@ def _draw_step_times(axes: Any, steps: Sequence[Row]) -> None:
     for rank, own in _ranks(steps)[:_MAX_RANKS]:
         times = [1e3 * s["step_s"] / s["n_steps"] for s in own]
         axes.plot(range(len(own)), times, lw=1, label=f"rank {rank}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("recorded step")
-    axes.set_ylabel("ms per step")
+    axes.set(ylim=(0, None), xlabel="recorded step", ylabel="ms per step")
     axes.legend(fontsize=7)
 
 

@@ -54,7 +54,7 @@ def _add_batch_size(tuners: argparse._SubParsersAction) -> None:
 
 def _tune_batch_size(options: argparse.Namespace) -> int:
     from tfscale.launcher.tune.scripts import measure_script
-    from tfscale.measure.batch_size import advise, as_text, write
+    from tfscale.measure.batch_size import write_report
 
     stages = measure_script(
         [options.script, *options.arguments],
@@ -62,9 +62,8 @@ def _tune_batch_size(options: argparse.Namespace) -> int:
         at_epochs=read_numbers(options.stages, "--stages", least=0),
         samples=options.samples,
     )
-    advice = advise(stages)
-    write(stages, advice, options.output)
-    sys.stdout.write(f"{as_text(stages, advice)}Results are in {options.output}.\n")
+    text = write_report(stages, options.output)
+    sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
 
 
@@ -97,7 +96,7 @@ def _add_groups(tuners: argparse._SubParsersAction) -> None:
 
 
 def _tune_groups(options: argparse.Namespace) -> int:
-    from tfscale.measure.groups import GroupProbe, advise, as_text, write
+    from tfscale.measure.groups import GroupProbe, write_report
 
     numbers = check_groups(read_numbers(options.groups, "--groups"))
     if options.interval < 1 or options.steps < 2 * options.interval:
@@ -112,9 +111,8 @@ def _tune_groups(options: argparse.Namespace) -> int:
         sys.stderr.write(f"Probing {groups} groups ...\n")
         found = _run_probe(groups, options)
         probes.append(GroupProbe(**found | {"distances": tuple(found["distances"])}))
-    advice = advise(probes)
-    write(probes, advice, options.output)
-    sys.stdout.write(f"{as_text(probes, advice)}Results are in {options.output}.\n")
+    text = write_report(probes, options.output)
+    sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
 
 

@@ -116,8 +116,8 @@ def measure_model(
     y = keras.tree.map_structure(lambda t: np.zeros(t.shape, np.float32), model(x))
     alone, _ = _time_layers(model, table, (x, y), overlap=False)
     together, spread_s = _time_layers(model, table, (x, y), overlap=True)
-    found, compute_share, message_share = separate(alone, together)
-    known = replace(machine, compute_share=compute_share, message_share=message_share)
+    found = separate(alone, together)
+    known = replace(machine, compute_share=found.compute_share, message_share=found.message_share)
     scenario = measured_scenario(table, found, size, size * options.batch, known)
     own = calibrated(scenario, together).machine
     return replace(own, spread={**machine.spread, f"step of {table.name}": spread_s})
