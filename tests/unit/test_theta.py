@@ -1,21 +1,19 @@
 """The interval that is read off a curve of theta, on made-up curves."""
 
-import json
 import math
 
 import pytest
 
 from tfscale.config import ConfigError
-from tfscale.measure.growth import IntervalFinder, IntervalRule, theta_of
+from tfscale.measure.growth import IntervalRule, find_interval, theta_of
 
 NAN = math.nan
 
 
 def found(thetas, **settings):
     """Return (epoch of the decision, interval), None without one."""
-    finder = IntervalFinder(IntervalRule(**settings))
-    for n, theta in enumerate(thetas, start=1):
-        finding = finder.observe(theta)
+    for n in range(1, len(thetas) + 1):
+        finding = find_interval(thetas[:n], IntervalRule(**settings))
         if finding is not None:
             return n, finding.interval
     return None
@@ -97,25 +95,12 @@ def test_limits():
 
 def test_reasons():
     def reason(thetas, **settings):
-        finder = IntervalFinder(IntervalRule(**settings))
-        return [finder.observe(theta) for theta in thetas][-1].reason
+        return find_interval(thetas, IntervalRule(**settings)).reason
 
     assert "5.0% in epoch 2" in reason([1.0, 0.95], rule="thesis")
     assert "peaked at 2 in epoch 1" in reason([2.0, 1.0, 1.0], rule="peak")
     assert "5 is the smallest interval allowed" in reason([1.0] * 3, low=5)
     assert "has not settled by epoch 2" in reason([1.0, 5.0], high=2)
-
-
-@pytest.mark.parametrize("rule", ["robust", "thesis", "peak"])
-def test_state_goes_on_identically(rule):
-    thetas = [NAN, 1.0, 2.0, 3.0, 2.0, 1.95, 1.9, 1.9]
-    for cut in range(len(thetas)):
-        whole, first, second = (IntervalFinder(IntervalRule(rule)) for _ in range(3))
-        expected = [whole.observe(theta) for theta in thetas]
-        got = [first.observe(theta) for theta in thetas[:cut]]
-        second.thetas = json.loads(json.dumps(first.thetas))
-        got += [second.observe(theta) for theta in thetas[cut:]]
-        assert got == expected
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,13 @@ def keep_settings(data: GlobalBatches) -> Iterator[None]:
 
     They are put back by `put_back_settings`; at once where it does not begin.
     """
-    data._epochs.keep()
+    put_back_settings(data)  # of an earlier `fit` that broke off
+    epochs = data._epochs
+    epochs.kept = epochs.batch_size, epochs.has_surplus_ranks
     try:
         yield
     except BaseException:
-        data._epochs.put_back()
+        put_back_settings(data)
         raise
 
 
@@ -40,7 +42,10 @@ def put_back_settings(data: GlobalBatches) -> None:
 
     A batch size that was set outside of `fit` in the meantime stays.
     """
-    data._epochs.put_back()
+    epochs = data._epochs
+    if epochs.kept is not None:
+        (epochs.batch_size, epochs.has_surplus_ranks), epochs.kept = epochs.kept, None
+        epochs.close()
 
 
 def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
@@ -49,7 +54,9 @@ def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
     The data needs targets, and serves sample weights from now on: one for each sample, or one for
     the whole batch, which suits losses of any shape.
     """
-    data._epochs.allow_surplus_ranks(weighs_samples)
+    epochs = data._epochs
+    epochs.has_surplus_ranks, epochs.weighs_samples = True, weighs_samples
+    epochs.close()
 
 
 # The rest of an epoch that was interrupted.
@@ -114,12 +121,8 @@ class _Rest(keras.utils.PyDataset):
         self._data = data
         self._first = first_step
 
-    @property
-    def num_batches(self) -> int:
-        return int(self._data.num_batches) - self._first
-
     def __len__(self) -> int:
-        return self.num_batches
+        return int(self._data.num_batches) - self._first
 
     def __getitem__(self, index: int) -> Any:
         return self._data[index + self._first]

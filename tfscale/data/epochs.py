@@ -114,40 +114,9 @@ class Epochs:
             self.steps.value = self._open.slices.steps
         return self._open
 
-    def allow_surplus_ranks(self, weighs_samples: bool) -> None:
-        """Let fewer ranks than there are share a batch; the others get weight 0."""
-        self.has_surplus_ranks, self.weighs_samples = True, weighs_samples
+    def close(self) -> None:
+        """Open the epoch again, with the present settings, when it is used next."""
         self._open = None
-
-    def keep(self) -> None:
-        """Remember batch size and surplus ranks, which a `fit` is about to change."""
-        self.put_back()
-        self.kept = self.batch_size, self.has_surplus_ranks
-
-    def put_back(self) -> None:
-        """Return to what `keep` remembered, also where the `fit` in between broke off."""
-        if self.kept is not None:
-            (self.batch_size, self.has_surplus_ranks), self.kept = self.kept, None
-            self._open = None
-
-    def state(self) -> dict[str, int]:
-        """Return what decides the coming batches."""
-        return {
-            "epoch": self.number,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "samples": self.source.samples,
-        }
-
-    def restore_order(self, state: dict[str, int]) -> None:
-        """Take seed and number of the epoch from a `state` of data that is as long."""
-        if state["samples"] != self.source.samples:
-            raise ConfigError(
-                "The state must come from the same data. Received: "
-                f"state['samples']={state['samples']}, samples={self.source.samples}. Start afresh."
-            )
-        self.seed = check_integer("seed", state["seed"], 0)
-        self.number = check_integer("epoch", state["epoch"], 0)
 
     def slices(self, batch_size: Any) -> BatchSlices:
         """Return how this rank would share in batches of another size, if that can be used."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfscale.config import ConfigError
 from tfscale.data.epochs import Epochs, StepCount
 from tfscale.data.slices import check_integer
 from tfscale.data.sources import ArraySource, RecordSource
@@ -173,7 +174,12 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def state(self) -> dict[str, int]:
         """Return what decides the coming batches, for a checkpoint."""
-        return self._epochs.state()
+        return {
+            "epoch": self.epoch,
+            "batch_size": self.batch_size,
+            "seed": self._epochs.seed,
+            "samples": self.samples,
+        }
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue where `state()` was taken, also at another number of ranks.
@@ -182,7 +188,13 @@ class GlobalBatches(keras.utils.PyDataset):
             ConfigError: The state belongs to data of another length, or its batch size
                 does not suit the number of ranks.
         """
-        self._epochs.restore_order(state)
+        if state["samples"] != self.samples:
+            raise ConfigError(
+                "The state must come from the same data. Received: "
+                f"state['samples']={state['samples']}, samples={self.samples}. Start afresh."
+            )
+        self._epochs.seed = check_integer("seed", state["seed"], 0)
+        self._epochs.number = check_integer("epoch", state["epoch"], 0)
         self.batch_size = state["batch_size"]
 
     # What Keras calls.

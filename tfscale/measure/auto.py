@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import math
@@ -52,36 +53,49 @@ T = TypeVar("T")
 Course = Generator[Exchange | None, None, T]
 
 
-class FirstChunkWatch:
-    """Watches steps that exchange each layer alone, then chooses where the first chunk ends."""
-
-    may_cut = False
+class StepWatch(abc.ABC):
+    """Runs a course of measurements, one step of `fit` after another; see `Exchange.watch`."""
 
     def __init__(
         self,
-        strategy: Chunked,
+        strategy: Any,
         layers: Sequence[str],
         model: keras.Model | None,
         why_uncut: Callable[[keras.Model], str],
     ) -> None:
-        del model, why_uncut
-        self._course = _choose_first_chunk(strategy, layers)
+        self._strategy = strategy
+        self._layers = list(layers)
+        self._model = model
+        self._why_uncut = why_uncut
+        self._data: Any = None
+        self._callbacks: Sequence[Any] = ()
+        self._course = self._run()
 
     def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Count a step; after the last one, choose."""
-        del data, callbacks
+        """Count a step; advance the course."""
+        self._data, self._callbacks = data, callbacks
         return next(self._course)
 
+    @abc.abstractmethod
+    def _run(self) -> Course[None]: ...
 
-def _choose_first_chunk(strategy: Chunked, layers: Sequence[str]) -> Course[None]:
-    """Half of the layers where the backend measures nothing, 1 where there is nothing to choose."""
-    first = max(1, len(layers) // 2)
-    if has_events():
-        found = yield from time_layers(layers)
-        first = 1 if found is None else _best_first_chunk(strategy, found)
-    yield dataclasses.replace(strategy, first_chunk_layers=first)
-    while True:
-        yield None
+
+class FirstChunkWatch(StepWatch):
+    """Watches steps that exchange each layer alone, then chooses where the first chunk ends.
+
+    Half of the layers where the backend measures nothing, 1 where there is nothing to choose.
+    """
+
+    may_cut = False
+
+    def _run(self) -> Course[None]:
+        first = max(1, len(self._layers) // 2)
+        if has_events():
+            found = yield from time_layers(self._layers)
+            first = 1 if found is None else _best_first_chunk(self._strategy, found)
+        yield dataclasses.replace(self._strategy, first_chunk_layers=first)
+        while True:
+            yield None
 
 
 def _best_first_chunk(strategy: Chunked, found: LayerMeasurement) -> int:
@@ -224,30 +238,10 @@ _FAMILIES: tuple[tuple[Kind, ...], ...] = (
 Trial = tuple[Choice, float]  # and the seconds that its steps took
 
 
-class AutoWatch:
+class AutoWatch(StepWatch):
     """Tries exchanges one after another; each decision is made from what all ranks measured."""
 
     may_cut = True
-
-    def __init__(
-        self,
-        strategy: Auto,
-        layers: Sequence[str],
-        model: keras.Model | None,
-        why_uncut: Callable[[keras.Model], str],
-    ) -> None:
-        self._auto = strategy
-        self._layers = list(layers)
-        self._model = model
-        self._why_uncut = why_uncut
-        self._data: Any = None
-        self._callbacks: Sequence[Any] = ()
-        self._course = self._run()
-
-    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Count a step; advance the course of measurements and trials."""
-        self._data, self._callbacks = data, callbacks
-        return next(self._course)
 
     def _run(self) -> Course[None]:
         model, reason = self._model, _why_not(self._model)
@@ -256,9 +250,9 @@ class AutoWatch:
             if reason or model is None:
                 logger.info("Nothing is planned: %s.", reason)
             else:
-                scenario = yield from _measure(self._auto, self._layers, model, batch)
+                scenario = yield from _measure(self._strategy, self._layers, model, batch)
                 if scenario is None:
-                    yield self._auto  # allreduce in buckets, as before there was anything to know
+                    yield self._strategy  # allreduce in buckets, as before anything was known
                 else:
                     yield from self._try(scenario, self._allowed(model, batch))
             while not self._is_other(batch):
@@ -305,7 +299,7 @@ class AutoWatch:
         if plan_s <= _SLOWER * plain_s:
             logger.info("The plan is kept: %s: %s.", choice.name, words)
             text = f"The plan is kept: {words}."
-        elif not self._auto.replan:
+        elif not self._strategy.replan:
             logger.warning("The plan is slower than allreduce, and kept: %s.", words)
             text = f"Slower, and kept as replan=False: {words}."
         else:
@@ -315,8 +309,8 @@ class AutoWatch:
         return _done(chosen, scenario, (choice, plan_s), plain_s, text)
 
     def _global_batch(self) -> int | None:
-        if self._auto.global_batch is not None:
-            return self._auto.global_batch
+        if self._strategy.global_batch is not None:
+            return self._strategy.global_batch
         return self._data.batch_size if isinstance(self._data, GlobalBatches) else None
 
     def _is_other(self, batch: int | None) -> bool:

@@ -5,8 +5,11 @@ Pure decisions from averaged numbers: every rank feeds in the same, and decides 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -68,7 +71,6 @@ def noise_scale(small_square: float, small: float, large_square: float, large: f
 
 # The interval, read off the curve of theta
 
-_FIRST_PERMITTED = 3  # a curve has no change of change before
 _CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak in a row
 
 
@@ -119,67 +121,51 @@ class Finding(NamedTuple):
     reason: str
 
 
-class IntervalFinder:
-    """Watches theta epoch by epoch until the interval is found."""
-
-    def __init__(self, settings: IntervalRule) -> None:
-        self.settings = settings
-        self.thetas: list[float] = []  # of the epochs so far
-
-    def observe(self, theta: float) -> Finding | None:
-        """Take the theta of the next epoch; return the interval if this epoch decides it."""
-        self.thetas.append(theta)
-        if self.settings.rule == "thesis":
-            return self._thesis()
-        return self._limit(self._robust() if self.settings.rule == "robust" else self._peak())
-
-    def _changes(self) -> list[bool]:
-        # For each epoch from the second on: whether theta has hardly changed.
-        pairs = zip(self.thetas, self.thetas[1:], strict=False)
-        return [abs(new - old) <= self.settings.tolerance * abs(old) for old, new in pairs]
-
-    def _thesis(self) -> Finding | None:
-        if len(self.thetas) < 2 or not self._changes()[-1]:
+def find_interval(thetas: Sequence[float], rule: IntervalRule) -> Finding | None:
+    """Return the interval if the last theta decides it, given those of all epochs so far."""
+    if rule.rule == "thesis":
+        return _find_unchanged(thetas, rule.tolerance, 1)
+    if rule.rule == "peak":
+        found = _find_peak(thetas)
+    else:
+        are_usable = all(map(_is_usable, thetas[-1 - _CONFIRMATIONS :]))
+        found = _find_unchanged(thetas, rule.tolerance, _CONFIRMATIONS) if are_usable else None
+    n, low, high = len(thetas), rule.low, rule.high
+    if found is None:
+        if high is None or n < high:
             return None
-        n = len(self.thetas)
-        return Finding(n, f"theta changed by {self._change():.1%} in epoch {n}")
+        return Finding(high, f"theta has not settled by epoch {n}, the largest interval")
+    interval = max(low, found.interval if high is None else min(high, found.interval))
+    if interval == found.interval:
+        return found
+    bound = "smallest" if interval == low else "largest"
+    return Finding(interval, f"{found.reason}; {interval} is the {bound} interval allowed")
 
-    def _robust(self) -> Finding | None:
-        n = len(self.thetas)
-        usable = [math.isfinite(t) and t > 0 for t in self.thetas[-1 - _CONFIRMATIONS :]]
-        if n < _FIRST_PERMITTED or not all(usable):
-            return None
-        if not all(self._changes()[-_CONFIRMATIONS:]):
-            return None
-        return Finding(
-            n,
-            f"theta changed by at most {self.settings.tolerance:.0%} in each of the last "
-            f"{_CONFIRMATIONS} epochs ({self._change():.1%} in epoch {n})",
-        )
 
-    def _peak(self) -> Finding | None:
-        usable = [t if math.isfinite(t) and t > 0 else -math.inf for t in self.thetas]
-        best = max(usable)
-        peak = usable.index(best) + 1
-        if best == -math.inf or len(usable) - peak < _CONFIRMATIONS:
-            return None
-        return Finding(peak, f"theta peaked at {best:.4g} in epoch {peak}")
+def _is_usable(theta: float) -> bool:
+    return math.isfinite(theta) and theta > 0
 
-    def _change(self) -> float:
-        old, new = self.thetas[-2:]
-        return abs(new - old) / abs(old) if old else 0.0
 
-    def _limit(self, found: Finding | None) -> Finding | None:
-        low, high, n = self.settings.low, self.settings.high, len(self.thetas)
-        if found is None:
-            if high is None or n < high:
-                return None
-            return Finding(high, f"theta has not settled by epoch {n}, the largest interval")
-        interval = max(low, found.interval if high is None else min(high, found.interval))
-        if interval == found.interval:
-            return found
-        bound = "smallest" if interval == low else "largest"
-        return Finding(interval, f"{found.reason}; {interval} is the {bound} interval allowed")
+def _find_unchanged(thetas: Sequence[float], tolerance: float, n_changes: int) -> Finding | None:
+    """Return the last epoch if as many changes in a row are small."""
+    pairs = list(itertools.pairwise(thetas))[-n_changes:]
+    if len(pairs) < n_changes or not all(abs(b - a) <= tolerance * abs(a) for a, b in pairs):
+        return None
+    old, new = pairs[-1]
+    n, change = len(thetas), abs(new - old) / abs(old) if old else 0.0
+    if n_changes == 1:
+        return Finding(n, f"theta changed by {change:.1%} in epoch {n}")
+    text = f"theta changed by at most {tolerance:.0%} in each of the last {n_changes} epochs"
+    return Finding(n, f"{text} ({change:.1%} in epoch {n})")
+
+
+def _find_peak(thetas: Sequence[float]) -> Finding | None:
+    usable = [theta if _is_usable(theta) else -math.inf for theta in thetas]
+    best = max(usable)
+    peak = usable.index(best) + 1
+    if best == -math.inf or len(usable) - peak < _CONFIRMATIONS:
+        return None
+    return Finding(peak, f"theta peaked at {best:.4g} in epoch {peak}")
 
 
 # The decisions
@@ -294,12 +280,12 @@ class GrowthControl:
 
     def __init__(self, settings: GrowthSettings) -> None:
         self.settings = settings
-        self._finder = IntervalFinder(settings.rule)
         self._level = 0  # index of the present size
         self._rate_scale = 1.0
         self._interval = settings.interval
         self._counted_from = 0  # epoch n from which intervals are counted
         self._n_decays = 0
+        self._thetas: list[float] = []  # of all epochs until the interval was found
         self._costs: list[float] = []  # of the last epochs without a change
         self._has_stopped = False  # growing, for good
         self._first_epoch: int | None = None
@@ -341,7 +327,8 @@ class GrowthControl:
     def _look_for_interval(self, n: int, theta: float) -> list[str]:
         if self._interval is not None or self.settings.signal != "theta":
             return []
-        finding = self._finder.observe(theta)
+        self._thetas.append(theta)
+        finding = find_interval(self._thetas, self.settings.rule)
         if finding is None:
             return []
         self._interval = finding.interval
@@ -408,7 +395,7 @@ class GrowthControl:
     def state(self) -> dict[str, Any]:
         """Return what decides all later epochs, for `restore`; JSON can hold it."""
         values = {name: vars(self)[f"_{name}"] for name in _STATE}
-        return {**values, "thetas": list(self._finder.thetas), "sizes": list(self.settings.sizes)}
+        return copy.deepcopy(values) | {"sizes": list(self.settings.sizes)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume where `state` was taken.
@@ -422,11 +409,10 @@ class GrowthControl:
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )
-        vars(self).update({f"_{name}": state[name] for name in _STATE})
-        self._finder.thetas = [float(theta) for theta in state["thetas"]]
+        vars(self).update({f"_{name}": copy.deepcopy(state[name]) for name in _STATE})
 
 
 _STATE = (
-    *("level", "rate_scale", "interval", "counted_from", "n_decays", "costs"),
+    *("level", "rate_scale", "interval", "counted_from", "n_decays", "thetas", "costs"),
     *("has_stopped", "first_epoch"),
 )
