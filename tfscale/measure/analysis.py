@@ -24,7 +24,6 @@ at a time, for which T_c and T_b are those of its equation 3.8.
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,7 +106,7 @@ def find_busy(
         step_begin: When the step was called.
     """
     ended = {slot.key: slot.ended for slot in slots}
-    eager = sorted(slot.ended for slot in slots if slot.key.plan == EAGER)
+    eager = [slot.ended for slot in slots if slot.key.plan == EAGER]
     # The next execution of the same function needs what the one before has changed.
     begins = {0: step_begin}
     for key, end in ended.items():
@@ -116,9 +115,8 @@ def find_busy(
     spans = []
     for mark in slots:
         # Whoever calls an eager collective waits for it, and for the functions called before.
-        over = sorted(ended.values()) if mark.key.plan == EAGER else eager
-        n_over = bisect.bisect_right(over, mark.posted)
-        ends = over[max(n_over - 1, 0) : n_over]
+        waited_for = ended.values() if mark.key.plan == EAGER else eager
+        ends = [end for end in waited_for if end <= mark.posted]
         if mark.key.plan != EAGER:
             repeat = mark.key.repeat
             ends.append(begins.get(repeat, step_begin))
@@ -148,14 +146,9 @@ def analyse(
         One per collective, in the order in which they ended.
     """
     ordered = sorted((s for s in slots if s.key.slot >= 0), key=lambda s: s.ended)
-    not_blocked, blocked = Intervals(busy.parts), Intervals()
-    pieces = {}
-    for slot in ordered:
-        if slot.ended <= step_end:
-            pieces[slot.key] = not_blocked.add(slot.posted, slot.ended)
-            for begin, end in pieces[slot.key]:
-                blocked.add(begin, end)
-    charged = Intervals(blocked.parts)
+    seen = Intervals(busy.parts)
+    pieces = {s.key: seen.add(s.posted, s.ended) for s in ordered if s.ended <= step_end}
+    charged = Intervals(merged(part for own in pieces.values() for part in own))
     results = []
     for slot in ordered:
         own = pieces.get(slot.key, [])
