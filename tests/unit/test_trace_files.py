@@ -113,15 +113,6 @@ def test_the_line_that_a_killed_run_has_cut_is_left_out(run_folder):
     assert cli.main(["report", str(run_folder)]) == 0
 
 
-def test_a_file_with_something_else_is_refused(run_folder, capsys):
-    path = run_folder / FILE_NAME
-    first, *others = path.read_text().splitlines()
-    path.write_text("\n".join([first, '{"kind": "st', *others]))
-    assert cli.main(["report", str(run_folder)]) == 2
-    message = 'must hold a JSON object per line. Received: \'{"kind": "st\' in line 2 of'
-    assert message in capsys.readouterr().err
-
-
 def test_step_times_only(tmp_path):
     own = analysis.RankRecord([analysis.Window(5, 1, 0, 4 * MS)])
     rows = [{"kind": "run", "size": 1, "backend": "single", "clock_error_s": [0.0]}]

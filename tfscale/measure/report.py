@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections import defaultdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import ConfigError
-from tfscale.files import has_matplotlib
+from tfscale.files import has_matplotlib, read_json_lines
 from tfscale.measure.analysis import Intervals, overlap_percent
 from tfscale.plan.tables import grid
 
@@ -25,30 +24,15 @@ def read_rows(directory: str | Path) -> list[Row]:
     """Return the lines of a run, given the folder of `CommunicationReport`.
 
     Raises:
-        ConfigError: There is no run with a recorded step, or the file holds something else.
+        ConfigError: There is no run with a recorded step.
     """
     path = Path(directory) / FILE_NAME
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
             f"A folder with {FILE_NAME} is needed. Received: {directory}. Train with "
             "tfscale.callbacks.CommunicationReport(directory) first."
-        ) from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or "kind" not in row:
-                raise ValueError("not a line of ours")
-            rows.append(row)
-        except ValueError as error:
-            if number == len(lines):
-                break  # a run that was killed has cut it
-            raise ConfigError(
-                f"{FILE_NAME} must hold a JSON object per line. Received: {line[:40]!r} in line "
-                f"{number} of {path}. Train again with CommunicationReport(directory)."
-            ) from error
+        )
+    rows = [row for row in read_json_lines(path) if isinstance(row, dict) and "kind" in row]
     if not any(row["kind"] == "step" for row in rows):
         raise ConfigError(
             f"A run must have recorded a step. Received: none in {path}. Choose a smaller "
@@ -72,7 +56,7 @@ def write_report(directory: str | Path) -> str:
         The table.
 
     Raises:
-        ConfigError: There is no run with a recorded step, or the file holds something else.
+        ConfigError: There is no run with a recorded step.
     """
     folder = Path(directory)
     rows = read_rows(folder)
