@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,12 +43,7 @@ _LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they are e
 
 def middle_s(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Return the median duration of some calls: where ranks share cores, that is what they get."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(run, number=1, repeat=repeats))
 
 
 def memory_run() -> tuple[Callable[[], Any], int]:
@@ -112,11 +108,7 @@ def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_se
         listener.close()
         own = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
     else:
-        ends = [time.perf_counter()]
-        for _ in range(_REPEATS):
-            run()
-            ends.append(time.perf_counter())
-        own = [end - begin for begin, end in pairwise(ends)]
+        own = timeit.repeat(run, number=1, repeat=_REPEATS)
     every = objects.allgather_object(own, process_set=members, name="times of messages")
     return statistics.median(map(min, zip(*every, strict=True)))
 
