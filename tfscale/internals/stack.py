@@ -163,12 +163,6 @@ def running_passes() -> list[Any]:
     return [iterator for iterator in found if iterator is not None]
 
 
-def callbacks_of_fit() -> list[keras.callbacks.Callback]:
-    """Return the callbacks of the innermost running `fit`; none outside of one."""
-    fit = running_fit()
-    return [] if fit is None else fit.callbacks
-
-
 def data_of_fit() -> Any:
     """Return the `x` that the innermost running `fit` was given, or None outside of one."""
     fit = running_fit()
