@@ -67,16 +67,11 @@ def sha256(content: bytes | Path) -> str:
     return digest.hexdigest()
 
 
-def append_json_line(path: str | Path, record: dict[str, Any]) -> None:
-    """Add a line to a file; its folder is made if need be.
-
-    Args:
-        path: Of the file, which need not exist.
-        record: JSON. Numbers that are not finite become null.
-    """
+def append_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
+    """Add lines to a file, in a folder that is made if need be; NaN and infinity become null."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        file.write(_line(record))
+        file.writelines(map(_line, records))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:

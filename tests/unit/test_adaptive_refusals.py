@@ -16,7 +16,8 @@ from tfscale.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tfscale.callbacks.adaptive.growing_batch import check_compared, check_sizes
+from tfscale.callbacks.adaptive_checks import check_compared
+from tfscale.callbacks.batch_size_schedule import check_sizes
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
@@ -46,7 +47,7 @@ def test_maximum_below_the_start():
 def test_a_batch_that_the_ranks_cannot_share():
     data = as_rank(make_data(batch_size=6), 0, 2)
     with pytest.raises(ConfigError, match=r"\[6, 9, 18\].*Received.*batch_size=9, size=2") as error:
-        check_sizes(data, [6, 9, 18])
+        check_sizes(data, [6, 9, 18], "max_batch_size", "Choose others.")
     assert 'active_ranks="grow"' in str(error.value)
 
 
@@ -104,15 +105,15 @@ def test_two_callbacks_that_set_the_rate(other):
 
 @pytest.mark.parametrize("before", [[], [MetricAverageCallback()]])
 def test_early_stopping_before_metric_averaging(before, monkeypatch):
-    from tfscale.callbacks.adaptive import growing_batch
+    from tfscale.callbacks import adaptive_checks
 
     stop = keras.callbacks.EarlyStopping(monitor="loss")
-    monkeypatch.setattr(growing_batch.runtime, "size", lambda: 2)
+    monkeypatch.setattr(adaptive_checks.runtime, "size", lambda: 2)
     own = object()
     if before:
-        growing_batch._check_order(own, [*before, own, stop], 0)
+        adaptive_checks._check_order(own, [*before, own, stop], 0)
     with pytest.raises(ConfigError, match="EarlyStopping before MetricAverageCallback"):
-        growing_batch._check_order(own, [own, stop, *before], 0)
+        adaptive_checks._check_order(own, [own, stop, *before], 0)
 
 
 def test_a_backup_behind(tmp_path):

@@ -75,7 +75,7 @@ def test_a_rank_with_nan_is_left_out_of_the_average(caplog):
     def body(rank):
         callback = NonTrainableState()
         callback.set_model(models[rank])
-        callback.unite()
+        callback.act()
         return [v.numpy() for v in model_state.non_trainable_state(models[rank])]
 
     for mean, variance in FakeRanks(3).run(body):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tfscale.files import (
-    append_json_line,
+    append_json_lines,
     read_json_lines,
     sha256,
     write_atomically,
@@ -41,8 +41,8 @@ def test_digests(tmp_path):
 def test_json_lines(tmp_path):
     path = tmp_path / "new" / "lines.jsonl"
     assert read_json_lines(path) == []
-    append_json_line(path, {"loss": math.nan, "parts": [1.5, math.inf]})
-    append_json_line(path, {"n": 1})
+    append_json_lines(path, [{"loss": math.nan, "parts": [1.5, math.inf]}])
+    append_json_lines(path, [{"n": 1}])
     with path.open("a") as file:
         file.write('{"n": 2, "cu')
     records = [{"loss": None, "parts": [1.5, None]}, {"n": 1}]

@@ -40,9 +40,7 @@ UPWARD: set[str] = set()
 # Packages with more than MAX_MODULES.
 LARGE: dict[str, int] = {}
 # Modules under MIN_LINES with a single importer.
-SATELLITES: set[str] = {
-    "tfscale.callbacks.finite_state",
-}
+SATELLITES: set[str] = set()
 CIRCLES: list[set[str]] = []
 
 

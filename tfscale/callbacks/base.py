@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfscale.callbacks import save_points
-from tfscale.callbacks.finite_state import keep_finite
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.checkpoints.resumable import Resumable, resumables
+from tfscale.checkpoints.state import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.config import ConfigError
@@ -20,9 +21,9 @@ from tfscale.data.warnings import warn_if_unsynchronised, warn_of_judges
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
-from tfscale.internals.keras import steps_until
+from tfscale.internals.keras import replace_train_step, steps_until
 from tfscale.internals.traits import Traits
-from tfscale.optimizer.distributed import accumulating
+from tfscale.optimizer.distributed import accumulating, distributed_optimizers
 
 
 class Callback(Traits):
@@ -47,7 +48,7 @@ class Callback(Traits):
         return self.session.is_void
 
     def set_model(self, model: keras.Model) -> None:
-        """Prepare the model; see `tfscale.prepare` and `finite_state.keep_finite`."""
+        """Prepare the model; see `tfscale.prepare` and `keep_finite`."""
         super().set_model(model)
         prepare(model)
         keep_finite(model)
@@ -176,10 +177,56 @@ def may_communicate() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _refuse_plain_backup(callbacks: Iterable[Any]) -> None:
-    for callback in callbacks:
-        if type(callback) is keras.callbacks.BackupAndRestore:
-            raise ConfigError(
-                "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
-                "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
-            )
+def _refuse_plain_backup(callbacks: Sequence[Any]) -> None:
+    if any(type(callback) is keras.callbacks.BackupAndRestore for callback in callbacks):
+        raise ConfigError(
+            "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
+            "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
+        )
+
+
+def keep_finite(model: keras.Model) -> None:
+    """Let the training steps of a model put back moving statistics that they have spoiled.
+
+    Needed with `nonfinite="skip"` only. A forward pass moves them before its gradients are known,
+    and of an average with NaN nothing finite is left. On a rank where that happens all of them
+    become what they were before the step. The check costs a small op for each; no step copies any.
+
+    Args:
+        model: Compiled. Its step is wrapped once, and traced again.
+    """
+    if not _skips(model) or getattr(model.train_step, "keeps_finite", False):
+        return
+    step = model.train_step
+
+    def train_step(data: Any) -> Any:
+        if not _skips(model):  # it was compiled with another optimizer since
+            return step(data)
+        before = [(v, tf.identity(v.value)) for v in non_trainable_state(model)]
+        logs = step(data)
+        if before:
+            is_sound = tf.reduce_all([_is_finite(variable.value) for variable, _ in before])
+            tf.cond(is_sound, lambda: tf.constant(0), lambda: _put_back_spoiled(before))
+        return logs
+
+    train_step.keeps_finite = True  # type: ignore[attr-defined]
+    replace_train_step(model, train_step)
+
+
+def _skips(model: keras.Model) -> bool:
+    return any(o.nonfinite == "skip" for o in distributed_optimizers(model))
+
+
+def _put_back_spoiled(before: Sequence[tuple[keras.Variable, tf.Tensor]]) -> tf.Tensor:
+    """Leave what has always been infinite, such as a minimum that nothing was seen of yet."""
+    now = [tf.identity(variable.value) for variable, _ in before]
+    is_spoiled = tf.reduce_any(
+        [_is_finite(old) & ~_is_finite(new) for (_, old), new in zip(before, now, strict=True)]
+    )
+    for (variable, old), new in zip(before, now, strict=True):
+        variable.assign(tf.where(is_spoiled, old, new))
+    return tf.constant(0)
+
+
+def _is_finite(value: Any) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from tfscale.comm import events as recorder
 from tfscale.comm import objects, runtime, timeline
 from tfscale.comm.events import ClockMap, clock_ns
 from tfscale.config import ConfigError
+from tfscale.files import append_json_lines, write_json_lines
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
 from tfscale.measure import analysis
@@ -52,6 +52,8 @@ class CommunicationReport(Callback):
     Source: [T] eq. 3.8.
     """
 
+    _clocks: ClockMap
+
     def __init__(self, directory: str | Path, every_n_steps: int = 10) -> None:
         super().__init__()
         if every_n_steps < 1:
@@ -59,12 +61,12 @@ class CommunicationReport(Callback):
                 f"every_n_steps must be 1 or more. Received: every_n_steps={every_n_steps}."
             )
         self.directory = Path(directory)
+        self._path = self.directory / FILE_NAME
         self.every_n_steps = every_n_steps
         self._n_calls = 0
         self._begin_ns = self._origin_ns = self._first_step = 0
         self._is_due = self._has_memory = False
         self._listener: recorder.Listener | None = None
-        self._clocks: ClockMap | None = None
         self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
         self._record = analysis.RankRecord([])
         self._events: list[np.ndarray] = []
@@ -90,8 +92,7 @@ class CommunicationReport(Callback):
             "every_n_steps": self.every_n_steps,
             "clock_error_s": errors,
         }
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._write([json.dumps(run)], "w")
+        write_json_lines(self._path, [run])
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the time, if this step is to be recorded."""
@@ -118,22 +119,21 @@ class CommunicationReport(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Collect what all ranks recorded; rank 0 writes it."""
         super().on_epoch_end(epoch, logs)
-        if not self.is_void:
-            self._write_memory()
-        if self.is_void or self._clocks is None:
+        if self.is_void:
             self._forget()
             return
+        self._write_memory()
         self._take()
         self._clocks.measure()
         record = self._finished_record()
         own = analysis.starts_of(record)
         slowest = analysis.merge_starts(objects.allgather_object(own, name="starts"))
         place = {"epoch": epoch, "rank": runtime.rank()}
-        lines = [json.dumps(row) for row in analysis.rows(place, record, slowest, self._origin_ns)]
-        every = objects.allgather_object(lines, name="communication report")
+        rows = list(analysis.rows(place, record, slowest, self._origin_ns))
+        every = objects.allgather_object(rows, name="communication report")
         self._forget()
         if runtime.rank() == 0:
-            self._write(itertools.chain.from_iterable(every), "a")
+            append_json_lines(self._path, itertools.chain.from_iterable(every))
 
     def _write_memory(self) -> None:
         """Write once how many bytes of optimizer state each rank holds."""
@@ -141,13 +141,15 @@ class CommunicationReport(Callback):
         if self._has_memory or distributed is None:
             return
         self._has_memory = True
-        every = objects.allgather_object(
-            distributed.memory_report(), name="memory of optimizer state"
-        )
+        own = distributed.memory_report()
+        every = objects.allgather_object(own, name="memory of optimizer state")
         row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
-        row |= {key: [own[key] for own in every] for key in ("state", "parameters", "accumulators")}
+        row |= {
+            key: [report[key] for report in every]
+            for key in ("state", "parameters", "accumulators")
+        }
         if runtime.rank() == 0:
-            self._write([json.dumps(row)], "a")
+            append_json_lines(self._path, [row])
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write tables and picture on rank 0."""
@@ -170,7 +172,6 @@ class CommunicationReport(Callback):
 
     def _finished_record(self) -> analysis.RankRecord:
         """Return what this rank recorded, in times of rank 0."""
-        assert self._clocks is not None
         record = self._record
         times = np.array([(w.begin, w.end) for w in record.windows], np.int64).reshape(-1, 2)
         pairs = zip(record.windows, self._clocks.to_rank_zero(times).tolist(), strict=True)
@@ -197,7 +198,3 @@ class CommunicationReport(Callback):
 
     def _forget(self) -> None:
         self._record, self._events = analysis.RankRecord([]), []
-
-    def _write(self, lines: Iterable[str], mode: str) -> None:
-        with open(self.directory / FILE_NAME, mode, encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)

@@ -1,23 +1,30 @@
-"""Learning rates that follow the epoch, and the velocities that remember them."""
+"""Learning rates that follow the epoch: schedule, warm-up and scaling for large batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfscale.callbacks.base import Callback
+from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.internals.keras import rate_of
+from tfscale.internals.keras import print_msg, rate_of
 from tfscale.internals.optimizers import update_rule
 from tfscale.optimizer.lars import LARS
 
 Multiplier = Callable[[float], float]
-# Rules whose velocities add up steps, each times the rate of then. Muon's, which are called
-# momentums too, add up gradients.
-_WITH_RATES_INSIDE = (keras.optimizers.SGD, keras.optimizers.RMSprop, LARS)
+# Rules whose velocities add up steps, each times the rate of then, and what they call them. Muon's,
+# which are called momentums too, add up gradients.
+_VELOCITIES: dict[type, str] = {
+    keras.optimizers.SGD: "momentums",
+    keras.optimizers.RMSprop: "_momentums",
+    LARS: "velocities",
+}
+_SCALING = {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 
 
 class LearningRateScheduleCallback(Callback):
@@ -48,6 +55,8 @@ class LearningRateScheduleCallback(Callback):
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 3.
     """
 
+    _rate: Rate
+
     def __init__(
         self,
         initial_lr: float,
@@ -67,12 +76,11 @@ class LearningRateScheduleCallback(Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
-        self._variable: Rate | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse what the callback cannot control."""
         super().on_train_begin(logs)
-        self._variable = None
+        self._rate = Rate(self.model, self.momentum_correction)
         rate = rate_of(update_rule(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
@@ -100,7 +108,7 @@ class LearningRateScheduleCallback(Callback):
         """Add the rate to the logs as `lr`."""
         super().on_epoch_end(epoch, logs)
         if logs is not None:
-            logs["lr"] = self._rate()
+            logs["lr"] = self._rate.value()
 
     def _steps(self) -> int:
         steps = self.steps_per_epoch or (self.params or {}).get("steps")
@@ -111,20 +119,9 @@ class LearningRateScheduleCallback(Callback):
             )
         return int(steps)
 
-    def _rate(self) -> float:
-        return self._rate_of(self.model).value()
-
-    def _rate_of(self, model: keras.Model) -> Rate:
-        if self._variable is None:
-            self._variable = Rate(model, self.momentum_correction)
-        return self._variable
-
     def _set_rate_of_batch(self, batch: int) -> None:
         fraction = 0.0 if self.staircase else batch / self._steps()
-        self._set_rate(self.initial_lr * self.multiplier(self._epoch + fraction))
-
-    def _set_rate(self, rate: float) -> None:
-        self._rate_of(self.model).set(rate)
+        self._rate.set(self.initial_lr * self.multiplier(self._epoch + fraction))
 
 
 def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier:
@@ -132,6 +129,113 @@ def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier
         return multiplier
     base = float(multiplier)
     return lambda epoch: base ** (epoch - start_epoch)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate linearly from `initial_lr / factor` to `initial_lr`.
+
+    In batch b of epoch e the multiplier is `(x * (factor - 1) / warmup_epochs + 1) / factor` with
+    x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up gets `initial_lr`.
+    Under `steps_per_execution` the rate changes once per execution, to that of its first batch, and
+    is `initial_lr` once the last epoch of the warm-up has ended.
+    By default the factor is the number of ranks, so with one process the rate is `initial_lr`
+    throughout. For local SGD with G groups pass `initial_lr=G * lr, factor=G`, or the square root
+    of G in both places.
+
+    Args:
+        initial_lr: Learning rate after the warm-up, already scaled by the number of ranks.
+        warmup_epochs: Length of the warm-up in epochs, greater than 0.
+        momentum_correction: As in `LearningRateScheduleCallback`.
+        steps_per_epoch: Batches per epoch; by default what `fit` knows.
+        verbose: 1 writes a line on rank 0 when the warm-up is over.
+        factor: By how much the rate rises; None for the number of ranks.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+        factor: float | None = None,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            total = runtime.size() if factor is None else factor
+            reached = epoch + 1.0 / self._steps()
+            return (reached * (total - 1) / warmup_epochs + 1.0) / total
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """End the warm-up, if this was its last epoch."""
+        if epoch + 1 == self.end_epoch and self.model.steps_per_execution > 1:
+            # Its last batch had the rate of the first one of its execution.
+            self._set_rate_of_batch(self._steps() - 1)
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch + 1 == self.end_epoch and runtime.rank() == 0:
+            rate = self._rate.value()
+            print_msg(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class LearningRateScaling(LearningRateScheduleCallback):
+    """Scale a small batch's learning rate to a fixed large batch, with a gradual warm-up.
+
+    The target is `initial_lr * batch_size / base_batch_size` ("linear") or `initial_lr` times the
+    root of that ("sqrt"). In batch b of epoch e of the warm-up the rate is
+    `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`; under
+    `steps_per_execution` it changes once per execution. It does not depend on the number of ranks.
+
+    Collective: all ranks must pass it to `fit`, with the same arguments.
+
+    Args:
+        initial_lr: Learning rate that suits a batch of `base_batch_size`.
+        base_batch_size: Samples over all ranks.
+        batch_size: Samples over all ranks of this run.
+        rule: "linear", "sqrt" or "none".
+        warmup_epochs: Length of the warm-up in epochs; 0 for none.
+        decay_epochs: Epochs, counted from 0, from which on the rate is multiplied by 0.1 once more.
+
+    Raises:
+        ConfigError: An argument is out of its range; or as `LearningRateScheduleCallback`.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), sections 2.1 and 2.2; root scaling:
+        Hoffer et al., Train longer, generalize better (2017).
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        base_batch_size: int,
+        batch_size: int,
+        rule: str = "linear",
+        warmup_epochs: int = 5,
+        decay_epochs: Sequence[int] = (),
+    ) -> None:
+        if rule not in _SCALING or warmup_epochs < 0 or base_batch_size < 1 or batch_size < 1:
+            raise ConfigError(
+                "rule must be 'linear', 'sqrt' or 'none', batch sizes at least 1 and "
+                f"warmup_epochs at least 0. Received: rule={rule!r}, batch_size={batch_size}, "
+                f"base_batch_size={base_batch_size}, warmup_epochs={warmup_epochs}."
+            )
+        target = _SCALING[rule](batch_size / base_batch_size)
+
+        def multiplier(epoch: float) -> float:
+            if epoch < warmup_epochs:
+                return 1.0 + (target - 1.0) * epoch / warmup_epochs
+            return target * math.prod(0.1 for begin in decay_epochs if begin <= epoch)
+
+        super().__init__(initial_lr, multiplier, staircase=False)
 
 
 class Rate:
@@ -183,8 +287,6 @@ class Rate:
 
 
 def _velocities(optimizer: Any) -> list[keras.Variable]:
-    """Return the slots that contain learning rates of earlier steps."""
-    if not isinstance(optimizer, _WITH_RATES_INSIDE) or not optimizer.momentum:
-        return []
-    names = ("momentums", "_momentums", "velocities")  # SGD, RMSprop, LARS
-    return list(next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), ()))
+    """Return the slots that contain learning rates of earlier steps; none before it is built."""
+    name = next((name for rule, name in _VELOCITIES.items() if isinstance(optimizer, rule)), None)
+    return list(getattr(optimizer, name, ())) if name and optimizer.momentum else []

@@ -1,17 +1,19 @@
-"""Local SGD between epochs: when groups part, how long they stay apart, what others see of them."""
+"""Local SGD during a `fit`: start of groups, averages for validation, and distance of models."""
 
 from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tfscale.callbacks.base import BeforeValidation
+from tfscale.callbacks.base import BeforeValidation, Callback
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
+from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
@@ -62,19 +64,22 @@ class LocalModels(BeforeValidation):
         super().on_epoch_begin(epoch, logs)
         if self._strategy is None or self.session.is_over:
             return  # with the average in the model, if another rank has stopped
-        self._restore()
+        if self._own is not None:
+            self.model.optimizer.set_own(self._own)
+            self._own = None
         start = self._strategy.start
         if self._waits and isinstance(start, int) and epoch >= start:
             self._start_groups()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Form groups behind an epoch's first step at a lower rate, which all have set by then."""
+        """Form groups after an epoch's first step at a lower rate, which all have set by then."""
         super().on_train_batch_end(batch, logs)
         is_first = steps_until(self.model, batch) <= self.model.steps_per_execution
         if not is_first or self.is_void or not self._waits:
             return
         if self._strategy.start == "after_first_decay":
-            has_decayed = np.int64(self._has_decayed())
+            highest = self._highest_rate
+            has_decayed = np.int64(highest is not None and self._rate() < 0.999 * highest)
             if int(collectives.allreduce(has_decayed, op=Sum, name="decays of the rate")):
                 self._start_groups()
 
@@ -128,14 +133,82 @@ class LocalModels(BeforeValidation):
         del epoch
         self._backup = state
 
-    def _restore(self) -> None:
-        if self._own is not None:
-            self.model.optimizer.set_own(self._own)
-            self._own = None
-
     def _rate(self) -> float:
         return float(np.asarray(self.model.optimizer.learning_rate))
 
-    def _has_decayed(self) -> bool:
-        highest = self._highest_rate
-        return highest is not None and self._rate() < 0.999 * highest
+
+class ModelDistance(Callback):
+    """Record the distance between the groups' models and their average, at each average.
+
+    D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
+    the averaging step itself; one number for each group travels besides. The last one of an epoch
+    is added to the epoch's logs as `model_distance`; an epoch without an average adds none. Of
+    several averages within one execution (`steps_per_execution`) the last one is recorded. Under
+    `average="gradients"`, where no mean of models is formed, the distance is that to the model
+    with which all groups go on; with plain SGD inside that is their mean.
+
+    Args:
+        directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
+            average; None writes nothing. A `fit` that resumes a run keeps the lines of the steps
+            before.
+
+    Attributes:
+        distances: Pairs of step and distance, of this `fit`. Steps are counted from 1 over the
+            whole run, where `fit` knows how many an epoch has; else over this `fit`.
+
+    Source: [L] eq. 9.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        super().__init__()
+        self.directory = Path(directory) if directory is not None else None
+        self.distances: list[tuple[int, float]] = []
+        self._n_steps = self._n_before = self._n_steps_before = self._n_averages = 0
+        self._is_new = True  # no step was made in this `fit`
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin a new record."""
+        super().on_train_begin(logs)
+        self.distances, self._n_steps, self._n_averages = [], 0, self._count()
+        self._is_new = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Expect averages of this epoch."""
+        super().on_epoch_begin(epoch, logs)
+        if self._is_new:
+            self._n_steps = epoch * int((self.params or {}).get("steps") or 0)
+        self._n_before, self._n_steps_before = len(self.distances), self._n_steps
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Take down the distance, if this step has averaged."""
+        super().on_train_batch_end(batch, logs)
+        self._n_steps = self._n_steps_before + steps_until(self.model, batch)
+        if self._is_new and self._path is not None:  # keep what was written of the steps before
+            n_before = self._n_steps - self.model.steps_per_execution
+            lines = read_json_lines(self._path)
+            write_json_lines(self._path, [line for line in lines if line["step"] <= n_before])
+        self._is_new = False
+        n_averages, before = self._count(), self._n_averages
+        self._n_averages = n_averages
+        if n_averages == before:
+            return
+        distance = float(self.session.group_average.distance.numpy())
+        self.distances.append((self._n_steps, distance))
+        if self._path is not None:
+            append_json_lines(self._path, [{"step": self._n_steps, "distance": distance}])
+
+    @property
+    def _path(self) -> Path | None:
+        if self.directory is None or runtime.rank() > 0:
+            return None
+        return self.directory / "distance.jsonl"
+
+    def _count(self) -> int:
+        average = self.session.group_average
+        return 0 if average is None else int(average.n_averages.numpy())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the last distance to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if len(self.distances) > self._n_before and logs is not None:
+            logs["model_distance"] = self.distances[-1][1]

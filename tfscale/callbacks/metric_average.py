@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfscale.callbacks.base import Callback
-from tfscale.callbacks.metric_states import Snapshot, average_logs, scalars, take_snapshot
-from tfscale.comm import runtime
+from tfscale.checkpoints.state import metric_states, metrics_of
+from tfscale.comm import collectives, objects, runtime
+from tfscale.config import ExchangeError
 from tfscale.fit.session import running_session
 from tfscale.internals.keras import give_back_results, replace_results
 
 VALIDATION = "val_"
+REDUCE = {
+    "sum": runtime.Sum,
+    "mean": runtime.Average,
+    "max": runtime.Max,
+    "min": runtime.Min,
+}
 
 
 class MetricAverageCallback(Callback):
@@ -48,7 +57,7 @@ class MetricAverageCallback(Callback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         del device
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, _Snapshot] = {}
         self._is_fitting = False
         self._epoch_logs: dict[str, Any] = {}
 
@@ -77,7 +86,7 @@ class MetricAverageCallback(Callback):
             return
         if self._is_fitting:
             # The model resets its metrics next.
-            self._snapshots.setdefault("", take_snapshot(self.model))
+            self._snapshots.setdefault("", _Snapshot.of(self.model))
         else:
             around = running_session()
             if around is None or not around.is_void:  # no rank would answer there
@@ -87,7 +96,7 @@ class MetricAverageCallback(Callback):
         """Save the validation states."""
         super().on_test_end(logs)
         if runtime.size() > 1 and self._is_fitting:
-            self._snapshots[VALIDATION] = take_snapshot(self.model)
+            self._snapshots[VALIDATION] = _Snapshot.of(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Put the metrics of all ranks into the logs."""
@@ -98,8 +107,8 @@ class MetricAverageCallback(Callback):
         if self.is_void:
             logs.update(self._epoch_logs)
             return
-        self._snapshots.setdefault("", take_snapshot(self.model))
-        average_logs(self.model, logs, self._snapshots)
+        self._snapshots.setdefault("", _Snapshot.of(self.model))
+        _average_logs(self.model, logs, self._snapshots)
         self._epoch_logs = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -114,8 +123,164 @@ class MetricAverageCallback(Callback):
         model = self.model
 
         def of_all_ranks(results: Any) -> dict[str, Any]:
-            logs = scalars(results)
-            average_logs(model, logs, {"": take_snapshot(model)})
+            logs = _scalars(results)
+            _average_logs(model, logs, {"": _Snapshot.of(model)})
             return logs
 
         replace_results(model, of_all_ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """States and results of a model's metrics at one moment on this rank.
+
+    Attributes:
+        variables: State variables of all metrics.
+        values: Their values as float64 arrays.
+        modes: Per variable, how it is reduced over ranks: a key of `REDUCE`.
+        labels: Per variable, metric, name and shape, which must be equal on all ranks.
+        results: What the metrics gave, by key of the logs.
+        stateless: Names of metrics that hold no state variables.
+    """
+
+    variables: list[keras.Variable]
+    values: list[np.ndarray]
+    modes: list[str]
+    labels: list[str]
+    results: dict[str, Any]
+    stateless: frozenset[str]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> _Snapshot:
+        """Copy the states of all metrics of a model; the metrics are left as they are."""
+        states = metric_states(model)
+        return cls(
+            variables=[variable for variable, _, _ in states],
+            values=[np.asarray(variable.numpy(), np.float64) for variable, _, _ in states],
+            modes=[mode for _, mode, _ in states],
+            labels=[label for _, _, label in states],
+            results=_scalars(model.get_metrics_result()),
+            stateless=frozenset(m.name for m in metrics_of(model) if not m.variables),
+        )
+
+    def reduced_results(self, model: keras.Model) -> dict[str, Any]:
+        """Return the results of all ranks' data, by key of the logs. Collective.
+
+        One message for each mode in use. The metrics are left as they are.
+        """
+        mapping = []
+        for mode, op in REDUCE.items():
+            chosen = [i for i, used in enumerate(self.modes) if used == mode]
+            values = [self.values[i] for i in chosen]
+            reduced = collectives.grouped_allreduce(values, op, name=f"tfscale_metrics_{mode}")
+            for i, value in zip(chosen, reduced, strict=True):
+                dtype = keras.backend.standardize_dtype(self.variables[i].dtype)
+                mapping.append((self.variables[i], np.asarray(value).astype(dtype)))
+        with keras.StatelessScope(state_mapping=mapping):
+            return _scalars(model.get_metrics_result())
+
+
+def _average_logs(
+    model: keras.Model, logs: dict[str, Any], snapshots: dict[str, _Snapshot]
+) -> None:
+    """Replace the values of `logs` by those of all ranks together, in place.
+
+    A value made by metrics, a number or an array, is recomputed from their reduced states. Any
+    other number is averaged, each rank counting the same; all else is left alone.
+
+    Collective: all ranks must call this, in the same order.
+
+    Args:
+        model: The model whose metrics made the logs.
+        logs: Numbers by name.
+        snapshots: By prefix of the keys ("" for training, "val_" for validation).
+
+    Raises:
+        ExchangeError: On all ranks, if a key or a metric's state exists on some ranks only.
+    """
+    for key, value in logs.items():
+        if not isinstance(value, (int, float)) and np.ndim(value) == 0 and _is_number(value):
+            logs[key] = float(value)  # of numpy or TensorFlow, from a callback
+    mine = {
+        "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
+        "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
+        "states": {prefix: taken.labels for prefix, taken in snapshots.items()},
+    }
+    every = objects.allgather_object(mine, name="metrics of an epoch")
+    _require_equal("logs key", [set(item["keys"]) for item in every])
+    _require_equal(
+        "metric state",
+        [
+            {f"{p}{label}" for p, labels in item["states"].items() for label in labels}
+            for item in every
+        ],
+    )
+    results = {
+        prefix + key: value
+        for prefix, snapshot in sorted(snapshots.items())
+        for key, value in snapshot.reduced_results(model).items()
+    }
+    for key in logs:
+        kinds = {item["keys"][key] for item in every}
+        if kinds == {"metric"}:
+            logs[key] = results[key]
+        elif "other" not in kinds:
+            logs[key] = _mean([item["numbers"][key] for item in every])
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a number, or an array of them."""
+    return np.asarray(value).dtype.kind in "fiu"
+
+
+def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
+    """Tell where a value comes from: "metric", "number" or "other"."""
+    is_number = isinstance(value, (int, float))
+    if not is_number and not (np.ndim(value) and _is_number(value)):
+        return "other"
+    for prefix, snapshot in snapshots.items():
+        name = key.removeprefix(prefix)
+        is_stateless = any(name == s or name.endswith(f"_{s}") for s in snapshot.stateless)
+        if not key.startswith(prefix) or name not in snapshot.results or is_stateless:
+            continue
+        # A metric that returns its variable unchanged (keras.metrics.Sum) shows the validation's
+        # value under the training's key, as Keras keeps a tensor that shares the buffer.
+        if any(_is_close(value, taken.results.get(name)) for taken in snapshots.values()):
+            return "metric"
+    return "number" if is_number else "other"
+
+
+def _is_close(value: Any, result: Any) -> bool:
+    """Tell whether a value of the logs is what a metric gave, rounded at most."""
+    if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
+        return False
+    return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))
+
+
+def _mean(numbers: list[float]) -> float:
+    is_equal = all(number == numbers[0] for number in numbers)
+    return numbers[0] if is_equal else float(np.mean(np.asarray(numbers, dtype=np.float64)))
+
+
+def _require_equal(what: str, names: list[set[str]]) -> None:
+    partial = sorted(names[0].union(*names) - names[0].intersection(*names))
+    if partial:
+        holders = [rank for rank in range(len(names)) if partial[0] in names[rank]]
+        raise ExchangeError(
+            f"Every {what} must exist on all {runtime.size()} ranks to be averaged. Received: "
+            f"{partial[0]!r} on ranks {holders} only. Give every rank the same metrics, "
+            "validation data and callbacks, or put callbacks that add keys on one rank after "
+            "MetricAverageCallback."
+        )
+
+
+def _scalars(results: dict[str, Any]) -> dict[str, Any]:
+    """Convert results as Keras converts logs: nested dicts flattened, numbers as float."""
+    flat: dict[str, Any] = {}
+    for key, value in results.items():
+        if isinstance(value, dict):
+            flat.update(_scalars(value))
+            continue
+        array = np.asarray(value)
+        flat[key] = float(array) if array.size == 1 else array
+    return flat

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfscale.callbacks.base import BeforeValidation
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.runtime import ProcessSet
+from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 
 logger = logging.getLogger("tfscale")
@@ -73,10 +72,6 @@ class NonTrainableState(BeforeValidation):
                 variable.assign(value)
 
     def act(self) -> None:
-        """Unite the state."""
-        self.unite()
-
-    def unite(self) -> None:
         """Unite the state now. Collective: all ranks must call this, in the same order."""
         if self.mode == "local" or runtime.size() == 1:
             return
@@ -93,29 +88,39 @@ class NonTrainableState(BeforeValidation):
         self._united = [(variable, np.array(variable.numpy())) for variable in state]
 
 
-def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
-    """Average in float64, in which the mean of equal float32 values is the value itself.
+def average_variables(
+    variables: Sequence[keras.Variable],
+    weights: Sequence[float],
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Replace values by their weighted mean over ranks, with one message.
 
-    A rank whose value is not finite takes that of the others: the sum would be NaN for all.
+    In float64, in which the mean of equal float32 values is the value itself. Collective.
+
+    Args:
+        variables: The same on all ranks.
+        weights: This rank's, 0 or more, one for each variable. A value with weight 0 need not be
+            finite, and one that has weight 0 on all ranks stays.
+        name: What logs and errors call the message.
+        process_set: Who takes part.
     """
-    values = [np.asarray(variable.numpy(), dtype=np.float64) for variable in variables]
-    counts = [bool(np.all(np.isfinite(value))) for value in values]
-    sent = [v.ravel() if counts[i] else np.zeros(v.size) for i, v in enumerate(values)]
-    total = collectives.allreduce(
-        tf.constant(np.concatenate([*sent, np.array(counts, np.float64)])),
-        op=runtime.Sum,
-        process_set=members,
-        name="tfscale_non_trainable_state",
+    values = [np.asarray(variable.numpy(), np.float64) for variable in variables]
+    sent = [w * v if w else np.zeros_like(v) for v, w in zip(values, weights, strict=True)]
+    *sums, totals = collectives.grouped_allreduce(
+        [*sent, np.array(weights, np.float64)], runtime.Sum, process_set=process_set, name=name
     )
-    *sums, n_ranks = np.split(np.asarray(total), np.cumsum([value.size for value in values]))
-    _warn_of([v.path for v, counted in zip(variables, counts, strict=True) if not counted])
-    for variable, value, n in zip(variables, sums, n_ranks, strict=True):
-        if n > 0:
-            variable.assign((value / n).reshape(variable.shape))
+    for variable, value, total in zip(variables, sums, np.asarray(totals), strict=True):
+        if total > 0:
+            variable.assign(np.asarray(value) / total)
 
 
-def _warn_of(paths: list[str]) -> None:
+def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
+    """Leave out values that are not finite: the sum would be NaN for all ranks."""
+    counted = [bool(np.all(np.isfinite(np.asarray(v.numpy())))) for v in variables]
+    paths = [v.path for v, counts in zip(variables, counted, strict=True) if not counts]
     if paths:
         more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
         text = "Rank %d has NaN or infinity in %s%s, and takes the average of the other ranks."
         logger.warning(text, runtime.rank(), ", ".join(paths[:_NAMES_SHOWN]), more)
+    average_variables(variables, counted, "tfscale_non_trainable_state", members)

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.callbacks.base import BeforeValidation
+from tfscale.callbacks.non_trainable import average_variables
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
@@ -182,24 +183,22 @@ class ParameterAveraging(BeforeValidation):
     def average(self) -> None:
         """Average now. Collective: all ranks must call this, in the same order."""
         trained, state = self._variables(), model_state.non_trainable_state(self.model)
-        own = _flat(trained)
-        common = own if self._common is None else self._common
-        weight = self.weights.of(common, own)
-        values = np.concatenate([weight * own, weight * _flat(state), [weight]])
-        total = np.asarray(
-            collectives.allreduce(tf.constant(values), op=runtime.Sum, name="parameters")
-        )
-        _assign([*trained, *state], total[:-1] / total[-1])
+        weight = self.weights.of(*self._common_and_own())
+        variables = [*trained, *state]
+        average_variables(variables, [weight] * len(variables), "parameters")
         self._common = _flat(trained)
         self.n_averages += 1
+
+    def _common_and_own(self) -> tuple[np.ndarray, np.ndarray]:
+        own = _flat(self._variables())
+        return own if self._common is None else self._common, own
 
     def _variables(self) -> list[keras.Variable]:
         return model_state.distinct(self.model.trainable_variables)
 
     def _has_diverged(self) -> bool:
         assert self.when is not None
-        own = _flat(self._variables())
-        common = own if self._common is None else self._common
+        common, own = self._common_and_own()
         drift = np.linalg.norm(own - common) / max(np.linalg.norm(common), 1e-300)
         mean = float(collectives.allreduce(tf.constant(drift), name="divergence"))
         logger.info("The models have drifted %.4g apart, threshold %g.", mean, self.when.threshold)
@@ -210,11 +209,3 @@ def _flat(variables: list[keras.Variable]) -> np.ndarray:
     """Return all values in float64, in which equal float32 values have themselves as mean."""
     parts = [np.asarray(v.numpy(), np.float64).ravel() for v in variables]
     return np.concatenate([np.zeros(0), *parts])
-
-
-def _assign(variables: list[keras.Variable], values: np.ndarray) -> None:
-    start = 0
-    for variable in variables:
-        size = int(np.prod(variable.shape))
-        variable.assign(values[start : start + size].reshape(variable.shape))
-        start += size

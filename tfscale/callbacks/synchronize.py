@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -176,9 +177,7 @@ def _require_equal_shapes(variables: list[keras.Variable]) -> None:
     mine = [(item.path, tuple(item.shape), str(item.dtype)) for item in variables]
     every = objects.allgather_object(mine, name="shapes of variables")
     for rank, theirs in enumerate(every):
-        for index in range(max(len(every[0]), len(theirs))):
-            first = every[0][index] if index < len(every[0]) else None
-            other = theirs[index] if index < len(theirs) else None
+        for index, (first, other) in enumerate(itertools.zip_longest(every[0], theirs)):
             if first is None or other is None or first[1:] != other[1:]:
                 raise ExchangeError(
                     "All ranks must train the same model with the same optimizer. Received: "

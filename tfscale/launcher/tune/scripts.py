@@ -25,7 +25,6 @@ import numpy as np
 
 import tfscale
 from tfscale import callbacks as ours
-from tfscale.callbacks.adaptive.adaptive_batch_size import AdaptiveRecord
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
@@ -109,7 +108,7 @@ def arguments_of(
     kept = [c for c in every if not isinstance(getattr(c, "callback", c), left_out)]
     for callback in kept:
         if isinstance(callback, ours.AdaptiveBatchSize):
-            callback._record = AdaptiveRecord(None)
+            callback.log_path, callback.verbose = None, 0
     names = sorted({type(c).__name__ for c in every if c not in kept})
     if names and (not runtime.is_initialized() or runtime.rank() == 0):
         logger.warning("A probe runs without the script's %s.", ", ".join(names))

@@ -1,8 +1,8 @@
-"""Change the batch size between epochs of one `fit`: the mechanism, and what it refuses."""
+"""Conditions of `AdaptiveBatchSize` that are checked when training begins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,130 +12,40 @@ from tfscale.callbacks.base import Callback
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.control import keep_settings, put_back_settings, use_active_ranks
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.control import use_active_ranks
 from tfscale.data.slices import count_active
 from tfscale.fit import building
 from tfscale.fit.session import FitSession
 from tfscale.internals.keras import batch_spec_of, rate_of, serve_again, symbol_of
 from tfscale.internals.optimizers import update_rule
-from tfscale.internals.traits import judge_before_averages, own_of
+from tfscale.internals.traits import judge_before_averages
+from tfscale.measure.growth import GrowthSettings
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 MEANS = ("sum_over_batch_size", "mean")
 SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
-GROWTH_REMEDY = (
-    "Choose start_batch_size, factor and max_batch_size accordingly, or "
-    'active_ranks="grow", where a batch may be smaller than the number of ranks.'
-)
 
 
-class ChangingBatchSize(Callback):
-    """Sets the batch size of an epoch when it begins; the data has its own again after `fit`.
-
-    A subclass calls `_take_over` when training begins, and says how large batches are.
-    """
-
-    sets_batch_size = True
-    _data: GlobalBatches
-
-    def size_of(self, epoch: int) -> int:
-        """Return the samples of a step over all ranks.
-
-        Args:
-            epoch: The one that begins.
-        """
-        return self._data.batch_size
-
-    def _take_over(self, data: GlobalBatches, check: Callable[[], None]) -> None:
-        """Change the batch size of `data` from now on.
-
-        Args:
-            data: What is trained on.
-            check: May change settings of the data, which are put back if it raises.
-
-        Raises:
-            ConfigError: Another callback sets the batch size, too; or of `check`.
-        """
-        others = [c for c in own_of(self.session.callbacks) if c.sets_batch_size and c is not self]
-        if others:
-            raise ConfigError(
-                "One callback sets the batch size. Received: "
-                f"{type(others[0]).__name__} and {type(self).__name__}. Remove one."
-            )
-        self._data = data
-        with keep_settings(data):
-            check()
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the size of the epoch."""
-        super().on_epoch_begin(epoch, logs)
-        self._data.batch_size = self.size_of(epoch)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Give the data its own batch size back."""
-        super().on_train_end(logs)
-        put_back_settings(self._data)
-
-
-def check_data(data: Any) -> None:
-    """Refuse data whose batch size cannot change.
-
-    Raises:
-        ConfigError: It is not GlobalBatches.
-    """
-    if not isinstance(data, GlobalBatches):
-        raise ConfigError(
-            "The batch size can change inside of one fit only where tfscale cuts the batches; "
-            "repeated or batched datasets would keep serving the old size. Received: "
-            f"data={type(data).__name__}. Use tfscale.data.GlobalBatches(x, y, ...), or "
-            "GlobalBatches.from_dataset(records, ...) with the dataset not batched or repeated."
-        )
-
-
-def check_sizes(
-    data: GlobalBatches,
-    sizes: Sequence[int],
-    name: str = "max_batch_size",
-    remedy: str = GROWTH_REMEDY,
-) -> None:
-    """Refuse batch sizes that the data or the ranks cannot serve.
+def check_decays(settings: GrowthSettings, first: int) -> None:
+    """Refuse decays in the warm-up or the first epoch after it, which are never looked at.
 
     Args:
-        data: What is trained on.
-        sizes: Samples over all ranks, ascending.
-        name: What the user knows the largest size as.
-        remedy: What to do about a size that the ranks cannot share.
-
-    Raises:
-        ConfigError: The maximum is above the data, or a size cannot be shared out.
+        settings: What the run chose.
+        first: The epoch that the run began with.
     """
-    if sizes[-1] > data.samples:
+    end = first + settings.warmup_epochs
+    early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
+    if early:
         raise ConfigError(
-            f"{name} must not be larger than the number of samples, or an epoch has no "
-            f"step. Received: {name}={sizes[-1]}, samples={data.samples}. Use a smaller "
-            f"{name}, or more data."
+            "Before a decay there must be the warm-up and one epoch. Received: decay_epochs="
+            f"{settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a run that "
+            f"begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
         )
-    for size in sizes:
-        try:
-            data.steps_for(size)
-        except ConfigError as error:
-            raise ConfigError(
-                f"Every batch size on the way, {list(sizes)}, must suit the ranks. Received: "
-                f"{error} {remedy}"
-            ) from error
 
 
 def check_compared(sizes: Sequence[int]) -> None:
-    """Refuse batches that one rank alone would compute: no two gradients could be compared.
-
-    Args:
-        sizes: Batch sizes over all ranks, ascending; the last one grows no more.
-
-    Raises:
-        ConfigError: A batch that is to grow feeds one rank only.
-    """
+    """Refuse batches that are to grow and feed one rank: no two gradients could be compared."""
     lonely = [n for n in sizes[:-1] if count_active(n, runtime.size()) < 2]
     if lonely:
         raise ConfigError(
@@ -151,9 +61,6 @@ def check_rate_and_order(callback: Callback, warmup_epochs: int) -> None:
     Args:
         callback: Whose training begins.
         warmup_epochs: Epochs in which another callback may set the learning rate.
-
-    Raises:
-        ConfigError: With the remedy.
     """
     name, model = type(callback).__name__, callback.model
     if not building.is_built(model):  # the first parameters must be known
@@ -170,7 +77,6 @@ def check_rate_and_order(callback: Callback, warmup_epochs: int) -> None:
 
 
 def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
-    place = {id(callback): index for index, callback in enumerate(callbacks)}
     judge = judge_before_averages(callbacks)
     if runtime.size() > 1 and judge is not None:
         raise ConfigError(
@@ -178,15 +84,16 @@ def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None
             f"differently. Received: {judge} before MetricAverageCallback. Put "
             "MetricAverageCallback before it."
         )
+    is_later = False
     for callback in callbacks:
-        name, index = type(callback).__name__, place[id(callback)]
+        is_later, name = is_later or callback is own, type(callback).__name__
         if isinstance(callback, SETTERS) or _sets_rate_later(callback, warmup_epochs):
             raise ConfigError(
                 f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "
                 "Remove it; use decay_epochs or saturation for decays, warmup_epochs for epochs "
                 "in which another callback may set the rate."
             )
-        if isinstance(callback, BackupAndRestore) and index > place.get(id(own), index):
+        if isinstance(callback, BackupAndRestore) and is_later:
             raise ConfigError(
                 "A backup must be restored before training begins. Received: BackupAndRestore "
                 f"behind {type(own).__name__}. Put BackupAndRestore first."
@@ -200,12 +107,9 @@ def _sets_rate_later(callback: Any, warmup_epochs: int) -> bool:
 
 
 def begin_with_surplus(session: FitSession) -> None:
-    """Let fewer ranks than there are share the batches of a `fit` that begins.
+    """Let fewer ranks than there are share the batches of a `fit` that begins, its model built.
 
     The others repeat a slice with weight 0.
-
-    Args:
-        session: That of the `fit`; its model is compiled and built.
 
     Raises:
         ConfigError: Weights would not make the loss, or the gradient, that of the active ranks.

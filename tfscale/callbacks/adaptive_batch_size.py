@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
-from tfscale.callbacks.adaptive.growing_batch import (
-    ChangingBatchSize,
+from tfscale.callbacks.adaptive_checks import (
     begin_with_surplus,
     check_compared,
-    check_data,
+    check_decays,
     check_rate_and_order,
-    check_sizes,
 )
-from tfscale.callbacks.adaptive.measures import EpochBatch, EpochMeasures
+from tfscale.callbacks.batch_size_schedule import ChangingBatchSize, check_data, check_sizes
+from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import Rate
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.control import put_back_settings
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.internals.keras import n_updates, print_msg, rate_of, steps_until
 from tfscale.internals.optimizers import update_rule
 from tfscale.measure.growth import (
-    Decision,
     GrowthControl,
     GrowthSettings,
     IntervalRule,
-    Measures,
     RateRule,
     Rule,
     Signal,
@@ -42,6 +38,11 @@ from tfscale.measure.growth import (
 from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")
+
+_REMEDY = (
+    "Choose start_batch_size, factor and max_batch_size accordingly, or "
+    'active_ranks="grow", where a batch may be smaller than the number of ranks.'
+)
 
 
 class AdaptiveBatchSize(ChangingBatchSize):
@@ -86,7 +87,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
     compared = ("_settings", "_has_surplus", "_momentum_correction")
 
     _control: GrowthControl
-    _rate: AdaptiveRate
+    _rate: Any = None  # an AdaptiveRate from the first `fit` on
     _n_warmup_left = 0
     _is_new_epoch = True
     _backup: tuple[dict[str, Any], int] | None = None
@@ -171,7 +172,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
             )
         self._has_surplus = active_ranks == "grow"
         self._momentum_correction = momentum_correction
-        self._record = AdaptiveRecord(log_path, verbose)
+        self.log_path = log_path
+        self.verbose = verbose
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
 
     def set_model(self, model: Any) -> None:
@@ -192,24 +194,19 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 f"another object, {type(self.session.data).__name__}, in fit. Pass the same "
                 "GlobalBatches to both."
             )
-
-        def check() -> None:
+        check_rate_and_order(self, settings.warmup_epochs)
+        with self._take_over(self.data):
             if self._has_surplus:
                 begin_with_surplus(self.session)
-            _check_decays(settings, first)
-            check_sizes(self.data, settings.sizes)
+            check_decays(settings, first)
+            check_sizes(self.data, settings.sizes, "max_batch_size", _REMEDY)
             if settings.signal == "noise_scale" and self._has_surplus:
                 check_compared(settings.sizes)
-
-        check_rate_and_order(self, settings.warmup_epochs)
-        self._take_over(self.data, check)
         self._control = GrowthControl(settings)
         self._measures.start()
-        former = getattr(self, "_rate", None)
-        self._rate = AdaptiveRate(self.model, self._momentum_correction)
-        self._rate.begin_as(former)
+        self._rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
         self._n_warmup_left = settings.warmup_epochs
-        self._record.start(self._backup[1] if self._backup else None)
+        self._keep_records(before=self._backup[1] if self._backup else 0)
         if self._backup:
             state, self._backup = self._backup[0], None
             self._control.restore(state["control"])
@@ -241,7 +238,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     def _batch(self) -> EpochBatch:
         control = self._control
-        return EpochBatch.of(control.batch_size, control.next_size, self._has_surplus)
+        return EpochBatch(control.batch_size, control.next_size, self._has_surplus)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide what holds from the next epoch on. Collective."""
@@ -257,11 +254,41 @@ class AdaptiveBatchSize(ChangingBatchSize):
         shown = {"batch_size": batch.size, "learning_rate": rate, "theta": decision.theta}
         if self._settings.signal == "noise_scale":
             shown["noise_scale"] = measures.noise_scale
-        line = {"epoch": epoch, **shown, "active_ranks": batch.active}
-        line["steps"] = self.data.steps_for(batch.size)
-        self._record.write(line, measures, decision)
+        if runtime.rank() == 0:
+            self._tell(epoch, decision.reasons)
+            self._write(
+                {
+                    "epoch": epoch,
+                    **shown,
+                    "active_ranks": batch.active,
+                    "steps": self.data.steps_for(batch.size),
+                    "loss": measures.cost,
+                    "first_loss": measures.first_cost,
+                    "distance": measures.distance,
+                    "interval": decision.interval,
+                    "next_batch_size": decision.batch_size,
+                    "next_rate_scale": decision.rate_scale,
+                    "reasons": list(decision.reasons),
+                }
+            )
         if logs is not None:
             logs.update(shown)
+
+    def _tell(self, epoch: int, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            logger.info("Epoch %d: %s.", epoch + 1, reason)
+            if self.verbose:
+                print_msg(f"\nEpoch {epoch + 1}: {reason}.")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.log_path is not None:
+            append_json_lines(self.log_path, [record])
+
+    def _keep_records(self, before: int) -> None:
+        """Keep what an earlier part of the run has written of the epochs before this one."""
+        if self.log_path is not None and runtime.rank() == 0:
+            kept = read_json_lines(self.log_path) if before else []
+            write_json_lines(self.log_path, [line for line in kept if line["epoch"] < before])
 
     def size_of(self, epoch: int) -> int:
         """Return the batch size that was decided."""
@@ -304,44 +331,24 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
     return interval
 
 
-def _check_decays(settings: GrowthSettings, first: int) -> None:
-    """Refuse decays at epochs that are never looked at.
-
-    Args:
-        settings: What the run chose.
-        first: The epoch that the run began with.
-
-    Raises:
-        ConfigError: A decay falls into the warm-up, or the first epoch after it.
-    """
-    end = first + settings.warmup_epochs
-    early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
-    if early:
-        raise ConfigError(
-            "Before a decay there must be the warm-up and one epoch. Received: decay_epochs="
-            f"{settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a run that "
-            f"begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
-        )
-
-
 class AdaptiveRate:
     """Sets a learning rate, or scales a schedule, relative to the initial rate.
 
     Args:
         model: A compiled model, whose rate is a number or a `ScalableSchedule`.
         momentum_correction: See `Rate`.
+        former: That of an earlier `fit`, whose initial rate counts unless the rate was changed.
     """
 
-    def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
+    def __init__(
+        self, model: keras.Model, momentum_correction: bool, former: AdaptiveRate | None = None
+    ) -> None:
         self._optimizer = model.optimizer
         rate = rate_of(update_rule(self._optimizer))
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
         self._last: float | None = None  # that was set here
-
-    def begin_as(self, former: AdaptiveRate | None) -> None:
-        """Begin with the initial rate of an earlier `fit`, unless the rate was changed since."""
         if former is not None and former._last == self._rate.value():
             self._initial = former._initial
 
@@ -380,73 +387,3 @@ class AdaptiveRate:
         self._initial = state["initial"]
         if self._schedule is not None and state["schedule"] is not None:
             self._schedule.restore(state["schedule"])
-
-
-class AdaptiveRecord:
-    """Writes `adaptive.jsonl` on rank 0.
-
-    Args:
-        path: The file; None writes nothing.
-        verbose: 1 prints what changes.
-    """
-
-    def __init__(self, path: str | Path | None, verbose: int = 0) -> None:
-        self._verbose = verbose
-        self._path = Path(path) if path is not None else None
-
-    def start(self, epoch: int | None) -> None:
-        """Begin a file, or go on with the lines of the epochs before.
-
-        Args:
-            epoch: First epoch that comes, in a run that goes on; None for a fresh one.
-        """
-        if self._path is None or runtime.rank() != 0:
-            return
-        kept = ""
-        if epoch is not None and self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = "".join(line for line in lines if _epoch_of(line) < epoch)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(kept, encoding="utf-8")
-
-    def write(self, line: dict[str, Any], measures: Measures, decision: Decision) -> None:
-        """Append the line of an epoch, and say what changes; rank 0 only.
-
-        Args:
-            line: What held in the epoch; numbers that are not finite become null.
-            measures: What it was judged by.
-            decision: What comes.
-        """
-        if runtime.rank() != 0:
-            return
-        for reason in decision.reasons:
-            logger.info("Epoch %d: %s.", line["epoch"] + 1, reason)
-            if self._verbose:
-                print_msg(f"\nEpoch {line['epoch'] + 1}: {reason}.")
-        if self._path is None:
-            return
-        line = {
-            **line,
-            "loss": measures.cost,
-            "first_loss": measures.first_cost,
-            "distance": measures.distance,
-            "interval": decision.interval,
-            "next_batch_size": decision.batch_size,
-            "next_rate_scale": decision.rate_scale,
-            "reasons": list(decision.reasons),
-        }
-        clean = {key: None if _is_not_finite(value) else value for key, value in line.items()}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _epoch_of(line: str) -> float:
-    """Return the epoch of a line; that of one cut short is not before any."""
-    try:
-        return float(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -26,37 +26,35 @@ logger = logging.getLogger("tfscale")
 
 @dataclass(frozen=True)
 class EpochBatch:
-    """How the batches of an epoch were shared.
+    """How the ranks of this job share the batches of an epoch.
 
     Attributes:
         size: Samples over all ranks.
-        active: Ranks that shared in them.
-        next_local: Samples per active rank of the next larger batch; None if there is none.
+        larger: Of the next larger batch; None if there is none.
+        has_surplus: Whether ranks may be left over.
     """
 
     size: int
-    active: int
-    next_local: int | None
+    larger: int | None
+    has_surplus: bool
 
-    @classmethod
-    def of(cls, size: int, larger: int | None, has_surplus: bool) -> EpochBatch:
-        """Return how the ranks of this job share batches.
-
-        Args:
-            size: Samples over all ranks.
-            larger: Of the next larger batch; None if there is none.
-            has_surplus: Whether ranks may be left over.
-        """
-
-        def active(batch_size: int) -> int:
-            return count_active(batch_size, runtime.size()) if has_surplus else runtime.size()
-
-        return cls(size, active(size), None if larger is None else larger // active(larger))
+    @property
+    def active(self) -> int:
+        """Ranks that share a batch."""
+        return self._active(self.size)
 
     @property
     def local(self) -> int:
         """Samples per active rank."""
         return self.size // self.active
+
+    @property
+    def larger_local(self) -> int | None:
+        """Samples per active rank of the next larger batch."""
+        return None if self.larger is None else self.larger // self._active(self.larger)
+
+    def _active(self, size: int) -> int:
+        return count_active(size, runtime.size()) if self.has_surplus else runtime.size()
 
 
 class EpochMeasures:
@@ -104,24 +102,22 @@ class EpochMeasures:
     def end_epoch(
         self, model: keras.Model, logs: dict[str, Any] | None, batch: EpochBatch
     ) -> Measures:
-        """Average over the ranks. Collective.
+        """Return the measures of the epoch, averaged over the ranks. Collective.
 
         Args:
             model: The model.
             logs: Of the epoch; their loss may have been averaged already.
             batch: How the epoch's batches were shared.
 
-        Returns:
-            The measures, equal on all ranks.
-
         Raises:
             ConfigError: The logs have no loss.
         """
+        larger = batch.larger_local
         own: dict[str, Any] = {
             "first": self._first_cost,
             "cost": _loss(logs),
             "distance": self._distance(model),
-            "fits": batch.next_local is None or self._guard.fits(batch.local, batch.next_local),
+            "fits": larger is None or self._guard.fits(batch.local, larger),
             "norms": self._norms.take() if self._norms is not None else None,
         }
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
@@ -139,11 +135,7 @@ class EpochMeasures:
     def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return what `restore` takes."""
         norms = self._norms.values() if self._norms is not None else None
-        own = {
-            "first_cost": self._first_cost,
-            "is_common": self._is_common,
-            "norms": norms,
-        }
+        own = {"first_cost": self._first_cost, "is_common": self._is_common, "norms": norms}
         return own, list(self._origin or [])
 
     @staticmethod

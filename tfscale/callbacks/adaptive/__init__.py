@@ -1,1 +1,0 @@
-"""Batch sizes that change during one `fit`."""
