@@ -72,11 +72,7 @@ class Settings:
     timeline: str = ""
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: A value is outside of its range.
-        """
+        """Check ranges."""
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"TFSCALE_BACKEND must be one of {', '.join(BACKENDS)}. "
@@ -105,13 +101,7 @@ def variable_name(field: str) -> str:
 
 
 def parse_settings(environ: Mapping[str, str]) -> Settings:
-    """Read settings from environment variables.
-
-    Args:
-        environ: Environment variables; those that tfscale does not know are ignored.
-
-    Returns:
-        Settings, with defaults where a variable is missing or empty.
+    """Read settings from environment variables, with defaults for those missing or empty.
 
     Raises:
         ConfigError: A value cannot be read or is outside of its range.
@@ -138,11 +128,7 @@ def _parse(name: str, text: str, kind: type) -> object:
 
 
 def sets_threads(environ: Mapping[str, str]) -> bool:
-    """Return `Settings.set_threads` of an environment, for launchers.
-
-    Raises:
-        ConfigError: The value cannot be read.
-    """
+    """Return `Settings.set_threads` of an environment, for launchers."""
     name = variable_name("set_threads")
     return bool(_parse(name, environ.get(name) or "1", bool))
 
@@ -159,14 +145,7 @@ def environment() -> Mapping[str, str]:
 
 
 def take(variable: str) -> str:
-    """Remove a variable from the environment, so that no child process inherits it.
-
-    Args:
-        variable: Its name.
-
-    Returns:
-        Its value; empty if it is not set.
-    """
+    """Remove a variable from the environment, so that no child inherits it; return its value."""
     return os.environ.pop(variable, "")
 
 
@@ -176,10 +155,6 @@ def set_environment(variable: str, value: str) -> None:
 
 
 def set_default_environment(**variables: str) -> None:
-    """Set environment variables that are not set, for libraries that read them when they start.
-
-    Args:
-        **variables: Name and value.
-    """
+    """Set variables that are not set, for libraries that read them when they start."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -24,9 +24,6 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[IO[bytes
     Args:
         path: Where it appears, complete; its folder exists.
         content: The bytes, text, or a function that is given the open file.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written.
     """
     path = Path(path)
     aside = path.with_name(path.name + UNFINISHED)

@@ -48,29 +48,27 @@ _REMEDY = (
 class AdaptiveBatchSize(ChangingBatchSize):
     """Grow batch size and learning rate together while training, then let the rate decay.
 
-    How everything is defined:
-
-    * F of an epoch is its mean training loss (`logs["loss"]`, regularization included), averaged
-      over ranks; F_0 that of the first global batch, or of all batches of the first execution
-      under `steps_per_execution`. w_0 are the trainable variables before the first step, after
-      any broadcast. theta = (F_0 - F) / ||w_0 - w|| at the end of an epoch.
-    * Epochs n count from 1, which is the first epoch of the `fit` behind `warmup_epochs`. Those do
-      not count for anything, and the rate is left alone in them: a warm-up callback may set it.
-      The rate they end with is the initial one.
+    * theta = (F_0 - F) / ||w_0 - w|| at the end of an epoch. F is the epoch's mean training loss
+      (`logs["loss"]`, regularization included), averaged over ranks; F_0 that of the first global
+      batch, or of all batches of the first execution under `steps_per_execution`; w_0 are the
+      trainable variables before the first step, after any broadcast.
+    * Epochs n count from 1, which is the first epoch of the `fit` after `warmup_epochs`. In those
+      the rate is left alone: a warm-up callback may set it. The rate they end with is the initial
+      one.
     * The interval K is given, or read off theta. "robust": K = n at the first n >= 3 with two
       changes of theta below `tolerance` in a row, all thetas involved finite and positive.
       "thesis": K = n at the first n >= 2 with one such change (algorithm 3 to the letter, no
       guards, no limits). "peak": the epoch with the largest theta, once two epochs in a row lie
-      below it; the published intervals (5, 10 and 60 epochs) are peaks.
-    * For "robust" and "peak" K lies within limits: at least 1, and at most what leaves three
-      fifths of the planned epochs at `max_batch_size`; if nothing is found by then, it is taken.
+      below it.
+    * For "robust" and "peak" K is at least 1, and at most what leaves three fifths of the planned
+      epochs at `max_batch_size`; if nothing is found by then, it is taken.
     * The batch grows at the end of epoch max(K, the epoch in which K was found), and every K
-      epochs from there: with "robust" and "thesis" after epochs K, 2K, 3K...
-    * Growth ends at `max_batch_size`, when memory is not expected to suffice for more, or with
-      the first decay. The first decay sets the rate to `decay` times the initial one, later ones
-      multiply by `decay`. They come with the epochs in `decay_epochs`, or where the training cost
-      saturates once growth has ended: its mean over three epochs is less than `saturation`
-      below that of the three before, with the same batch and rate.
+      epochs from there, up to `max_batch_size`, until memory is not expected to suffice for more,
+      or until the first decay.
+    * The first decay sets the rate to `decay` times the initial one, later ones multiply by
+      `decay`. They come with the epochs in `decay_epochs`, or where the training cost saturates
+      once growth has ended: its mean over three epochs is less than `saturation` below that of
+      the three before, with the same batch and rate.
 
     Every decision is taken from numbers averaged over the ranks and is the same on all of them.
     It is logged with its reason and written to `log_path`; batch size, rate and theta are added
@@ -78,7 +76,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     Collective: all ranks must pass it to `fit`, at the same place. Order: BackupAndRestore,
     broadcast, MetricAverageCallback, this, then what uses metrics. Each `fit` starts afresh,
-    except with a backup to go on from. At its end the data has its own batch size again; the rate
+    except with a backup to resume from. At its end the data has its own batch size again; the rate
     stays, and is the initial one for another instance.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
@@ -316,11 +314,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
 
 def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int, int | None]:
-    """Return the lowest and the highest interval that may be found; None: limited by the epochs.
-
-    Raises:
-        ConfigError: The signal finds none.
-    """
+    """Return the lowest and the highest interval that may be found; None: limited by the epochs."""
     if not isinstance(interval, tuple):
         return 1, None
     if signal == "noise_scale":

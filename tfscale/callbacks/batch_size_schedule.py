@@ -33,12 +33,9 @@ class ChangingBatchSize(Callback):
 
     @contextlib.contextmanager
     def _take_over(self, data: GlobalBatches) -> Iterator[None]:
-        """Change the batch size of `data` from now on.
+        """Change the batch size of `data` from now on, and refuse other callbacks that do.
 
         Settings of the data that are changed inside are put back after `fit`, or if this raises.
-
-        Raises:
-            ConfigError: Another callback sets the batch size, too.
         """
         others = [c for c in own_of(self.session.callbacks) if c.sets_batch_size and c is not self]
         if others:
@@ -142,9 +139,6 @@ def check_sizes(data: GlobalBatches, sizes: Sequence[int], name: str, remedy: st
         sizes: Samples over all ranks, ascending.
         name: What the user knows the largest size as.
         remedy: What to do about a size that the ranks cannot share.
-
-    Raises:
-        ConfigError: The largest is above the data, or a size cannot be shared out.
     """
     if sizes[-1] > data.samples:
         raise ConfigError(

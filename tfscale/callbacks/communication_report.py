@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ class CommunicationReport(Callback):
 
     At the end of each epoch rank 0 adds to `communication.jsonl`, per recorded step and rank:
     step time, compute, exposed communication, waiting for the slowest rank and overlap ratio R;
-    per collective: bytes, T_c, T_b and the times behind them; once, the bytes of optimizer state on
-    each rank. When training ends it writes
-    `communication.md`, a page of tables, and `communication.png`. `tfscale report DIRECTORY`
-    draws both again. `tfscale.measure.analysis` defines the numbers, docs/overlap.md explains them.
+    per collective: bytes, T_c, T_b and the times they come from; once, the bytes of optimizer state
+    on each rank. When training ends it writes `communication.md`, a page of tables, and
+    `communication.png`. `tfscale report DIRECTORY` draws both again. `tfscale.measure.analysis`
+    defines the numbers, docs/overlap.md explains them.
 
     Backends other than the engine record no collectives; then only step times are written.
 
@@ -82,13 +81,13 @@ class CommunicationReport(Callback):
         self._origin_ns = objects.broadcast_object(clock_ns(), name="origin of times")
         if runtime.rank() > 0:
             return
+        name = runtime.backend().name
         if self._listener is None:
-            name = runtime.backend().name
             logger.info("The backend %s records no collectives: only step times are written.", name)
         run = {
             "kind": "run",
             "size": runtime.size(),
-            "backend": runtime.backend().name,
+            "backend": name,
             "every_n_steps": self.every_n_steps,
             "clock_error_s": errors,
         }
@@ -185,16 +184,11 @@ class CommunicationReport(Callback):
         engine: Any = runtime.backend()
         keys = {Key(int(e["plan"]), int(e["slot"])) for e in events} - {Key(EAGER, 0)}
         names = {key: engine.slot_name(key.plan, key.slot) for key in keys if key.slot >= 0}
-        return analysis.RankRecord(windows, events, names, self._dependencies(keys))
-
-    def _dependencies(self, keys: Iterable[Key]) -> dict[Key, frozenset[Key]]:
-        engine: Any = runtime.backend()
-        keys = list(keys)
-        for key in keys:
-            if key.plan not in self._before:
-                graph = engine.graph_of(key.plan)
-                self._before[key.plan] = {} if graph is None else collectives_before(graph)
-        return {key: self._before[key.plan].get(key, frozenset()) for key in keys}
+        for plan in {key.plan for key in keys} - self._before.keys():
+            graph = engine.graph_of(plan)
+            self._before[plan] = {} if graph is None else collectives_before(graph)
+        before = {key: self._before[key.plan].get(key, frozenset()) for key in keys}
+        return analysis.RankRecord(windows, events, names, before)
 
     def _forget(self) -> None:
         self._record, self._events = analysis.RankRecord([]), []

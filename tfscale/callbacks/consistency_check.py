@@ -83,14 +83,18 @@ class ConsistencyCheck(Callback):
         """Compare now. Collective: all ranks must call this, in the same order.
 
         Args:
-            moment: Words for the error message that say when this is.
+            moment: When this is, in words for the error message.
 
         Raises:
             ExchangeError: Some rank differs from the first rank of its group.
         """
         if runtime.size() == 1:
             return
-        variables = self._variables()
+        local = model_state.local_ids(self.model, self.local_variables)
+        state = list(self.model.trainable_variables)
+        if self.optimizer_state:
+            state += model_state.optimizer_variables(self.model)
+        variables = [v for v in model_state.distinct(state) if id(v) not in local]
         own = [_digest(variable) for variable in variables]
         every = objects.allgather_object(own, name="check of weights")
         if len({len(digests) for digests in every}) > 1:
@@ -102,16 +106,13 @@ class ConsistencyCheck(Callback):
         ranks = model_state.process_set_of(self.model).ranks or range(len(every))
         distributed = distributed_of(self.model.optimizer)
         groups = self.groups or (distributed.groups if distributed else None) or [ranks]
-        different = _differing(every, groups)
+        different = {
+            index: ranks
+            for index in range(len(own))
+            if (ranks := _differing([digests[index] for digests in every], groups))
+        }
         if different:
             raise ExchangeError(_explain(variables, different, moment))
-
-    def _variables(self) -> list[keras.Variable]:
-        local = model_state.local_ids(self.model, self.local_variables)
-        state = list(self.model.trainable_variables)
-        if self.optimizer_state:
-            state += model_state.optimizer_variables(self.model)
-        return [variable for variable in model_state.distinct(state) if id(variable) not in local]
 
 
 def _digest(variable: keras.Variable) -> bytes:
@@ -119,14 +120,9 @@ def _digest(variable: keras.Variable) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def _differing(every: list[list[bytes]], groups: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Map the index of each unequal variable to the ranks that differ from their group's first."""
-    different: dict[int, list[int]] = {}
-    for index in range(len(every[0])):
-        ranks = [r for group in groups for r in group if every[r][index] != every[group[0]][index]]
-        if ranks:
-            different[index] = sorted(ranks)
-    return different
+def _differing(digests: list[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks whose value of a variable differs from that of their group's first."""
+    return sorted(r for group in groups for r in group if digests[r] != digests[group[0]])
 
 
 def _explain(variables: list[keras.Variable], different: dict[int, list[int]], moment: str) -> str:

@@ -239,13 +239,7 @@ class LearningRateScaling(LearningRateScheduleCallback):
 
 
 class Rate:
-    """Reads and sets a learning rate that is a number.
-
-    Args:
-        model: A compiled model.
-        momentum_correction: Multiply the velocities by new / old whenever the rate changes; see
-            `LearningRateScheduleCallback`.
-    """
+    """Reads and sets the learning rate of a compiled model, a number, and corrects velocities."""
 
     def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
         self._optimizer = model.optimizer
@@ -266,11 +260,7 @@ class Rate:
             self.correct(new / old)
 
     def correct(self, factor: float) -> None:
-        """Multiply the velocities, where that is wanted and there are any.
-
-        Args:
-            factor: New learning rate divided by the old one.
-        """
+        """Multiply the velocities, where that is wanted, by the new rate over the old one."""
         slots = _velocities(update_rule(self._optimizer)) if self._corrects else []
         if not slots:
             return

@@ -41,7 +41,7 @@ class LocalModels(BeforeValidation):
         self._own: list[np.ndarray] | None = None
         self._highest_rate: float | None = None
         self._first_loss: float | None = None
-        self._backup: dict[str, Any] | None = None
+        self._backup: dict[str, Any] = {}
 
     @property
     def _strategy(self) -> Any:
@@ -50,14 +50,12 @@ class LocalModels(BeforeValidation):
         return strategy if isinstance(strategy, LocalSGD) and not runtime.is_single() else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forget an earlier `fit`."""
+        """Forget an earlier `fit`; resume from a backup."""
         super().on_train_begin(logs)
-        self._own, self._first_loss, self._highest_rate = None, None, None
+        backup, self._backup, self._own = self._backup, {}, None
+        self._highest_rate, self._first_loss = backup.get("rate"), backup.get("loss")
         if self._strategy is not None:
             self.session.stop_together()
-        if self._backup is not None:
-            self._highest_rate, self._first_loss = self._backup["rate"], self._backup["loss"]
-            self._backup = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Go on with the own model; form groups if that is due."""
@@ -94,17 +92,15 @@ class LocalModels(BeforeValidation):
 
     def act(self) -> None:
         """Put the average into the model."""
-        average = self.session.group_average
-        if self._strategy is not None and average is not None:
+        if self._strategy is not None and self.session.group_average is not None:
             self._own = self.model.optimizer.show_average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adapt the interval."""
         super().on_epoch_end(epoch, logs)
-        strategy = self._strategy
+        strategy, average = self._strategy, self.session.group_average
         if strategy is not None:  # a rate that was trained with: that of a warm-up rises first
             self._highest_rate = max(self._rate(), self._highest_rate or 0.0)
-        average = self.session.group_average
         if strategy is None or average is None or self.is_void:
             return
         if isinstance(strategy.interval, AdaptiveInterval) and logs and "loss" in logs:

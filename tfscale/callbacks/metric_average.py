@@ -16,12 +16,7 @@ from tfscale.fit.session import running_session
 from tfscale.internals.keras import give_back_results, replace_results
 
 VALIDATION = "val_"
-REDUCE = {
-    "sum": runtime.Sum,
-    "mean": runtime.Average,
-    "max": runtime.Max,
-    "min": runtime.Min,
-}
+REDUCE = {"sum": runtime.Sum, "mean": runtime.Average, "max": runtime.Max, "min": runtime.Min}
 
 
 class MetricAverageCallback(Callback):
@@ -186,9 +181,7 @@ def _average_logs(
     """Replace the values of `logs` by those of all ranks together, in place.
 
     A value made by metrics, a number or an array, is recomputed from their reduced states. Any
-    other number is averaged, each rank counting the same; all else is left alone.
-
-    Collective: all ranks must call this, in the same order.
+    other number is averaged, each rank counting the same; all else is left alone. Collective.
 
     Args:
         model: The model whose metrics made the logs.
@@ -229,12 +222,12 @@ def _average_logs(
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether a value is a number, or an array of them."""
+    """Return whether a value is a number, or an array of them."""
     return np.asarray(value).dtype.kind in "fiu"
 
 
 def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
-    """Tell where a value comes from: "metric", "number" or "other"."""
+    """Return where a value comes from: "metric", "number" or "other"."""
     is_number = isinstance(value, (int, float))
     if not is_number and not (np.ndim(value) and _is_number(value)):
         return "other"
@@ -251,7 +244,7 @@ def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
 
 
 def _is_close(value: Any, result: Any) -> bool:
-    """Tell whether a value of the logs is what a metric gave, rounded at most."""
+    """Return whether a value of the logs is what a metric gave, rounded at most."""
     if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
         return False
     return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))

@@ -66,8 +66,7 @@ class NonTrainableState(BeforeValidation):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Unite the state after the last batch; take back what a step that was given up moved."""
         super().on_train_batch_end(batch, logs)
-        if self.is_void:
-            # The step was given up before its update, but its forward pass has moved statistics.
+        if self.is_void:  # its forward pass has moved statistics before it was given up
             for variable, value in self._united:
                 variable.assign(value)
 

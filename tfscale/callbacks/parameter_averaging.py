@@ -30,17 +30,16 @@ class DistanceWeights:
     Attributes:
         lam: 0 or more; 0 weights all ranks alike.
 
+    Raises:
+        ConfigError: `lam` is negative.
+
     Source: [S] eq. 10.
     """
 
     lam: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ConfigError: `lam` is negative.
-        """
+        """Check the range."""
         if not self.lam >= 0:
             raise ConfigError(f"lam must be 0 or more. Received: lam={self.lam}.")
 
@@ -56,16 +55,15 @@ class Divergence:
 
     Attributes:
         threshold: Mean over ranks of ||w_i - common|| / ||common|| above which they have.
+
+    Raises:
+        ConfigError: `threshold` is negative.
     """
 
     threshold: float
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ConfigError: `threshold` is negative.
-        """
+        """Check the range."""
         if not self.threshold >= 0:
             raise ConfigError(f"threshold must be 0 or more. Received: {self.threshold}.")
 
@@ -107,8 +105,7 @@ class ParameterAveraging(BeforeValidation):
         when: Divergence | None = None,
     ) -> None:
         super().__init__()
-        is_number = isinstance(every_n_epochs, int) and every_n_epochs >= 1
-        if every_n_epochs != "end" and not is_number:
+        if every_n_epochs != "end" and not (isinstance(every_n_epochs, int) and every_n_epochs > 0):
             raise ConfigError(
                 "every_n_epochs must be 1 or more, or 'end'. "
                 f"Received: every_n_epochs={every_n_epochs!r}."
@@ -123,7 +120,7 @@ class ParameterAveraging(BeforeValidation):
         self.n_averages = 0
         self._epoch = 0
         self._common: np.ndarray | None = None
-        self._backup: dict[str, Any] | None = None
+        self._backup: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -136,11 +133,10 @@ class ParameterAveraging(BeforeValidation):
             )
         if not runtime.is_single():
             self.session.stop_together()
-        self._common, self._n_before = None, self.n_averages
-        if self._backup is not None:
-            state, self._backup = self._backup, None
-            self.n_averages = self._n_before + state["n_averages"]
-            self._common = state["arrays"][0] if state.get("arrays") else None
+        backup, self._backup = self._backup, {}
+        self._n_before = self.n_averages
+        self.n_averages += backup.get("n_averages", 0)
+        self._common = next(iter(backup.get("arrays", [])), None)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the parameters all ranks start from."""

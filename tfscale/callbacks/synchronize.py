@@ -81,11 +81,7 @@ class Synchronize(Container):
                 part.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, now that all other callbacks before this one have restored what they restore.
-
-        Raises:
-            ConfigError: `root_rank` is not a rank.
-        """
+        """Broadcast, now that the callbacks before this one have restored what they restore."""
         Callback.on_train_begin(self, logs)
         if not 0 <= self.root_rank < runtime.size():
             raise ConfigError(
