@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
-from tfscale.callbacks.adaptive import measures
+from tfscale.callbacks import epoch_measures as measures
 from tfscale.comm import runtime
 
 
