@@ -128,6 +128,6 @@ def test_schedules_count_micro_batches():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile(keras.optimizers.SGD(schedule, gradient_accumulation_steps=4), "mse")
     model.fit(np.ones((40, 3)), np.ones((40, 2)), batch_size=2, verbose=0)  # 20 micro-batches
-    AdaptiveRate(model, momentum_correction=False).set(1.0, 2.0)
+    AdaptiveRate(model, momentum_correction=False).rescale(1.0, 2.0)
     assert float(schedule(20)) == pytest.approx(float(schedule.__wrapped__(20)))
     assert float(schedule(30)) == pytest.approx(float(schedule.__wrapped__(40)))

@@ -218,7 +218,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self._is_new_epoch = True
         if not self._n_warmup_left:
             stretch = self._control.batch_size / self._settings.sizes[0]
-            self._rate.set(self._control.rate_scale, stretch)
+            self._rate.rescale(self._control.rate_scale, stretch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the first parameters."""
@@ -253,32 +253,28 @@ class AdaptiveBatchSize(ChangingBatchSize):
         if self._settings.signal == "noise_scale":
             shown["noise_scale"] = measures.noise_scale
         if runtime.rank() == 0:
-            self._tell(epoch, decision.reasons)
-            self._write(
-                {
-                    "epoch": epoch,
-                    **shown,
-                    "active_ranks": batch.active,
-                    "steps": self.data.steps_for(batch.size),
-                    "loss": measures.cost,
-                    "first_loss": measures.first_cost,
-                    "distance": measures.distance,
-                    "interval": decision.interval,
-                    "next_batch_size": decision.batch_size,
-                    "next_rate_scale": decision.rate_scale,
-                    "reasons": list(decision.reasons),
-                }
-            )
+            record = {
+                "epoch": epoch,
+                **shown,
+                "active_ranks": batch.active,
+                "steps": self.data.steps_for(batch.size),
+                "loss": measures.cost,
+                "first_loss": measures.first_cost,
+                "distance": measures.distance,
+                "interval": decision.interval,
+                "next_batch_size": decision.batch_size,
+                "next_rate_scale": decision.rate_scale,
+                "reasons": list(decision.reasons),
+            }
+            self._write(record)
         if logs is not None:
             logs.update(shown)
 
-    def _tell(self, epoch: int, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            logger.info("Epoch %d: %s.", epoch + 1, reason)
-            if self.verbose:
-                print_msg(f"\nEpoch {epoch + 1}: {reason}.")
-
     def _write(self, record: dict[str, Any]) -> None:
+        for reason in record["reasons"]:
+            logger.info("Epoch %d: %s.", record["epoch"] + 1, reason)
+            if self.verbose:
+                print_msg(f"\nEpoch {record['epoch'] + 1}: {reason}.")
         if self.log_path is not None:
             append_json_lines(self.log_path, [record])
 
@@ -325,7 +321,7 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
     return interval
 
 
-class AdaptiveRate:
+class AdaptiveRate(Rate):
     """Sets a learning rate, or scales a schedule, relative to the initial rate.
 
     Args:
@@ -337,39 +333,33 @@ class AdaptiveRate:
     def __init__(
         self, model: keras.Model, momentum_correction: bool, former: AdaptiveRate | None = None
     ) -> None:
-        self._optimizer = model.optimizer
+        super().__init__(model, momentum_correction)
         rate = rate_of(update_rule(self._optimizer))
         self._schedule = rate if type(rate) is ScalableSchedule else None
-        self._rate = Rate(model, momentum_correction)
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
         self._last: float | None = None  # that was set here
-        if former is not None and former._last == self._rate.value():
+        if former is not None and former._last == self.value():
             self._initial = former._initial
 
-    def set(self, scale: float, stretch: float) -> None:
+    def rescale(self, scale: float, stretch: float) -> None:
         """Set the rate for the steps that come.
 
         Args:
             scale: Relative to the initial rate, or to what the schedule says.
-            stretch: Present batch size over the first one; schedules go on by as many steps.
+            stretch: Present batch size over the first one; a schedule advances by as many steps.
         """
         if self._schedule is None:
             if self._initial is None:
-                self._initial = self._rate.value()
-            self._rate.set(self._initial * scale)
-            self._last = self._rate.value()
+                self._initial = self.value()
+            self.set(self._initial * scale)
+            self._last = self.value()
             return
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
             # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
-            step = n_updates(update_rule(self._optimizer))
-            self._schedule.rescale(scale, stretch, step)
+            self._schedule.rescale(scale, stretch, n_updates(update_rule(self._optimizer)))
             if scale != before[0]:
-                self._rate.correct(scale / before[0])
-
-    def value(self) -> float:
-        """Return the present rate."""
-        return self._rate.value()
+                self.correct(scale / before[0])
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` takes."""
@@ -377,7 +367,7 @@ class AdaptiveRate:
         return {"initial": self._initial, "schedule": schedule}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume where `state` was taken."""
         self._initial = state["initial"]
         if self._schedule is not None and state["schedule"] is not None:
             self._schedule.restore(state["schedule"])

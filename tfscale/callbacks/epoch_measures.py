@@ -68,8 +68,7 @@ class EpochMeasures:
         self._norms = GradientNorms() if has_noise_scale else None
         self._guard = MemoryGuard()
         self._origin: list[np.ndarray] | None = None
-        self._first_cost = math.nan
-        self._is_common = False  # whether first_cost is the mean over ranks
+        self._first_cost = math.nan  # this rank's
 
     def watch(self, model: keras.Model) -> None:
         """Let the optimizer of a model take the norms of gradients, if they are needed."""
@@ -79,7 +78,7 @@ class EpochMeasures:
     def start(self) -> None:
         """Begin a run."""
         self._guard = MemoryGuard()
-        self._origin, self._first_cost, self._is_common = None, math.nan, False
+        self._origin, self._first_cost = None, math.nan
         if self._norms is not None:
             self._norms.reset()
 
@@ -92,7 +91,7 @@ class EpochMeasures:
 
     def end_batch(self, logs: dict[str, Any] | None) -> None:
         """Remember the loss of the run's first batch."""
-        if not self._is_common and math.isnan(self._first_cost):
+        if math.isnan(self._first_cost):
             self._first_cost = _loss(logs)
 
     def end_steps(self, batch: EpochBatch) -> None:
@@ -121,11 +120,9 @@ class EpochMeasures:
             "norms": self._norms.take() if self._norms is not None else None,
         }
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
-        if not self._is_common:
-            self._first_cost, self._is_common = _mean([e["first"] for e in every]), True
         norms = [e["norms"] for e in every]
         return Measures(
-            first_cost=self._first_cost,
+            first_cost=_mean([e["first"] for e in every]),
             cost=_mean([e["cost"] for e in every]),
             distance=_mean([e["distance"] for e in every]),
             noise_scale=math.nan if self._norms is None else _noise_of(norms, batch),
@@ -135,8 +132,7 @@ class EpochMeasures:
     def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return what `restore` takes."""
         norms = self._norms.values() if self._norms is not None else None
-        own = {"first_cost": self._first_cost, "is_common": self._is_common, "norms": norms}
-        return own, list(self._origin or [])
+        return {"first_cost": self._first_cost, "norms": norms}, list(self._origin or [])
 
     @staticmethod
     def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -145,13 +141,11 @@ class EpochMeasures:
         The norms of gradients within an epoch cannot be compared over different numbers of ranks:
         the noise scale of this epoch is that of the steps to come.
         """
-        first = _mean([state["first_cost"] for state in states])
-        return {"first_cost": first, "is_common": not math.isnan(first), "norms": None}
+        return {"first_cost": _mean([state["first_cost"] for state in states]), "norms": None}
 
     def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:
         """Go on where `state` was taken."""
         self._first_cost = state["first_cost"]
-        self._is_common = state.get("is_common", not math.isnan(self._first_cost))
         self._origin = list(origin) or None
         if self._norms is not None and state.get("norms") is not None:
             self._norms.restore(state["norms"])
@@ -172,8 +166,9 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 def _mean(values: list[float]) -> float:
     """Return the mean; that of equal values is their value, whatever their number."""
-    is_finite = all(map(math.isfinite, values))
-    return math.fsum(values) / len(values) if is_finite else math.nan
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
 def _loss(logs: dict[str, Any] | None) -> float:
