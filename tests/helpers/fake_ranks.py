@@ -88,6 +88,9 @@ class FakeRanks:
         by_op.update({runtime.Max: np.max, runtime.Min: np.min})
         return by_op[op](every, axis=0)
 
+    def _grouped_allreduce(self, tensors: Any, op: Any = runtime.Average, **_: Any) -> list[Any]:
+        return [self._allreduce(tensor, op) for tensor in tensors]
+
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -101,6 +104,7 @@ class FakeRanks:
                 (objects, "allgather_object", self._exchange),
                 (objects, "broadcast_variables", self._broadcast_variables),
                 (collectives, "allreduce", self._allreduce),
+                (collectives, "grouped_allreduce", self._grouped_allreduce),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             yield
