@@ -16,6 +16,7 @@ from tfscale.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
+from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY
 from tfscale.callbacks.adaptive_checks import check_compared
 from tfscale.callbacks.batch_size_schedule import check_sizes
 from tfscale.comm import runtime
@@ -47,7 +48,7 @@ def test_maximum_below_the_start():
 def test_a_batch_that_the_ranks_cannot_share():
     data = as_rank(make_data(batch_size=6), 0, 2)
     with pytest.raises(ConfigError, match=r"\[6, 9, 18\].*Received.*batch_size=9, size=2") as error:
-        check_sizes(data, [6, 9, 18], "max_batch_size", "Choose others.")
+        check_sizes(data, [6, 9, 18], "max_batch_size", GROWTH_REMEDY)
     assert 'active_ranks="grow"' in str(error.value)
 
 

@@ -39,7 +39,7 @@ from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")
 
-_REMEDY = (
+GROWTH_REMEDY = (
     "Choose start_batch_size, factor and max_batch_size accordingly, or "
     'active_ranks="grow", where a batch may be smaller than the number of ranks.'
 )
@@ -197,7 +197,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
             if self._has_surplus:
                 begin_with_surplus(self.session)
             check_decays(settings, first)
-            check_sizes(self.data, settings.sizes, "max_batch_size", _REMEDY)
+            check_sizes(self.data, settings.sizes, "max_batch_size", GROWTH_REMEDY)
             if settings.signal == "noise_scale" and self._has_surplus:
                 check_compared(settings.sizes)
         self._control = GrowthControl(settings)
