@@ -22,11 +22,11 @@ from benchmarks.thesis_strategies import (
 )
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
+from tfscale.plan.forecast import grid
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import ExchangePlan
 from tfscale.plan.published import published
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
-from tfscale.plan.tables import grid
 
 CORES = 32  # of a host of [T]
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

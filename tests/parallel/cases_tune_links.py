@@ -74,7 +74,7 @@ def case_the_layers_of_a_model_are_timed():
     options = argparse.Namespace(
         model="tests.unit.test_forecast:small_model", model_file=None, input_shape="", batch=8
     )
-    machine = measure_model(measured(), options)
+    machine = measure_model(measured(), options, find_model(options.model, None))
     times = machine.layer_times["small"]
     assert times.batch == 8
     assert set(times.forward_s) == set(times.backward_s)

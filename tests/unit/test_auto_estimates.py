@@ -8,7 +8,7 @@ import pytest
 from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
 from tfscale.measure.auto import candidates
 from tfscale.measure.layers import LayerMeasurement, calibrated, fitted, measured_machine, separate
-from tfscale.plan.chunks import owner_of
+from tfscale.plan.buckets import owner_of
 from tfscale.plan.costs import Scenario, allreduce_s
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import bucketed

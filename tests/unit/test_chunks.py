@@ -10,13 +10,13 @@ from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.dense import DenseCalls, ReplicatedCall
 from tfscale.exchange.plan import GradientOptions
-from tfscale.plan.buckets import GradientSpec
-from tfscale.plan.chunks import (
+from tfscale.plan.buckets import (
+    GradientSpec,
     build_chunks,
     chunk_layers,
-    is_replicated_cheaper,
     layers_of,
 )
+from tfscale.plan.layers import is_replicated_cheaper
 
 
 def test_layers_of_variables():

@@ -19,7 +19,7 @@ from tfscale.config import ConfigError
 from tfscale.launcher import cli
 from tfscale.measure.model_layers import find_model, read_layers
 from tfscale.plan.costs import Scenario
-from tfscale.plan.curves import AUTO, LOCAL_SGD, forecast, winners
+from tfscale.plan.forecast import AUTO, LOCAL_SGD, forecast, winners
 from tfscale.plan.machines import PRESETS
 from tfscale.plan.published import published
 

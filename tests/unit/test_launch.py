@@ -153,8 +153,6 @@ def test_impossible_launches_are_refused():
         line(MPICH, size=0)
     with pytest.raises(ConfigError, match="at least one rank"):
         line(MPICH, command=())
-    with pytest.raises(ConfigError, match="Hosts come from one place"):
-        line(MPICH, hosts=(("a", 4),), hostfile="f")
 
 
 def test_hosts_are_read_and_filled():

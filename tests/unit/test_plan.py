@@ -21,16 +21,19 @@ specs_of_models = st.lists(
 
 
 def check_complete(specs, buckets):
-    """Each spec in exactly one bucket, one dtype each, last variable first, sizes right."""
-    indices = [i for bucket in buckets for i in bucket.indices]
+    """Each spec in exactly one bucket, one dtype each, last variable first."""
+    indices = [i for bucket in buckets for i in bucket]
     assert sorted(indices) == list(range(len(specs)))
     for bucket in buckets:
-        assert bucket.indices
-        assert {specs[i].dtype for i in bucket.indices} == {bucket.dtype}
-        assert list(bucket.indices) == sorted(bucket.indices, reverse=True)
-        assert bucket.n_bytes == sum(specs[i].n_bytes for i in bucket.indices)
-    ready = [min(bucket.indices) for bucket in buckets]
+        assert bucket
+        assert len({specs[i].dtype for i in bucket}) == 1
+        assert list(bucket) == sorted(bucket, reverse=True)
+    ready = [min(bucket) for bucket in buckets]
     assert ready == sorted(ready, reverse=True)
+
+
+def bytes_of(specs, bucket):
+    return sum(specs[i].n_bytes for i in bucket)
 
 
 @given(shape=shapes, dtype=st.sampled_from(sorted(WIDTHS)))
@@ -44,7 +47,7 @@ def test_buckets(specs, bucket_bytes):
     buckets = build_buckets(specs, bucket_bytes)
     check_complete(specs, buckets)
     for bucket in buckets:
-        assert len(bucket.indices) == 1 or bucket.n_bytes <= bucket_bytes
+        assert len(bucket) == 1 or bytes_of(specs, bucket) <= bucket_bytes
     assert build_buckets(specs, bucket_bytes) == buckets
 
 
@@ -52,11 +55,11 @@ def test_buckets(specs, bucket_bytes):
 def test_neighbours_stay_together(specs, bucket_bytes):
     """Of one dtype: no bucket could take the first gradient of the next one."""
     for dtype in WIDTHS:
-        same = [b for b in build_buckets(specs, bucket_bytes) if b.dtype == dtype]
+        same = [b for b in build_buckets(specs, bucket_bytes) if specs[b[0]].dtype == dtype]
         for bucket, following in itertools.pairwise(same):
-            assert min(bucket.indices) > max(following.indices)
-            first = specs[following.indices[0]]
-            assert bucket.n_bytes + first.n_bytes > bucket_bytes
+            assert min(bucket) > max(following)
+            first = specs[following[0]]
+            assert bytes_of(specs, bucket) + first.n_bytes > bucket_bytes
 
 
 @given(specs=specs_of_models)
@@ -64,7 +67,7 @@ def test_no_bytes_means_each_alone_and_many_mean_one_per_dtype(specs):
     huge = build_buckets(specs, 10**9)
     assert len(huge) == len({spec.dtype for spec in specs})
     for bucket in build_buckets(specs, 0):
-        assert len(bucket.indices) == 1 or bucket.n_bytes == 0
+        assert len(bucket) == 1 or bytes_of(specs, bucket) == 0
 
 
 @given(specs=specs_of_models)
@@ -86,12 +89,12 @@ def test_groups_of_the_user(specs, data):
     buckets = group_buckets(specs, groups)
     check_complete(specs, buckets)
     for bucket in buckets:
-        members = set(bucket.indices)
-        is_alone = len(members) == 1 and labels[bucket.indices[0]] == 3
+        members = set(bucket)
+        is_alone = len(members) == 1 and labels[bucket[0]] == 3
         assert is_alone or any(members <= set(group) for group in groups)
     for group in groups:
         n_dtypes = len({specs[i].dtype for i in group})
-        assert sum(bool(set(b.indices) & set(group)) for b in buckets) == n_dtypes
+        assert sum(bool(set(b) & set(group)) for b in buckets) == n_dtypes
 
 
 def test_errors():

@@ -12,7 +12,7 @@ from tfscale.config import PlanError
 from tfscale.measure.auto import _has_times
 from tfscale.plan.choose import best_first_chunk, choose, recommend
 from tfscale.plan.costs import Scenario
-from tfscale.plan.explain import explain
+from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 from tfscale.plan.parts import KINDS, check_plan, lower_bound_s, memory_bytes

@@ -230,7 +230,6 @@ STACK_CALLERS = {
 }
 PRIVATE_READERS = {
     "tfscale/comm/backends/horovod.py",
-    "tfscale/launcher/tune/scripts.py",
 }
 PATCHERS = {
     "tfscale/callbacks/save_points.py": ["a name"],

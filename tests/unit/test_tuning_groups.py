@@ -13,7 +13,8 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
 from tfscale.internals.traits import show_averages
-from tfscale.launcher.tune.commands import check_groups
+from tfscale.launcher import cli
+from tfscale.launcher.tune import check_groups
 from tfscale.launcher.tune.scripts import (
     FILES_AND_STOPS,
     RATES_AND_SIZES,
@@ -127,6 +128,11 @@ def test_numbers_of_groups():
     assert check_groups([1, 2, 4]) == [2, 4]
     with pytest.raises(ConfigError, match="must double from one to the next"):
         check_groups([2, 3])
+
+
+def test_a_learning_rate_is_above_0(capsys):
+    assert cli.main(["tune", "groups", "--learning-rate", "-0.1", __file__]) == 2
+    assert "Received: --learning-rate -0.1" in capsys.readouterr().err
 
 
 def test_each_group_gets_the_batches_of_the_script():

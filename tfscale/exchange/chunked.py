@@ -10,8 +10,8 @@ from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
-from tfscale.plan.buckets import Bucket, GradientSpec
-from tfscale.plan.chunks import build_chunks, is_replicated_cheaper
+from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks
+from tfscale.plan.layers import is_replicated_cheaper
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class Table:
             buckets = group_buckets(specs, runs)
         else:
             buckets = tuple(choose(specs))
-        return [tuple(positions[place] for place in bucket.indices) for bucket in buckets]
+        return [tuple(positions[place] for place in bucket) for bucket in buckets]
 
 
 @dataclass(frozen=True)

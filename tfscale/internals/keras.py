@@ -145,6 +145,14 @@ def rate_of(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate; Keras refuses a number in the place of a schedule."""
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        optimizer.learning_rate = rate
+    else:
+        optimizer._learning_rate = keras.Variable(rate, name="learning_rate", trainable=False)
+
+
 def n_updates(optimizer: Any) -> int:
     """Return the number with which a schedule is called; micro-batches, where these add up."""
     return int(keras.ops.convert_to_numpy(optimizer._iterations))

@@ -31,16 +31,12 @@ _PIPES_S = 1.0
 class StopRequest:
     """SIGINT, SIGTERM and SIGHUP to this process, while it is used as a context.
 
-    Attributes:
-        first: Number of the first signal; None without.
+    `first` is the number of the first signal, or None. Ranks have `grace_s` seconds to end after
+    it, and none after a second signal.
     """
 
     def __init__(self, grace_s: float) -> None:
-        """Wait for signals.
-
-        Args:
-            grace_s: Seconds that ranks have to end after the first signal; none after a second.
-        """
+        """Take no signals yet."""
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._before: dict[int, object] = {}
@@ -77,24 +73,16 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an attempt.
+    """The end of an attempt."""
 
-    Attributes:
-        exit_code: Of the job: 0, that of the first rank that failed, else the launcher's.
-        failure: Report of the first rank that failed; None where none said so.
-        was_stopped: This process was asked to end.
-        is_orderly: All ranks left the job together, whatever their exit status.
-        notes: Tracebacks of the ranks, and what else is to be said before the failure.
-    """
-
-    exit_code: int
-    failure: Report | None = None
-    was_stopped: bool = False
-    is_orderly: bool = False
-    notes: str = ""
+    exit_code: int  # of the job: 0, that of the first rank that failed, else the launcher's
+    failure: Report | None = None  # of the first rank that failed; None where none said so
+    was_stopped: bool = False  # this process was asked to end
+    is_orderly: bool = False  # all ranks left the job together, whatever their exit status
+    notes: str = ""  # tracebacks of the ranks, and what else is to be said before the failure
 
     def describe(self) -> str:
-        """Return the lines that say why the job failed, for people; empty where it did not."""
+        """Return the lines that say why the job failed; empty where it did not."""
         if self.failure is not None:
             return self.notes + self.failure.describe()
         if self.is_orderly or self.was_stopped:
@@ -121,11 +109,7 @@ class _Launcher:
     """mpiexec or srun, and what it prints."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        may_kill: bool,
-        is_quiet: bool,
+        self, command: Sequence[str], environ: Mapping[str, str], may_kill: bool, is_quiet: bool
     ) -> None:
         self._may_kill = may_kill
         self._job, marked = new_job(environ)
@@ -236,15 +220,13 @@ def run_attempt(
     Args:
         command: From `build_command`; ranks run under `tfscale.launcher.rank_process`.
         environ: Environment variables of the launcher.
-        stop: Signals to this process; the ranks get SIGTERM and their time to end, then they are
-            killed.
+        stop: Signals to this process; the ranks get SIGTERM and their time to end, then SIGKILL.
         stop_signal: What makes the launcher send ranks a signal that they take for SIGTERM.
         may_kill: Ranks end when the launcher is killed.
         is_quiet: Leave out what TensorFlow says at its start.
 
     Returns:
-        How it ended. No process of the job is left on this host. Nothing that says which rank
-        failed has been printed; see `Outcome.describe`.
+        How it ended; nothing of it is printed yet. No process of the job is left on this host.
     """
     launcher = _Launcher(command, environ, may_kill, is_quiet)
     failure = None

@@ -25,7 +25,7 @@ from tfscale.launcher.mpi_command import (
 )
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
-from tfscale.launcher.tune.commands import add_tune
+from tfscale.launcher.tune import add_tune
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -56,18 +56,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar="K=V",
         help="variable for every rank (repeatable)",
     )
-    _add_restarts(run)
-    run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
-    run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
-    run.add_argument("--quiet", action="store_true", help="do not print the command first")
-    run.add_argument(
-        "--verbose", action="store_true", help="show what TensorFlow says at its start"
-    )
-    run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
-    run.set_defaults(handler=_run)
-
-
-def _add_restarts(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--restarts",
         type=int,
@@ -88,6 +76,14 @@ def _add_restarts(run: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)",
     )
+    run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    run.add_argument("--quiet", action="store_true", help="do not print the command first")
+    run.add_argument(
+        "--verbose", action="store_true", help="show what TensorFlow says at its start"
+    )
+    run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
+    run.set_defaults(handler=_run)
 
 
 def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
@@ -185,12 +181,12 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         answer = {"ok": is_complete, "checks": [dataclasses.asdict(check) for check in checks]}
         print(json.dumps(answer, indent=2))
-        return 0 if is_complete else 1
-    for check in checks:
-        print(f"{check.status:8} {check.name:11} {check.detail}")
-        if check.remedy:
-            print(f"{'':8} {'':11} -> {check.remedy}")
-    print("Ready for several ranks." if is_complete else "Not ready for several ranks.")
+    else:
+        for check in checks:
+            print(f"{check.status:8} {check.name:11} {check.detail}")
+            if check.remedy:
+                print(f"{'':8} {'':11} -> {check.remedy}")
+        print("Ready for several ranks." if is_complete else "Not ready for several ranks.")
     return 0 if is_complete else 1
 
 
@@ -234,14 +230,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Words after `tfscale`; None takes this process's.
-
-    Returns:
-        The exit code: that of the ranks for `run`, else 0 if all is well.
-    """
+    """Run the command line, this process's by default, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
     )

@@ -40,6 +40,8 @@ total = np.asarray(tfscale.allreduce(np.ones(1000, np.float32), op=tfscale.Sum))
 assert tfscale.size() == 2 and (total == 2).all(), (tfscale.size(), total)
 tfscale.shutdown()
 """
+_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
+_NO_HOROVOD = "not installed: needed for backend='horovod' (Gloo, NCCL) and horovodrun only"
 _GPU_TEST = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
@@ -47,11 +49,7 @@ _GPU_TEST = "import tensorflow as tf; print(len(tf.config.list_physical_devices(
 class Check:
     """One line of the doctor's answer.
 
-    Attributes:
-        name: What was looked at.
-        status: "ok", "info" (nothing is needed), "warning" (works, but badly) or "missing".
-        detail: What was found.
-        remedy: What to do; empty where nothing is to be done.
+    `status` is "ok", "info" (nothing is needed), "warning" (works, but badly) or "missing".
     """
 
     name: str
@@ -60,35 +58,33 @@ class Check:
     remedy: str = ""
 
 
-def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def check_tensorflow() -> Check:
-    """Look for a supported TensorFlow."""
-    version = installed_tensorflow()
-    remedy = "pip install 'tensorflow>=2.18,<2.22'"
+def _check_version(name: str, version: str | None, supported: str, remedy: str) -> Check:
+    """Compare a version with those such as "2.18 to 2.21"."""
     if version is None:
-        return Check("tensorflow", "missing", "not installed", remedy)
-    if not (2, 18) <= _minor(version) <= (2, 21):
-        return Check("tensorflow", "missing", f"{version}, not {SUPPORTED_TENSORFLOW}", remedy)
-    return Check("tensorflow", "ok", version)
+        return Check(name, "missing", "not installed", remedy)
+    least, found, most = (
+        [int(number) for number in text.split(".")[:2]]
+        for text in (supported.split()[0], version, supported.split()[-1])
+    )
+    if not least <= found <= most:
+        return Check(name, "missing", f"{version}, not {supported}", remedy)
+    return Check(name, "ok", version)
 
 
 def check_keras(environ: Mapping[str, str]) -> Check:
     """Look for Keras 3 with the TensorFlow backend."""
-    try:
-        version = importlib.metadata.version("keras")
-    except importlib.metadata.PackageNotFoundError:
-        return Check("keras", "missing", "not installed", "pip install 'keras>=3.10,<3.16'")
-    backend = environ.get("KERAS_BACKEND", "tensorflow")
-    if backend != "tensorflow":
+    version, backend = _installed("keras"), environ.get("KERAS_BACKEND", "tensorflow")
+    if version is not None and backend != "tensorflow":
         detail = f"{version} with KERAS_BACKEND={backend}"
         return Check("keras", "missing", detail, "export KERAS_BACKEND=tensorflow")
-    if not (3, 10) <= _minor(version) <= (3, 15):
-        return Check("keras", "missing", f"{version}, not 3.10 to 3.15", "pip install 'keras<3.16'")
-    return Check("keras", "ok", version)
+    return _check_version("keras", version, "3.10 to 3.15", "pip install 'keras>=3.10,<3.16'")
 
 
 def check_mpi(mpi: Mpi | None) -> Check:
@@ -117,16 +113,6 @@ def check_library(mpi: Mpi | None) -> Check:
     return Check("library", "ok", detail)
 
 
-def check_horovod() -> Check:
-    """Look for Horovod, which Gloo and NCCL come with; nothing else needs it."""
-    try:
-        version = importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
-        detail = "not installed: needed for backend='horovod' (Gloo, NCCL) and horovodrun only"
-        return Check("horovod", "info", detail)
-    return Check("horovod", "info", version)
-
-
 def check_threads(environ: Mapping[str, str]) -> Check:
     """Show the cores and what the ranks would be given of them."""
     cores = count_cores()
@@ -135,8 +121,7 @@ def check_threads(environ: Mapping[str, str]) -> Check:
         remedy = "unset TF_NUM_INTEROP_THREADS, or set it to 2 or more"
         detail = "TF_NUM_INTEROP_THREADS=1: communication cannot overlap with computing"
         return Check("threads", "warning", detail, remedy)
-    spec = LaunchSpec(("python",), 2, n_cores=cores)
-    given = thread_variables(spec, environ)
+    given = thread_variables(LaunchSpec(("python",), 2, n_cores=cores), environ)
     text = " ".join(f"{name}={value}" for name, value in given.items()) or "as set by you"
     return Check("threads", "info", f"{cores} cores; each of 2 ranks: {text}")
 
@@ -170,14 +155,7 @@ def check_gpus(timeout_s: float = 120.0) -> Check:
 
 
 def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: float) -> Check:
-    """Let two ranks add numbers.
-
-    Args:
-        mpi: Starts the ranks.
-        environ: Environment variables of the ranks.
-        is_root: Started by root.
-        timeout_s: Limit in seconds; then the ranks are killed.
-    """
+    """Let two ranks add numbers; they are killed after `timeout_s`."""
     remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
     spec = LaunchSpec((sys.executable, "-c", _SELF_TEST), 2, is_root=is_root, n_cores=count_cores())
     job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **environ})
@@ -195,10 +173,8 @@ def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: fl
     finally:
         end_processes(job)
     if done.returncode != 0:
-        text = (done.stderr + done.stdout)[-2000:].strip()
-        return Check(
-            "self test", "missing", f"2 ranks: exit code {done.returncode}\n{text}", remedy
-        )
+        text = f"exit code {done.returncode}\n{(done.stderr + done.stdout)[-2000:].strip()}"
+        return Check("self test", "missing", f"2 ranks: {text}", remedy)
     return Check("self test", "ok", "2 ranks: allreduce is right")
 
 
@@ -207,23 +183,19 @@ def examine(
 ) -> list[Check]:
     """Look at everything that several ranks need.
 
-    Args:
-        environ: Environment variables.
-        is_root: Started by root.
-        timeout_s: Limit in seconds of each step that starts processes.
-
     Returns:
         One check per thing; the machine can run several ranks if none is "missing". The self
-        test is left out where something it needs is missing.
+        test is left out where something it needs is missing. Each check that starts processes
+        takes `timeout_s` at most.
     """
     mpi = find_mpi()
     checks = [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}"),
-        check_tensorflow(),
+        _check_version("tensorflow", installed_tensorflow(), SUPPORTED_TENSORFLOW, _TENSORFLOW),
         check_keras(environ),
         check_mpi(mpi),
         check_library(mpi),
-        check_horovod(),
+        Check("horovod", "info", _installed("horovod") or _NO_HOROVOD),
         check_threads(environ),
         check_shared_memory(),
     ]

@@ -1,4 +1,4 @@
-"""Starting ranks with the MPI at hand: places, command lines, variables, processes of a job."""
+"""Start ranks with the MPI at hand: places, command lines, variables, processes of a job."""
 
 from __future__ import annotations
 
@@ -29,14 +29,9 @@ def _items(text: str) -> list[str]:
 
 
 def require_hosts(text: str, source: str) -> str:
-    """Return a list of hosts that names one at least: an empty one is no wish for this host.
+    """Return a list of hosts, or a host file's text; raises ConfigError if it names none.
 
-    Args:
-        text: The list, or the text of a host file in any format.
-        source: The option that it comes from.
-
-    Raises:
-        ConfigError: It has no name in it.
+    An empty one is no wish for this host. `source` is the option that it comes from.
     """
     if not _items(text):
         raise ConfigError(
@@ -49,13 +44,9 @@ def require_hosts(text: str, source: str) -> str:
 def parse_places(text: str) -> Places:
     """Read "host1:2,host2:2", or the lines of a host file, as places for ranks.
 
-    Args:
-        text: Names with the number of ranks each may have, "host:2" or "host slots=2"; a name
-            alone may have 1. Items are separated by commas or lines; "#" begins a comment. A name
-            that comes again adds to its number, as in files of PBS with a line per rank.
-
-    Returns:
-        (name, number of places) pairs, each name once, in the order in which they first come.
+    Items are "host:2" or "host slots=2", separated by commas or lines; a name alone may have one
+    rank. "#" begins a comment. A name that comes again adds to its number, as in files of PBS with
+    a line per rank; the order is that in which names first come.
 
     Raises:
         ConfigError: A number is not positive, or there is something else.
@@ -74,14 +65,7 @@ def parse_places(text: str) -> Places:
 
 
 def spread(places: Places, size: int) -> Places:
-    """Spread `size` ranks over places, in order.
-
-    Args:
-        places: (name, number of places) pairs.
-        size: Number of ranks to place.
-
-    Returns:
-        Pairs whose numbers sum up to `size`; hosts that get no rank are left out.
+    """Spread ranks over places, in order; hosts that get no rank are left out.
 
     Raises:
         ConfigError: There are fewer places than ranks.
@@ -92,26 +76,17 @@ def spread(places: Places, size: int) -> Places:
             hosts.append((name, min(n_places, n_left)))
             n_left -= hosts[-1][1]
     if n_left:
-        text = ",".join(f"{name}:{n}" for name, n in places)
         raise ConfigError(
-            f"The hosts must have a place for each of {size} ranks. Received: hosts={text}, "
+            f"The hosts must have a place for each of {size} ranks. Received: "
+            f"hosts={_listed(places)}, "
             f"{n_left} too few. Raise the numbers or lower -np."
         )
     return tuple(hosts)
 
 
-KINDS = ("mpich", "openmpi", "intel")
-
-
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI that can start ranks.
-
-    Attributes:
-        kind: One of `KINDS`.
-        version: As printed by its mpiexec, such as "5.0.2".
-        mpiexec: Absolute path.
-    """
+    """An MPI that can start ranks: "mpich", "openmpi" or "intel", and the path of its mpiexec."""
 
     kind: str
     version: str
@@ -120,39 +95,28 @@ class Mpi:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start.
+    """What to start."""
 
-    Attributes:
-        command: Program and arguments of each rank.
-        size: Number of ranks, at least 1.
-        hosts: (name, number of ranks) pairs; empty means this host.
-        hostfile: Path in the MPI's own format; None without.
-        is_slurm: Start with srun inside an allocation.
-        is_prefixed: Print the rank before each line of output.
-        bind_to: "none", "core", "socket" or another word of the MPI; None leaves the choice to us.
-        environment: Variables for every rank; see `variables_of`.
-        is_root: Started by root, which Open MPI refuses unless told otherwise.
-        n_cores: Cores of this host.
-        cpus_per_task: What the batch script asked Slurm for; its srun does not read that itself.
-    """
+    command: tuple[str, ...]  # program and arguments of each rank
+    size: int  # ranks, at least 1
+    hosts: Places = ()  # empty means this host
+    hostfile: str | None = None  # in the MPI's own format
+    is_slurm: bool = False  # start with srun inside an allocation
+    is_prefixed: bool = False  # print the rank before each line of output
+    bind_to: str | None = None  # "none", "core", "socket" or another word of the MPI; None: ours
+    environment: Mapping[str, str] | None = None  # for every rank; see `variables_of`
+    is_root: bool = False  # started by root, which Open MPI refuses unless told otherwise
+    n_cores: int = 1  # of this host
+    cpus_per_task: str = ""  # asked of Slurm by the batch script; srun does not read that itself
 
-    command: tuple[str, ...]
-    size: int
-    hosts: tuple[tuple[str, int], ...] = ()
-    hostfile: str | None = None
-    is_slurm: bool = False
-    is_prefixed: bool = False
-    bind_to: str | None = None
-    environment: Mapping[str, str] | None = None
-    is_root: bool = False
-    n_cores: int = 1
-    cpus_per_task: str = ""
+
+def _listed(hosts: Places) -> str:
+    return ",".join(f"{name}:{n}" for name, n in hosts)
 
 
 def _mpich(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["-prepend-rank"] if spec.is_prefixed else [])]
-    if spec.hosts:
-        line += ["-hosts", ",".join(f"{name}:{n}" for name, n in spec.hosts)]
+    line += ["-hosts", _listed(spec.hosts)] if spec.hosts else []
     line += ["-f", spec.hostfile] if spec.hostfile else []
     line += ["-bind-to", spec.bind_to] if spec.bind_to else []
     return [*line, "-n", str(spec.size), *spec.command]
@@ -180,15 +144,9 @@ def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line += ["--bind-to", spec.bind_to or "none"]
     for name in spec.environment or {}:  # it takes the values from its own environment
         line += ["-x", name]
-    line += ["-H", ",".join(f"{name}:{n}" for name, n in spec.hosts)] if spec.hosts else []
+    line += ["-H", _listed(spec.hosts)] if spec.hosts else []
     line += ["--hostfile", spec.hostfile] if spec.hostfile else []
     return [*line, "-np", str(spec.size), *spec.command]
-
-
-def _nodes(hosts: tuple[tuple[str, int], ...]) -> list[str]:
-    words = [f"--nodelist={','.join(name for name, _ in hosts)}", f"--nodes={len(hosts)}"]
-    counts = {n for _, n in hosts}  # srun has no way to say unequal ones
-    return [*words, *([f"--ntasks-per-node={counts.pop()}"] if len(counts) == 1 else [])]
 
 
 def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
@@ -199,28 +157,20 @@ def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     line += [f"--ntasks={spec.size}", *(["--label"] if spec.is_prefixed else [])]
     line += [f"--cpus-per-task={spec.cpus_per_task}"] if spec.cpus_per_task else []
     line += [f"--cpu-bind={spec.bind_to}"] if spec.bind_to else []
-    line += _nodes(spec.hosts) if spec.hosts else []
+    if spec.hosts:
+        names = ",".join(name for name, _ in spec.hosts)
+        line += [f"--nodelist={names}", f"--nodes={len(spec.hosts)}"]
+        counts = {n for _, n in spec.hosts}  # srun has no way to say unequal ones
+        line += [f"--ntasks-per-node={counts.pop()}"] if len(counts) == 1 else []
     line += [f"--nodefile={spec.hostfile}"] if spec.hostfile else []
     return [*line, *spec.command]
 
 
-_LINES: dict[str, Callable[[LaunchSpec, Mpi], list[str]]] = {
-    "mpich": _mpich,
-    "intel": _intel,
-    "openmpi": _openmpi,
-}
-
-
 def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
-    """Build the command line that starts the ranks.
+    """Return the words of the command, mpiexec's or srun's, that starts the ranks.
 
-    Args:
-        spec: What to start.
-        mpi: The MPI that is there; None is enough with srun only.
-
-    Returns:
-        The words of the command, mpiexec's or srun's. It is to be run with `variables_of(spec,
-        mpi)` in its environment, which every launcher hands on: others may read its arguments.
+    It is to be run with `variables_of(spec, mpi)` in its environment, which every launcher hands
+    on: other users may read its arguments. `mpi` may be None with srun only.
 
     Raises:
         ConfigError: Nothing to start, no rank, hosts given twice, or no MPI.
@@ -230,10 +180,6 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
             f"A launch needs a program and at least one rank. Received: -np {spec.size}, "
             f"command={list(spec.command)}. Example: tfscale run -np 4 python train.py"
         )
-    if spec.hosts and spec.hostfile:
-        raise ConfigError(
-            f"Hosts come from one place. Received: -H and --hostfile {spec.hostfile}. Give one."
-        )
     if spec.is_slurm:
         return _srun(spec, mpi)
     if mpi is None:
@@ -241,15 +187,11 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
             "Starting ranks needs an MPI. Received: no mpiexec in this environment or on PATH. "
             "Install one (pip install mpich), or use --slurm in an allocation."
         )
-    return _LINES[mpi.kind](spec, mpi)
+    return {"mpich": _mpich, "intel": _intel, "openmpi": _openmpi}[mpi.kind](spec, mpi)
 
 
 def parse_version(text: str) -> tuple[str, str] | None:
-    """Recognise an MPI by what `mpiexec --version` prints.
-
-    Returns:
-        (kind, version), or None for an unknown one.
-    """
+    """Return kind and version of an MPI by what `mpiexec --version` prints, or None."""
     patterns = (
         ("intel", r"Intel\(R\) MPI Library.*?Version\s+([\d.]+)"),
         ("openmpi", r"\((?:OpenRTE|Open MPI|PRRTE)\)\s+([\d.]+)"),
@@ -288,14 +230,7 @@ JOB_VARIABLE = "TFSCALE_JOB"
 
 
 def find_mpi(mpiexec: str | None = None) -> Mpi | None:
-    """Find the MPI to start ranks with.
-
-    Args:
-        mpiexec: Its mpiexec; None looks in this environment, in MPI wheels, then on PATH.
-
-    Returns:
-        The MPI, or None where there is none that is known.
-    """
+    """Return the MPI of an mpiexec, by default that of this environment, a wheel or PATH."""
     path = mpiexec or find_tool("mpiexec")
     if path is None:
         return None
@@ -308,17 +243,10 @@ def find_mpi(mpiexec: str | None = None) -> Mpi | None:
 
 
 def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:
-    """Find the MPI that a job is started with.
-
-    Args:
-        mpiexec: Its mpiexec, as the user named it; None as in `find_mpi`.
-        is_slurm: srun starts the ranks, and needs none.
-
-    Returns:
-        The MPI, or None where there is no mpiexec, or srun does not need what is there.
+    """Return the MPI that a job is started with, or None where there is none, or srun needs none.
 
     Raises:
-        ConfigError: There is an mpiexec, named or found, that nobody knows how to use.
+        ConfigError: There is an mpiexec, named or found, of an unknown kind.
     """
     mpi = find_mpi(mpiexec)
     path = mpiexec or (None if is_slurm else find_tool("mpiexec"))
@@ -354,22 +282,13 @@ def _has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Share the cores of a host among its ranks.
-
-    Without this every rank starts a thread per core, and the ranks of a host disturb each other.
-
-    Args:
-        spec: What will be started.
-        environ: Environment variables; what the user set there stays as it is.
+    """Share the cores of a host among its ranks, which else start a thread per core each.
 
     Returns:
-        Variables to set: each rank gets cores / ranks-per-host threads, at least 1, for one
-        operation, and at least 2 operations at a time, which overlapping communication needs.
-        Empty for one rank, where the user has switched it off, and where ranks may be on other
-        hosts, whose cores are not known here: `tfscale.init` sees to these, if nothing is set.
-
-    Raises:
-        ConfigError: TFSCALE_SET_THREADS cannot be read.
+        Variables to set besides those in `environ`: each rank gets cores / ranks-per-host threads,
+        at least 1, for one operation, and at least 2 operations at a time, which overlapping
+        communication needs. Empty for one rank, where the user has switched it off, and where ranks
+        may be on other hosts, whose cores are not known here: `tfscale.init` sees to these.
     """
     if not sets_threads(environ) or spec.size < 2 or _has_other_hosts(spec, environ):
         return {}
@@ -385,12 +304,9 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
 def loopback_variables(
     spec: LaunchSpec, mpi: Mpi | None, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Let MPI's transports listen on the loopback interface only, where all ranks share a host.
+    """Let MPICH's transports listen on the loopback interface only, where all ranks share a host.
 
-    Args:
-        spec: What will be started.
-        mpi: The MPI that starts it; the variables are those of MPICH's transports.
-        environ: Environment variables; where the user chose an interface it stays.
+    An interface that the user chose in `environ` stays.
     """
     if mpi is None or mpi.kind != "mpich" or _has_other_hosts(spec, environ):
         return {}
@@ -423,12 +339,9 @@ def find_processes(job: str) -> list[int]:
 def end_processes(
     job: str, grace_s: float = 2.0, keep: Callable[[int], bool] = lambda pid: False
 ) -> None:
-    """End what is left of a job: asked first, killed after `grace_s`. Returns when none is left.
+    """End what is left of a job: SIGTERM first, SIGKILL after `grace_s`. Returns when none is left.
 
-    Args:
-        job: Its mark.
-        grace_s: Seconds between SIGTERM and SIGKILL.
-        keep: Whether a process, given by its id, is left alone.
+    Processes for whose id `keep` is true are left alone.
     """
 
     def find() -> list[int]:
@@ -447,9 +360,7 @@ def end_processes(
             return
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def set_death_signal(number: int) -> None:
     """Let this process get a signal when its parent ends; for `preexec_fn`."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -11,8 +11,7 @@ from tfscale.config import ConfigError
 from tfscale.files import has_matplotlib
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
-from tfscale.plan.curves import AUTO, LOCAL_SGD, Point, check_groups, forecast, report
-from tfscale.plan.explain import explain
+from tfscale.plan.forecast import AUTO, LOCAL_SGD, Point, check_groups, explain, forecast, report
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import PRESETS, find_machine
 from tfscale.plan.published import PUBLISHED, published
@@ -91,16 +90,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """Return whole numbers that are written with commas between them.
-
-    Args:
-        text: Such as "1,2,4".
-        name: Of the option, for the error.
-        least: The smallest that is allowed.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Return the numbers in "1,2,4"; raises ConfigError where one is below `least`, or none."""
     try:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:

@@ -81,7 +81,9 @@ class _Rank:
     def wait(self) -> int:
         """Return the exit status; negative: the signal that ended the rank."""
         while (code := self._process.poll()) is None:
-            self._beat()
+            if self._is_beating and time.monotonic() >= self._next_beat:
+                self._next_beat = time.monotonic() + BEAT_S
+                send(Beat(self.number, socket.gethostname()))
             self._look_at_status()
             received = signal.sigtimedwait(self._watched, _LOOK_S)
             if received is not None and received.si_signo in self._stops:
@@ -91,12 +93,6 @@ class _Rank:
         if -code in self._stops and signal.sigtimedwait(self._stops, _SAME_SIGNAL_S):
             self.was_stopped = True
         return code
-
-    def _beat(self) -> None:
-        """Send a sign of life, where `tfscale run` wants them."""
-        if self._is_beating and time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
-            send(Beat(self.number, socket.gethostname()))
 
     def _look_at_status(self) -> None:
         before, self._state = self._state, process.read(self.status).state
@@ -172,15 +168,11 @@ def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bo
 
 
 def main(command: Sequence[str]) -> int:
-    """Run a rank to its end.
-
-    Args:
-        command: Program and arguments.
+    """Run a rank to its end; after a failure this process dies of SIGKILL.
 
     Returns:
         The rank's exit status; 0 for one that had left the job: `tfscale run` knows the status
-        from the report, and mpirun and srun would end ranks that are still leaving. Does not
-        return after a failure: this process dies of SIGKILL.
+        from the report, and mpirun and srun would end ranks that are still leaving.
     """
     launch = discover(environment()) or Launch(0, 1, None, None, "none")
     send(Start(launch.rank, socket.gethostname(), os.getpid(), launch.size))

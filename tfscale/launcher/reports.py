@@ -26,16 +26,12 @@ _SILENCE_S = 20.0
 _PERSISTENT_S = 3.0
 
 
+# `host` is a name as the host calls itself.
+
+
 @dataclass(frozen=True)
 class Start:
-    """A rank has been started.
-
-    Attributes:
-        rank: Its number.
-        host: Name of its host, as the host calls itself.
-        pid: Process id of the process beside it.
-        size: Number of ranks.
-    """
+    """One of `size` ranks has been started; `pid` is that of the process beside it."""
 
     rank: int
     host: str
@@ -45,12 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life.
-
-    Attributes:
-        rank: Whose.
-        host: Name of its host, as the host calls itself.
-    """
+    """A sign of life."""
 
     rank: int
     host: str
@@ -73,37 +64,21 @@ class Words:
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank.
-
-    Attributes:
-        rank: Its number.
-        host: Name of its host, as the host calls itself.
-        status: Exit status; None where a signal ended it.
-        signal: Number of the signal that ended it; None where it ended by itself.
-        is_failure: The other ranks cannot continue.
-        has_joined: It had come through `tfscale.init`.
-        place: The last collective it finished; may be empty.
-        error: Its traceback; may be empty.
-        is_lost: Nothing is heard of its host; how it ended is not known.
-        is_told: It ended because of others, or of communication: it may not be the cause.
-        has_left: It left the job while others still called collectives.
-        is_alone: The process beside it ended without a word, and so did the rank.
-        was_asked: It was asked to save and stop; else exit status 75 is not believed.
-    """
+    """The end of a rank."""
 
     rank: int
     host: str
-    status: int | None
-    signal: int | None
-    is_failure: bool
-    has_joined: bool
-    place: str = ""
-    error: str = ""
-    is_lost: bool = False
-    is_told: bool = False
-    has_left: bool = False
-    is_alone: bool = False
-    was_asked: bool = False
+    status: int | None  # exit status; None where a signal ended it
+    signal: int | None  # number of the signal that ended it; None where it ended by itself
+    is_failure: bool  # the other ranks cannot continue
+    has_joined: bool  # it had come through `tfscale.init`
+    place: str = ""  # the last collective it finished
+    error: str = ""  # its traceback
+    is_lost: bool = False  # nothing is heard of its host; how it ended is not known
+    is_told: bool = False  # it ended because of others, or of communication: maybe not the cause
+    has_left: bool = False  # it left the job while others still called collectives
+    is_alone: bool = False  # the process beside it ended without a word, and so did the rank
+    was_asked: bool = False  # to save and stop; else exit status 75 is not believed
 
     @property
     def exit_code(self) -> int:
@@ -130,7 +105,9 @@ class Report:
                 "killed, or the MPI's own process on that host was."
             )
         elif self.signal is not None:
-            text = f"{who} was killed by signal {self.signal} ({_name(self.signal)})."
+            names = {int(number): number.name for number in signal.Signals}
+            name = names.get(self.signal, "a real-time signal")  # most of these have no name
+            text = f"{who} was killed by signal {self.signal} ({name})."
             if self.signal == signal.SIGKILL:
                 text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
         elif self.status == 0:
@@ -150,14 +127,6 @@ class Report:
             )
         last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
         return f"{text}\n{last}"
-
-
-def _name(number: int) -> str:
-    """Return what a signal is called; most real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"
 
 
 def describe_errors(reports: list[Report], failure: Report | None) -> str:
@@ -240,14 +209,14 @@ def _decode(text: bytes) -> Message | None:
 
 
 class Pulse:
-    """Remembers the last signs of life; times are in seconds of any steady clock.
+    """The last signs of life; times are in seconds of any steady clock.
 
     A host is lost when it has been silent for long while another one is heard. Where all are
     silent, it is the launcher that does not listen: its output may be blocked, or it was stopped.
     """
 
     def __init__(self) -> None:
-        """No rank was heard yet."""
+        """Begin without any."""
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._suspected_since: float | None = None
 
@@ -285,13 +254,7 @@ class ReportReader(threading.Thread):
     """
 
     def __init__(self, source: int, target: int, is_quiet: bool = False) -> None:
-        """Begin to read.
-
-        Args:
-            source: Descriptor to read from, until its end.
-            target: Descriptor to write to.
-            is_quiet: Leave out what TensorFlow says at its start.
-        """
+        """Copy from one descriptor to another, without TensorFlow's first words if `is_quiet`."""
         super().__init__(daemon=True)
         self._source, self._target, self._is_quiet = source, target, is_quiet
         self._rest = b""

@@ -33,27 +33,16 @@ WORTHWHILE_S = 60.0
 
 @dataclass(frozen=True)
 class RestartRule:
-    """How often, and with how few ranks, a job may be started again.
-
-    Attributes:
-        restarts: Times; 0 for never.
-        min_ranks: Fewest ranks; None for no fewer than at first.
-        places: All places, spare ones too; empty for this host alone.
-        grace_s: Seconds that ranks have to end after a signal to the launcher.
-    """
+    """How often, and with how few ranks, a job may be started again."""
 
     restarts: int = 0
-    min_ranks: int | None = None
-    places: Places = ()
-    grace_s: float = 30.0
+    min_ranks: int | None = None  # None: no fewer than at first
+    places: Places = ()  # spare ones too; empty for this host alone
+    grace_s: float = 30.0  # that ranks have to end after a signal to the launcher
 
 
 def check_rule(rule: RestartRule, spec: LaunchSpec) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        ConfigError: A number is outside of its range, or the ranks' hosts are Slurm's to choose.
-    """
+    """Raise ConfigError for numbers outside of their range, and for --min-np under Slurm."""
     if rule.restarts < 0 or rule.grace_s < 0:
         raise ConfigError(
             "--restarts and --grace-s must be 0 or more. Received: "
@@ -89,24 +78,16 @@ def may_restart(outcome: Outcome) -> bool:
 
 
 def pause_s(n_short: int) -> float:
-    """Return the seconds to wait before a restart: 1, 2, 4, ... 60.
-
-    Args:
-        n_short: Attempts right before this one that lasted less than `WORTHWHILE_S`.
-    """
+    """Return the seconds to wait after so many short attempts in a row: 1, 2, 4, ... 60."""
     return min(_MAX_PAUSE_S, 2.0 ** min(n_short, 10))
 
 
 def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
     """Return what `--min-np` allows to give up after a failure.
 
-    Args:
-        outcome: How the attempt ended.
-        hosts: (host, number of ranks) pairs in the order of ranks; empty for this host alone.
-
     Returns:
-        The host of the rank that failed, with all its ranks; on this host alone, one place. None
-        where no rank is to blame, or the one that was only told of a failure.
+        The host of the rank that failed, with all its ranks; one place where `hosts` is empty,
+        which means this host alone. None where no rank is the cause.
     """
     if outcome.failure is None or outcome.failure.is_told:
         return None
@@ -121,17 +102,10 @@ def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
 def next_places(
     places: Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
 ) -> Places | None:
-    """Decide where the next attempt may run.
+    """Return where the next attempt may run: some of the places on hosts that answer, or None.
 
-    Args:
-        places: Those on hosts that answer.
-        lost: From `lost_place`.
-        rule: The rule.
-        size: Number of ranks at first.
-
-    Returns:
-        Without `min_ranks` all `places`, if they suffice for `size` ranks. With it, those without
-        the lost one if they suffice for `min_ranks`, else all if these suffice. Else None.
+    Without `min_ranks` all `places`, if they suffice for `size` ranks. With it, those without
+    the lost one if they suffice for `min_ranks`, else all if these suffice.
     """
     candidates = [places]
     if rule.min_ranks is not None and lost is not None:
@@ -168,12 +142,9 @@ class Job:
         Args:
             spec: What to start at first, without the hosts of `rule`.
             mpi: The MPI that is there.
-            rule: When and where to start again.
+            rule: When and where to start again; raises ConfigError if it does not fit.
             environ: Environment variables of the launcher.
             is_verbose: Show what TensorFlow says at its start.
-
-        Raises:
-            ConfigError: The rule does not fit.
         """
         check_rule(rule, spec)
         given = {**environ, **(spec.environment or {})}
@@ -187,11 +158,7 @@ class Job:
         self._stop_signal = signal.SIGUSR1 if passes_on else signal.SIGTERM
 
     def command(self) -> list[str]:
-        """Return the command of the next attempt.
-
-        Raises:
-            ConfigError: There is nothing to start, no MPI, or no place for all ranks.
-        """
+        """Return the command of the next attempt; raises ConfigError where there can be none."""
         spec = self._next_spec()
         beside = (sys.executable, "-m", "tfscale.launcher.rank_process")
         command = (*beside, *quote(spec.command)) if spec.command else ()
@@ -223,12 +190,7 @@ class Job:
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
 
     def run(self) -> int:
-        """Run to the end, saying on stderr why an attempt ended.
-
-        Returns:
-            The exit code, see docs/operations.md.
-        """
-        is_slurm = self._spec.is_slurm
+        """Run to the end, saying on stderr why an attempt ended; return the job's exit code."""
         with StopRequest(self._rule.grace_s) as stop:
             while True:
                 started = time.monotonic()
@@ -237,7 +199,7 @@ class Job:
                     {**self._environ, **self.variables()},
                     stop,
                     self._stop_signal,
-                    may_kill=not is_slurm,
+                    may_kill=not self._spec.is_slurm,
                     is_quiet=self._is_quiet,
                 )
                 is_long = time.monotonic() - started >= WORTHWHILE_S
@@ -274,10 +236,9 @@ class Job:
     def _answers(self, host: str) -> bool:
         """Return whether the MPI can start a program on a host."""
         spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
-        command = build_command(spec, self._mpi)
         try:
             done = subprocess.run(
-                command,
+                build_command(spec, self._mpi),
                 env={**self._environ, **variables_of(spec, self._mpi)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -37,11 +37,10 @@ from tfscale.measure.layers import (
 from tfscale.measure.model_layers import read_layers
 from tfscale.optimizer.distributed import accumulating
 from tfscale.optimizer.rules import LAYERWISE
-from tfscale.plan.buckets import BYTES_PER_VALUE
+from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.choose import Choice, best_first_chunk, choose
-from tfscale.plan.chunks import owner_of
 from tfscale.plan.costs import Scenario
-from tfscale.plan.explain import explain
+from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import Kind

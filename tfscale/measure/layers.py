@@ -23,8 +23,7 @@ import tensorflow as tf
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.events import Listener, clock_ns, has_events
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.plan.buckets import BYTES_PER_VALUE
-from tfscale.plan.chunks import owner_of
+from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.costs import Scenario, share
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import LayerTimes, Machine

@@ -12,7 +12,7 @@ from typing import Any
 from tfscale.config import ConfigError
 from tfscale.files import has_matplotlib, read_json_lines
 from tfscale.measure.analysis import Intervals, overlap_percent
-from tfscale.plan.tables import grid
+from tfscale.plan.forecast import grid
 
 FILE_NAME = "communication.jsonl"
 TABLE_NAME = "communication.md"

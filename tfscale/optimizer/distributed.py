@@ -47,7 +47,7 @@ from tfscale.optimizer.rules import (
     why_whole,
 )
 from tfscale.optimizer.state import CompleteVariable, KeptState, ShardState, StateNodes, n_bytes
-from tfscale.plan.chunks import owner_of
+from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
 

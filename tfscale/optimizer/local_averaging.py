@@ -265,7 +265,7 @@ class GroupAverage:
             return [list(range(len(self.targets)))] if self.targets else []
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
         buckets = build_buckets(specs, auto_bucket_bytes(specs))
-        return [sorted(bucket.indices) for bucket in buckets[::-1]]
+        return [sorted(bucket) for bucket in buckets[::-1]]
 
     def _mean_parameters(self, part: Sequence[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if self._compression is Compression.none:

@@ -1,27 +1,28 @@
-"""Gradients and the buckets that they are exchanged in."""
+"""Buckets and chunks: which gradients are sent together, and in what order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tfscale.config import PlanError
 
-BYTES_PER_VALUE = 4  # of float32, which gradients and parameters travel as unless compressed
+BYTES_PER_VALUE = 4  # of float32, in which gradients and parameters are sent unless compressed
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+# With "auto" a model is cut into this many buckets: enough that most of the exchange overlaps with
+# back-propagation, few enough that latency stays small beside it.
+_AUTO_BUCKETS = 8
+_AUTO_LEAST = 256 * 1024
+_AUTO_MOST = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """One dense gradient.
-
-    Attributes:
-        name: Path of the variable, such as "dense/kernel".
-        shape: Its shape.
-        dtype: Name of the dtype that travels.
-    """
+    """One dense gradient: path of the variable, such as "dense/kernel", shape, dtype as sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,26 +39,8 @@ class GradientSpec:
         return math.prod(self.shape) * self.item_bytes
 
 
-# With "auto" a model is cut into this many buckets: enough that most of the exchange hides behind
-# back-propagation, few enough that latency stays small beside it.
-_AUTO_BUCKETS = 8
-_AUTO_LEAST = 256 * 1024
-_AUTO_MOST = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are exchanged as one message.
-
-    Attributes:
-        indices: Positions in the sequence of specs, in the order they become ready.
-        dtype: What travels; one per bucket.
-        n_bytes: Sum over its gradients.
-    """
-
-    indices: tuple[int, ...]
-    dtype: str
-    n_bytes: int
+# Positions of gradients of one dtype that are exchanged as one message, the first ready first.
+Bucket = tuple[int, ...]
 
 
 def auto_bucket_bytes(specs: Sequence[GradientSpec]) -> int:
@@ -82,33 +65,27 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
     """
     if bucket_bytes < 0:
         raise PlanError(f"bucket_bytes must be 0 or more. Received: bucket_bytes={bucket_bytes}.")
-    open_buckets: dict[str, list[int]] = {}
-    closed: list[Bucket] = []
-
-    def close(dtype: str) -> None:
-        indices = open_buckets.pop(dtype)
-        closed.append(Bucket(tuple(indices), dtype, sum(specs[i].n_bytes for i in indices)))
-
+    groups: list[list[int]] = []
+    last: dict[str, list[int]] = {}  # of each dtype
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        members = open_buckets.get(spec.dtype, [])
-        filled = sum(specs[i].n_bytes for i in members)
-        if members and filled + spec.n_bytes > bucket_bytes:
-            close(spec.dtype)
-        open_buckets.setdefault(spec.dtype, []).append(index)
-    for dtype in list(open_buckets):
-        close(dtype)
-    return tuple(sorted(closed, key=lambda bucket: min(bucket.indices), reverse=True))
+        group = last.get(spec.dtype, [])
+        filled = sum(specs[i].n_bytes for i in group)
+        if not group or filled + spec.n_bytes > bucket_bytes:
+            group = last[spec.dtype] = []
+            groups.append(group)
+        group.append(index)
+    return group_buckets(specs, groups)
 
 
 def group_buckets(
     specs: Sequence[GradientSpec], groups: Sequence[Sequence[int]]
 ) -> tuple[Bucket, ...]:
-    """Turn groups chosen by the user into buckets.
+    """Turn chosen groups into buckets.
 
     Args:
         specs: One per variable.
-        groups: Positions that belong together. Those in no group travel alone; a group of several
+        groups: Positions that belong together. Those in no group are sent alone; a group of several
             dtypes is cut by dtype.
 
     Returns:
@@ -123,8 +100,73 @@ def group_buckets(
     alone = [[i] for i in range(len(specs)) if i not in set(chosen)]
     buckets = []
     for group in [*map(list, groups), *alone]:
-        for dtype in dict.fromkeys(specs[i].dtype for i in group):
-            indices = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
-            n_bytes = sum(specs[i].n_bytes for i in indices)
-            buckets.append(Bucket(tuple(indices), dtype, n_bytes))
-    return tuple(sorted(buckets, key=lambda bucket: min(bucket.indices), reverse=True))
+        for dtype in {specs[i].dtype for i in group}:
+            own = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
+            buckets.append(tuple(own))
+    return tuple(sorted(buckets, key=min, reverse=True))
+
+
+def owner_of(name: str) -> str:
+    """Return the path of the layer that owns a variable, such as "block/dense"."""
+    return name.rpartition("/")[0] or name
+
+
+def layers_of(names: Sequence[str]) -> list[list[int]]:
+    """Return positions of variables by layer, layers in the order of their first variable."""
+    layers: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        layers.setdefault(owner_of(name), []).append(position)
+    return list(layers.values())
+
+
+def chunk_layers(
+    layer_bytes: Sequence[int], first_chunk_layers: int, chunks: int | Literal["per_layer"]
+) -> list[list[int]]:
+    """Cut a model into chunks of layers, [T] chapter 3, algorithm 2.
+
+    Args:
+        layer_bytes: Bytes of each layer's gradients, in the order of the model.
+        first_chunk_layers: Layers in the first chunk, counted from the last layer; more than
+            there are put all into one chunk.
+        chunks: How many chunks, 1 or more; "per_layer" makes one of each layer.
+
+    Returns:
+        Layers per chunk, chunks in the order in which they become ready; the layers after the
+        first chunk are shared among the others so that these hold about equally many bytes.
+        Each layer is in exactly one chunk, and no chunk is empty.
+
+    Raises:
+        PlanError: A number is not positive.
+    """
+    backwards = list(reversed(range(len(layer_bytes))))
+    if chunks == "per_layer":
+        return [[layer] for layer in backwards]
+    if chunks < 1 or first_chunk_layers < 1:
+        raise PlanError(
+            "A chunk needs a layer. Received: "
+            f"first_chunk_layers={first_chunk_layers}, chunks={chunks}."
+        )
+    if chunks == 1:
+        return [backwards] if backwards else []
+    result = [backwards[:first_chunk_layers]]
+    rest = backwards[first_chunk_layers:]
+    target = sum(layer_bytes[layer] for layer in rest) / (chunks - 1)
+    part: list[int] = []
+    filled = 0
+    for layer in rest:
+        part.append(layer)
+        filled += layer_bytes[layer]
+        if filled >= target * len(result) and len(result) < chunks - 1:
+            result.append(part)
+            part = []
+    return [chunk for chunk in [*result, part] if chunk]
+
+
+def build_chunks(
+    specs: Sequence[GradientSpec], first_chunk_layers: int, chunks: int | Literal["per_layer"]
+) -> tuple[Bucket, ...]:
+    """Group gradients into one bucket per chunk and dtype; see `chunk_layers`."""
+    layers = layers_of([spec.name for spec in specs])
+    layer_bytes = [sum(specs[i].n_bytes for i in layer) for layer in layers]
+    cut = chunk_layers(layer_bytes, first_chunk_layers, chunks)
+    return group_buckets(specs, [[i for layer in chunk for i in layers[layer]] for chunk in cut])

@@ -1,4 +1,4 @@
-"""_Search for the exchange of each parameter that makes a step shortest."""
+"""Search for the exchange of each parameter that makes a step shortest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tfscale.config import PlanError
+from tfscale.files import sha256
 from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
-from tfscale.plan.layers import digest
 from tfscale.plan.parts import (
     KINDS,
     ExchangePlan,
@@ -27,18 +27,18 @@ from tfscale.plan.simulate import Prediction, simulate
 _CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
 _FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
 _TRIED_CHUNKS = 10
+_MEBIBYTES = (1, 4, 16, 64)  # of buckets that are recommended
+_MOST_REPLICATED = 3
 
 
 class _Search:
-    """Simulates plans, each once, and remembers the fastest."""
+    """Simulates plans, each once."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Begin with none."""
         self.scenario = scenario
         self.known: dict[ExchangePlan, Prediction] = {}
 
     def step_s(self, plan: ExchangePlan) -> float:
-        """Return the step time of a plan."""
         if plan not in self.known:
             self.known[plan] = simulate(self.scenario, plan)
         return self.known[plan].step_s
@@ -57,11 +57,7 @@ def _cut_in_ways(
 ) -> Iterator[ExchangePlan]:
     """Yield plans that cut a model into few or many buckets, evenly or with a first chunk.
 
-    Args:
-        scenario: Model, machine, ranks, batch.
-        kind: Of the buckets.
-        special: Kinds of dense layers that are in none, by position.
-        cuts: Numbers of buckets; chunks are tried with `_CUTS` only.
+    Dense layers in `special` are in no bucket. Chunks are tried with all `_CUTS` only.
     """
     table = scenario.table
     places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
@@ -83,22 +79,17 @@ def _boundaries(n_layers: int, n_tried: int) -> range:
 def best_first_chunk(
     scenario: Scenario, chunks: int = 2, replicated: int = 0, n_tried: int = 1000
 ) -> int:
-    """Return how many of the last layers shall form the first chunk.
+    """Return how many of the last layers shall form the first chunk: the shortest step's.
 
-    Args:
-        scenario: Model, machine, ranks, batch.
-        chunks: Number of chunks.
-        replicated: How many of the first dense layers are in no chunk.
-        n_tried: At most about so many numbers are tried.
-
-    Returns:
-        The number with the shortest simulated step; the smallest such one.
+    `replicated` of the first dense layers are in no chunk. About `n_tried` numbers are tried.
     """
     table = scenario.table
     n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
-    search = _Search(scenario)
-    numbers = [*_boundaries(n_layers + 1, n_tried)]
-    return min(numbers, key=lambda n: search.step_s(chunked(table, n, chunks, replicated)))
+
+    def step_s(first: int) -> float:
+        return simulate(scenario, chunked(table, first, chunks, replicated)).step_s
+
+    return min(_boundaries(n_layers + 1, n_tried), key=step_s)
 
 
 # A plan must be predicted this much faster than plain allreduce: less is within the error of any
@@ -110,25 +101,15 @@ _TRIED_PARTS = 24  # parts that are switched one by one
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner decided.
-
-    Attributes:
-        plan: To be used.
-        predicted: Its step.
-        plain: Buckets of about an eighth of the model, summed: what `tfscale.Allreduce()` does.
-        plain_predicted: Its step.
-        name: What the plan is made of, in words.
-        reason: Why this plan.
-        n_tried: How many plans were simulated.
-    """
+    """The planner's decision."""
 
     plan: ExchangePlan
     predicted: Prediction
-    plain: ExchangePlan
+    plain: ExchangePlan  # that of `tfscale.Allreduce()`
     plain_predicted: Prediction
-    name: str
+    name: str  # what the plan is made of, in words
     reason: str
-    n_tried: int
+    n_tried: int  # plans that were simulated
 
     @property
     def is_plain(self) -> bool:
@@ -137,7 +118,7 @@ class Choice:
 
     def fingerprint(self) -> str:
         """Return a digest: equal choices have equal ones."""
-        return digest(self.plan, self.name, self.reason)
+        return sha256(repr((self.plan, self.name, self.reason)).encode())[:16]
 
 
 def plain_plan(scenario: Scenario) -> ExchangePlan:
@@ -147,12 +128,11 @@ def plain_plan(scenario: Scenario) -> ExchangePlan:
 
 
 def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
-    """Choose how each parameter travels.
+    """Choose how each parameter is sent.
 
-    Dense layers first travel as sends fewest bytes; then the number of buckets, the boundary of the
+    Dense layers begin with what sends fewest bytes; then the number of buckets, the boundary of the
     first chunk, each large dense layer, and each bucket's exchange are changed one after another as
-    long as the simulated step gets shorter. All of it depends on the arguments alone, so equal
-    arguments give equal plans on all ranks.
+    long as the simulated step gets shorter. Equal arguments give equal plans on all ranks.
 
     Args:
         scenario: Model, machine, ranks, batch.
@@ -167,7 +147,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
     whole: list[Kind] = [kind for kind in allowed if kind in ("allreduce", "sharded")]
     if not whole:
         raise PlanError(
-            "Parameters other than those of dense layers must travel, too. Received: "
+            "Parameters other than those of dense layers must be sent, too. Received: "
             f"allowed={tuple(allowed)}. Allow allreduce or sharded."
         )
     search = _Search(scenario)
@@ -207,7 +187,7 @@ def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]
 
 
 def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
-    """Change the exchange of one large dense layer after another; cut the rest anew each time."""
+    """Change the exchange of one large dense layer after another; cut the rest again each time."""
     table = search.scenario.table
 
     def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> ExchangePlan:
@@ -235,28 +215,18 @@ def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
     other: dict[Kind, Kind] = {"allreduce": "sharded", "sharded": "allreduce"}
     parameters = search.scenario.table.parameters
 
-    def n_bytes(part: Part) -> int:
+    def n_values(part: Part) -> int:
         return sum(parameters[p].n_values for p in part.parameters)
 
-    tried = [part for part in sorted(plan.parts, key=n_bytes, reverse=True) if part.kind in other]
+    tried = [part for part in sorted(plan.parts, key=n_values, reverse=True) if part.kind in other]
     for part in tried[:_TRIED_PARTS]:
         parts = [Part(other[p.kind], p.parameters) if p == part else p for p in plan.parts]
         plan = search.better(plan, replace(plan, parts=tuple(parts)))
     return plan
 
 
-_MEBIBYTES = (1, 4, 16, 64)
-_MOST_REPLICATED = 3
-
-
 class Recommendation(NamedTuple):
-    """A strategy with its options.
-
-    Attributes:
-        words: Python that makes it, such as "tfscale.Sharded(bucket_mb=4)".
-        plan: Its exchange.
-        predicted: Its step.
-    """
+    """A strategy as Python, such as "tfscale.Sharded(bucket_mb=4)", its plan and its step."""
 
     words: str
     plan: ExchangePlan
@@ -264,11 +234,7 @@ class Recommendation(NamedTuple):
 
 
 def recommend(scenario: Scenario) -> Recommendation:
-    """Return the fastest strategy that can be asked for by its options.
-
-    Returns:
-        `Allreduce()` where nothing else is predicted 3 % faster.
-    """
+    """Return the fastest strategy by its options; `Allreduce()` if none is 3 % faster than it."""
     options = [("tfscale.Allreduce()", plain_plan(scenario))]
     options += _options(scenario) if scenario.n_ranks > 1 else ()
     usual, *tried = (Recommendation(w, plan, simulate(scenario, plan)) for w, plan in options)

@@ -13,18 +13,13 @@ from tfscale.plan.machines import Link, Machine
 
 # How whole gradients are summed: "direct" is what tfscale's engine does, "mpi" what MPI's blocking
 # allreduce is worth, sums in one thread included.
-Algorithm = Literal["direct", "ring", "recursive", "mpi"]
+Algorithm = Literal["direct", "recursive", "mpi"]
 
 
 def transfer_s(n_bytes: float, n_ranks: int, link: Link) -> float:
-    """Return the time of an alltoall, a reduce-scatter or an allgather.
+    """Return the time of an alltoall, a reduce-scatter or an allgather, [T] table 4.1.
 
-    Args:
-        n_bytes: What a rank has before it or after it, whichever is more.
-        n_ranks: Members.
-        link: Between them.
-
-    Source: [T] table 4.1.
+    `n_bytes` are what a rank has before it or after it, whichever is more.
     """
     return (n_ranks - 1) * link.latency_s + n_bytes * share(n_ranks) / link.bytes_per_s
 
@@ -44,20 +39,15 @@ def allreduce_s(
 ) -> float:
     """Return the time of summing a vector over all ranks.
 
-    Args:
-        n_bytes: The vector.
-        n_ranks: Members.
-        machine: Where.
-        algorithm: "direct" sends each segment to the rank that sums it, [T] eq. 4.9; "ring" sends
-            as many messages and bytes, one after another; "recursive" is the better of a binomial
-            tree, eq. 4.6, and Rabenseifner's, eq. 4.7; "mpi" adds `mpi_s_per_byte` to it.
-        link: Between the members; None: as `machine.link` says.
+    The algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9; "recursive" is
+    the better of a binomial tree, eq. 4.6, and Rabenseifner's, eq. 4.7; "mpi" adds
+    `mpi_s_per_byte` to it. Without a `link` it is `machine.link`.
     """
     if n_ranks == 1:
         return 0.0
     link = link or machine.link(n_ranks)
     beta, rounds = 1 / link.bytes_per_s, math.log2(n_ranks)
-    if algorithm in ("direct", "ring"):
+    if algorithm == "direct":
         return 2 * transfer_s(n_bytes, n_ranks, link) + _sum_s(n_bytes, n_ranks, machine)
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
@@ -67,10 +57,7 @@ def allreduce_s(
 
 
 def sharded_s(n_bytes: float, n_ranks: int, machine: Machine) -> tuple[float, float, float]:
-    """Return the times of the alltoall of gradients, their sum, and the allgather of parameters.
-
-    Source: [T] eq. 4.9.
-    """
+    """Return the times of alltoall, sum, and allgather of parameters, [T] eq. 4.9."""
     each = transfer_s(n_bytes, n_ranks, machine.link(n_ranks))
     return each, _sum_s(n_bytes, n_ranks, machine), each
 
@@ -92,10 +79,8 @@ def partial_s(
         machine: Where.
 
     Returns:
-        Seconds of the alltoall of activations (eq. 4.2: n_in * batch / n_ranks values of a rank),
-        of the allgather of output gradients (eq. 4.3), and of that of weights (eq. 4.4).
-
-    Source: [T] eqs. 4.2 to 4.5.
+        Seconds of the alltoall of activations ([T] eq. 4.2: n_in * batch / n_ranks values of a
+        rank), of the allgather of output gradients (eq. 4.3), and of that of weights (eq. 4.4).
     """
     n_in, n_out = dense
     link = machine.link(n_ranks)
@@ -111,9 +96,7 @@ def replicated_s(
 ) -> tuple[float, float]:
     """Return the times of gathering a dense layer's activations and output gradients everywhere.
 
-    Arguments are those of `partial_s`.
-
-    Source: [T] 3.3.3: (N_in + N_out) * K values.
+    Arguments are those of `partial_s`. Source: [T] 3.3.3: (N_in + N_out) * K values.
     """
     link = machine.link(n_ranks)
     first, second = (transfer_s(activation_bytes(n, batch), n_ranks, link) for n in dense)
@@ -129,17 +112,12 @@ def average_s(
 ) -> float:
     """Return the time of averaging parameters across groups.
 
-    Args:
-        n_bytes: What each rank averages: all parameters, or its 1 / group_size of them.
-        group_size: Ranks of a group, [L]'s K.
-        n_groups: Groups, [L]'s P.
-        machine: Where.
-        algorithm: See `allreduce_s`.
+    Each rank averages `n_bytes`: all parameters, or its 1 / group_size of them. `group_size` is
+    [L]'s K, `n_groups` its P.
 
     Source: [L] eq. 7; eq. 5 with the number of groups in its second logarithm.
     """
-    link = machine.link_across(group_size, n_groups)
-    return allreduce_s(n_bytes, n_groups, machine, algorithm, link)
+    return allreduce_s(n_bytes, n_groups, machine, algorithm, machine.link(group_size * n_groups))
 
 
 # Each value a layer writes is written and read once in the forward pass; back-propagation reads it
@@ -150,28 +128,16 @@ _MOST_OF_LAYER = 0.8  # of back-propagation through a layer is its weight gradie
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model that is trained on a machine.
-
-    Attributes:
-        table: The model.
-        machine: Where.
-        n_ranks: Number of ranks.
-        global_batch: Samples of all ranks per step. Ranks beyond it repeat others' samples.
-        n_slots: Values of optimizer state per parameter: 0 SGD, 1 momentum, 2 Adam.
-    """
+    """A model that is trained on a machine."""
 
     table: LayerTable
     machine: Machine
     n_ranks: int
-    global_batch: int
-    n_slots: int = 1
+    global_batch: int  # samples of all ranks per step; ranks beyond it repeat others' samples
+    n_slots: int = 1  # values of optimizer state per parameter: 0 SGD, 1 momentum, 2 Adam
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            PlanError: A number is not positive.
-        """
+        """Require positive numbers; raises PlanError."""
         if self.n_ranks < 1 or self.global_batch < 1 or self.n_slots < 0:
             raise PlanError(
                 "n_ranks and global_batch must be 1 or more. Received: "
@@ -194,7 +160,7 @@ class Scenario:
         layer = self.table.layers[place]
         return layer.dense or (0, 0), self.gathered_batch * layer.rows
 
-    def product_s(self, flops: float, batch: float) -> float:
+    def _product_s(self, flops: float, batch: float) -> float:
         """Return the time of matrix products of `flops` operations per sample."""
         return flops * (batch + self.machine.half_batch) / self.machine.flops_per_s
 
@@ -208,13 +174,13 @@ class Scenario:
         measured = self._measured()
         if measured is not None:
             return measured.forward_s[layer.name] * self._scale(measured.batch)
-        products = self.product_s(layer.flops, self.local_batch)
+        products = self._product_s(layer.flops, self.local_batch)
         return products + self._traffic_s(layer, _FORWARD_PASSES)
 
     def backward_s(self, place: int) -> tuple[float, float]:
         """Return the times of a layer's errors and of its weight gradients."""
         layer = self.table.layers[place]
-        products = self.product_s(layer.flops, self.local_batch)
+        products = self._product_s(layer.flops, self.local_batch)
         traffic = self._traffic_s(layer, _BACKWARD_PASSES)
         errors = traffic + (products if place > 0 else 0.0)
         weights = products if layer.weights else 0.0
@@ -245,14 +211,10 @@ class Scenario:
             half = self.machine.half_batch
             scale = (batch * layer.rows + half) / (rows + half)
             return scale * (whole_s if part == 1.0 else min(whole_s, part_s))
-        return part * self.product_s(2.0 * n_in * n_out * layer.rows, batch)
+        return part * self._product_s(2.0 * n_in * n_out * layer.rows, batch)
 
     def update_s(self, n_values: float) -> float:
-        """Return the time of an update: gradient and parameter and slots read, the latter written.
-
-        Args:
-            n_values: Values that are updated.
-        """
+        """Return the time of an update: reads gradient, parameter, slots; writes the latter two."""
         accesses = 3 + 2 * self.n_slots
         return BYTES_PER_VALUE * accesses * n_values / self.machine.memory_bytes_per_s
 

@@ -23,76 +23,46 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Measured seconds per layer of one model.
+    """Measured seconds per layer of one model, by the layer's name."""
 
-    Attributes:
-        batch: Samples per rank they were measured with.
-        forward_s: By name of layer.
-        backward_s: By name of layer; errors and weight gradients together.
-        rest_s: Part of a step that belongs to no layer.
-        gradient_s: By name of a dense layer: rows of the whole batch, and seconds of its weight
-            gradient from a rank's own rows, from all rows, and a rank's part of it from all rows.
-        n_values: Trainable values of the model; 0 where it was not noted.
-    """
-
-    batch: int
+    batch: int  # samples per rank they were measured with
     forward_s: Mapping[str, float]
-    backward_s: Mapping[str, float]
-    rest_s: float = 0.0
+    backward_s: Mapping[str, float]  # errors and weight gradients together
+    rest_s: float = 0.0  # part of a step that belongs to no layer
+    # Of dense layers: rows of the whole batch, and seconds of the weight gradient from a rank's own
+    # rows, from all rows, and a rank's part of it from all rows.
     gradient_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    n_values: int = 0
+    n_values: int = 0  # trainable values of the model; 0 where it was not noted
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of equal hosts. Bandwidths are per host and direction.
-
-    Attributes:
-        name: What tables call it.
-        latency_s: Of a message between hosts.
-        bytes_per_s: Of a host's link, shared by its ranks.
-        reduce_bytes_per_s: Input of a local sum, per rank.
-        flops_per_s: Of a rank, for large matrix products.
-        memory_bytes_per_s: Of a rank, for what reads and writes only.
-        half_batch: Samples per rank at which matrix products run at half of `flops_per_s`: the
-            curve is batch / (batch + half_batch).
-        mpi_s_per_byte: What MPI's own allreduce takes longer than its messages, per byte.
-        ranks_per_host: Ranks that share a host.
-        host_latency_s: Between ranks of one host; None: as between hosts.
-        host_bytes_per_s: Of a rank within its host; None: as between hosts.
-        step_s: Part of every step that no layer accounts for.
-        compute_share: Speed of computing while messages are under way, relative to that alone:
-            less than 1 where ranks, sums and copies share cores.
-        message_share: Speed of messages while something is computed.
-        layer_times: Measured times by model, instead of those from operations.
-        spread: Relative half width of what was measured, by the name of the field.
-        note: Where the numbers come from.
-    """
+    """A cluster of equal hosts. Bandwidths are per host and direction."""
 
     name: str
-    latency_s: float
-    bytes_per_s: float
-    reduce_bytes_per_s: float
-    flops_per_s: float
-    memory_bytes_per_s: float
+    latency_s: float  # of a message between hosts
+    bytes_per_s: float  # of a host's link, shared by its ranks
+    reduce_bytes_per_s: float  # input of a local sum, per rank
+    flops_per_s: float  # of a rank, for large matrix products
+    memory_bytes_per_s: float  # of a rank, for what reads and writes only
+    # Samples per rank at which matrix products run at half of `flops_per_s`: the curve is
+    # batch / (batch + half_batch).
     half_batch: float = 0.0
-    mpi_s_per_byte: float = 0.0
+    mpi_s_per_byte: float = 0.0  # what MPI's own allreduce takes longer than its messages
     ranks_per_host: int = 1
-    host_latency_s: float | None = None
-    host_bytes_per_s: float | None = None
-    step_s: float = 0.0
+    host_latency_s: float | None = None  # between ranks of one host; None: as between hosts
+    host_bytes_per_s: float | None = None  # of a rank within its host; None: as between hosts
+    step_s: float = 0.0  # part of every step that no layer accounts for
+    # Speed of computing while messages are under way, relative to that alone: less than 1 where
+    # ranks, sums and copies share cores. And of messages while something is computed.
     compute_share: float = 1.0
     message_share: float = 1.0
-    layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)
-    spread: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
+    layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)  # by name of the model
+    spread: Mapping[str, float] = field(default_factory=dict)  # relative, of measured fields
+    note: str = ""  # where the numbers come from
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            PlanError: A rate is not positive, or a time is negative.
-        """
+        """Require positive rates, and times of 0 or more; raises PlanError."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, int | float):
@@ -106,24 +76,13 @@ class Machine:
 
     def link(self, n_ranks: int) -> Link:
         """Return the link that the slowest of the first `n_ranks` ranks has to the others."""
-        if n_ranks <= self.ranks_per_host:
-            return self._inside()
-        return self._between(min(n_ranks, self.ranks_per_host))
-
-    def link_across(self, group_size: int, n_groups: int) -> Link:
-        """Return the link between ranks with equal places in groups of neighbouring ranks."""
-        if group_size * n_groups <= self.ranks_per_host:
-            return self._inside()
-        return self._between(min(group_size * n_groups, self.ranks_per_host))
-
-    def _inside(self) -> Link:
-        """Never slower than between hosts with all of a host's ranks talking."""
-        latency = self.latency_s if self.host_latency_s is None else self.host_latency_s
-        rate = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
-        return Link(min(latency, self.latency_s), max(rate, self.bytes_per_s / self.ranks_per_host))
-
-    def _between(self, n_sharing: int) -> Link:
-        return Link(self.latency_s, min(self.bytes_per_s / n_sharing, self._inside().bytes_per_s))
+        shared = self.bytes_per_s / self.ranks_per_host
+        if n_ranks > self.ranks_per_host:
+            return Link(self.latency_s, shared)
+        # Never slower than between hosts with all of a host's ranks talking.
+        latency_s = self.latency_s if self.host_latency_s is None else self.host_latency_s
+        inside = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
+        return Link(min(latency_s, self.latency_s), max(inside, shared))
 
     def save(self, path: str | Path) -> None:
         """Write JSON, spread included; the folder is made."""
@@ -132,11 +91,7 @@ class Machine:
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read what `save` wrote.
-
-        Raises:
-            PlanError: There is no such file, or it describes no machine.
-        """
+        """Read what `save` wrote; raises PlanError where there is no such file or machine."""
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
             times = content.pop("layer_times", {})
@@ -153,8 +108,8 @@ _MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_lat
 
 # Cori's numbers are fitted to published speedups, see docs/thesis-scaling.md; the others are round
 # numbers of such hardware: measure your own.
-PRESETS: dict[str, Machine] = {
-    "cori-haswell": Machine(
+_PRESETS = (
+    Machine(
         name="cori-haswell",
         latency_s=1.7e-6,
         bytes_per_s=2.5e9,
@@ -165,7 +120,7 @@ PRESETS: dict[str, Machine] = {
         mpi_s_per_byte=2.0e-9,
         note="[T] chapter 4: one rank per host of 32 cores",
     ),
-    "ethernet-1g": Machine(
+    Machine(
         name="ethernet-1g",
         latency_s=50e-6,
         bytes_per_s=117e6,
@@ -175,7 +130,7 @@ PRESETS: dict[str, Machine] = {
         half_batch=1.0,
         note="1 Gbit/s between hosts of 8 cores",
     ),
-    "ethernet-10g": Machine(
+    Machine(
         name="ethernet-10g",
         latency_s=30e-6,
         bytes_per_s=1.1e9,
@@ -185,7 +140,7 @@ PRESETS: dict[str, Machine] = {
         half_batch=1.0,
         note="10 Gbit/s between hosts of 16 cores",
     ),
-    "infiniband-hdr": Machine(
+    Machine(
         name="infiniband-hdr",
         latency_s=3e-6,
         bytes_per_s=22e9,
@@ -195,16 +150,10 @@ PRESETS: dict[str, Machine] = {
         half_batch=1.0,
         note="200 Gbit/s between hosts of 64 cores",
     ),
-}
+)
+PRESETS: dict[str, Machine] = {machine.name: machine for machine in _PRESETS}
 
 
 def find_machine(name: str) -> Machine:
-    """Return a preset, or what a file describes.
-
-    Args:
-        name: A key of `PRESETS`, or a path.
-
-    Raises:
-        PlanError: It is neither.
-    """
+    """Return a preset, or the machine in the file of that path; raises PlanError without."""
     return PRESETS[name] if name in PRESETS else Machine.load(name)

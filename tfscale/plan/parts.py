@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tfscale.config import PlanError
-from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets
-from tfscale.plan.chunks import build_chunks
+from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets, build_chunks
 from tfscale.plan.costs import Algorithm, Scenario, activation_bytes, share
-from tfscale.plan.layers import Layer, LayerTable, digest
+from tfscale.plan.layers import Layer, LayerTable
 
 Kind = Literal["allreduce", "sharded", "partial", "replicated"]
 KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
@@ -42,8 +41,6 @@ class ExchangePlan:
         overlap: False sends nothing before back-propagation ends, and begins no step before all is
             over.
         lazy: Kinds for which the next forward pass waits layer by layer, not as a whole.
-        has_forward_gathers: Whether updated parameters are gathered in the order of the next
-            forward pass; False: in that of back-propagation.
         has_early_gradients: Whether a gradient made of what was gathered is computed as soon as
             this is there; False: after back-propagation, as [T] 4.4.1 does.
         piece_bytes: Largest vector whose exchange others cannot overtake; 0: any, as with blocking
@@ -54,22 +51,13 @@ class ExchangePlan:
     parts: tuple[Part, ...]
     overlap: bool = True
     lazy: tuple[Kind, ...] = ("sharded", "partial")
-    has_forward_gathers: bool = True
     has_early_gradients: bool = True
     piece_bytes: int = 32 * 2**20  # the engine's window, TFSCALE_WINDOW_BYTES
     algorithm: Algorithm = "direct"
 
-    def fingerprint(self) -> str:
-        """Return a digest: equal plans have equal ones."""
-        return digest(self)
-
 
 def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
-    """Require that a plan fits a model.
-
-    Raises:
-        PlanError: A parameter is in no part or in two, or a layer is no dense one.
-    """
+    """Require all parameters in one part each, and dense layers for theirs; raises PlanError."""
     chosen = sorted(p for part in plan.parts for p in part.parameters)
     if chosen != list(range(len(table.parameters))):
         raise PlanError(
@@ -108,21 +96,20 @@ def bucketed(
         kind: "allreduce" or "sharded".
         special: "partial" or "replicated" for some dense layers, by position of the layer.
     """
-    if bucket_bytes is None:
-        return _grouped(table, kind, special or {}, lambda s: build_chunks(s, 1, "per_layer"))
-    return _grouped(table, kind, special or {}, lambda s: build_buckets(s, bucket_bytes))
+
+    def group(specs: Sequence[GradientSpec]) -> Sequence[Bucket]:
+        if bucket_bytes is None:
+            return build_chunks(specs, 1, "per_layer")
+        return build_buckets(specs, bucket_bytes)
+
+    return _grouped(table, kind, special or {}, group)
 
 
 def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> ExchangePlan:
-    """Return the plan of `tfscale.Chunked`.
+    """Return the plan of `tfscale.Chunked`, [T] chapter 3.
 
-    Args:
-        table: The model.
-        first: Layers in the first chunk, counted without replicated ones.
-        chunks: Number of chunks.
-        replicated: How many of the first dense layers gather activations and output gradients.
-
-    Source: [T] chapter 3.
+    `first` layers are in the first chunk, counted without those `replicated` ones of the first
+    dense layers which gather activations and output gradients.
     """
     special: dict[int, Kind] = dict.fromkeys(dense_layers(table)[:replicated], "replicated")
     return _grouped(table, "allreduce", special, lambda s: build_chunks(s, first, chunks))
@@ -138,7 +125,7 @@ def _grouped(
     specs = specs_of(table)
     rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
     groups = group([specs[i] for i in rest]) if rest else ()
-    parts = [Part(kind, tuple(rest[i] for i in one.indices)) for one in groups]
+    parts = [Part(kind, tuple(rest[i] for i in one)) for one in groups]
     parts += [Part(own, table.positions(place)) for place, own in special.items()]
     return ExchangePlan(_in_ready_order(parts))
 
@@ -173,10 +160,7 @@ def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
 
 
 def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
-    """Return the dense layers that send fewer bytes as "partial" than as "sharded", by position.
-
-    Source: [T] eq. 4.8.
-    """
+    """Return the dense layers that send fewer bytes "partial" than "sharded", [T] eq. 4.8."""
     return {
         place: "partial"
         for place in dense_layers(scenario.table)
@@ -210,10 +194,7 @@ def lower_bound_s(scenario: Scenario) -> float:
 
 
 def memory_bytes(scenario: Scenario, plan: ExchangePlan) -> float:
-    """Return the bytes a rank holds for parameters, gradients, optimizer state and exchanges.
-
-    Activations are left out: they are the same whatever the exchange.
-    """
+    """Return the bytes a rank holds for parameters, gradients, optimizer state and exchanges."""
     total, n_ranks = 0.0, scenario.n_ranks
     for part in plan.parts:
         parameters = [scenario.table.parameters[p] for p in part.parameters]

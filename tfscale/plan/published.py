@@ -24,15 +24,7 @@ def dense(name: str, n_in: int, n_out: int) -> Layer:
 def conv(
     name: str, size: int, channels: tuple[int, int], rows: int, has_bias: bool = True
 ) -> Layer:
-    """Return a square convolution.
-
-    Args:
-        name: Its name.
-        size: Rows of the kernel.
-        channels: Of the input and of the output.
-        rows: Rows of the output, which is square.
-        has_bias: Whether there is a bias.
-    """
+    """Return a convolution: a square kernel of `size`, (in, out) channels, `rows` squared out."""
     n_in, n_out = channels
     kernel = size * size * n_in * n_out
     bias = ((f"{name}/bias", n_out),) if has_bias else ()
@@ -41,21 +33,14 @@ def conv(
 
 
 def norm(name: str, channels: int, rows: int) -> Layer:
-    """Return a batch normalisation with the activation behind it."""
+    """Return a batch normalisation with the activation after it."""
     weights = ((f"{name}/gamma", channels), (f"{name}/beta", channels))
     values = 2 * rows * rows * channels
     return Layer(name, weights, 5.0 * values, values)
 
 
 def vgg(name: str, stages: Stages, rows: int = 224, hidden: int = 4096) -> LayerTable:
-    """Return a VGG: stages of 3x3 convolutions that end in a pooling, then three dense layers.
-
-    Args:
-        name: Of the table.
-        stages: Filters per convolution and stage.
-        rows: Rows of a picture.
-        hidden: Units of the two hidden dense layers.
-    """
+    """Return a VGG: stages of 3x3 convolutions that end in a pooling, then three dense layers."""
     layers, channels = [], 3
     for stage, filters in enumerate(stages, start=1):
         for place, n_out in enumerate(filters, start=1):
@@ -134,14 +119,7 @@ PUBLISHED: dict[str, Callable[[], LayerTable]] = {
 
 
 def published(name: str) -> LayerTable:
-    """Return a model of the papers.
-
-    Args:
-        name: A key of `PUBLISHED`.
-
-    Raises:
-        PlanError: There is none of that name.
-    """
+    """Return a model of the papers by its key in `PUBLISHED`; raises PlanError without one."""
     if name not in PUBLISHED:
         raise PlanError(
             f"A model must be one of {', '.join(PUBLISHED)}. Received: model={name!r}. "

@@ -1,4 +1,4 @@
-"""How the parameters of a bucket lie in one flat buffer, and which part of it each rank owns."""
+"""Layout of the parameters of a bucket in one flat buffer, and each rank's segment of it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ ALIGNMENT = 64  # bytes; TensorFlow refuses tensors that begin elsewhere
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a variable that lies in one rank's segment.
+    """The part of a variable that lies in one rank's segment, in elements."""
 
-    Attributes:
-        variable: Position in the sequence of specs.
-        start: First element, counted in the flattened variable.
-        stop: One behind the last element.
-        offset: Where the piece begins in the buffer, in elements.
-    """
-
-    variable: int
-    start: int
-    stop: int
-    offset: int
+    variable: int  # position in the sequence of specs
+    start: int  # in the flattened variable
+    stop: int  # one after the last
+    offset: int  # of the piece in the buffer
 
     @property
     def count(self) -> int:
@@ -62,11 +55,7 @@ class SegmentedBucket:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what a rank owns, in the order of the buffer.
-
-        Args:
-            rank: Position among the ranks that share the buffer.
-        """
+        """Return what a rank owns, by its position among those that share the buffer."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]
         found = []
         for index, shape, offset in zip(self.indices, self.shapes, self.offsets, strict=True):
@@ -78,12 +67,7 @@ class SegmentedBucket:
 
 
 def row_cuts(n_rows: int, size: int) -> list[int]:
-    """Return where each rank's rows of a matrix begin, and the number of rows.
-
-    Args:
-        n_rows: Rows of the matrix.
-        size: Number of ranks; their shares differ by one row at most.
-    """
+    """Return where each rank's rows of a matrix begin, and `n_rows`; they differ by one at most."""
     return [n_rows * rank // size for rank in range(size + 1)]
 
 
@@ -116,25 +100,21 @@ def build_segments(
     """
     if size < 1:
         raise PlanError(f"size must be 1 or more. Received: size={size}.")
-    own = {i: group for group in by_rows for i in group}
-    buckets = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
+    own = {i for group in by_rows for i in group}
+    found: list[Sequence[int]] = []
     if groups is not None:
         rest = [[i for i in group if i not in own] for group in groups]
-        buckets += [
-            _segment(specs, sorted(bucket.indices), size, whole)
-            for bucket in group_buckets(specs, [group for group in rest if group])
-            if bucket.indices[0] not in own
-        ]
-        return tuple(sorted(buckets, key=lambda bucket: bucket.indices))
-    # What lies before and what behind such a bucket travels apart: it is not ready together.
-    for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
-        part = list(run)
-        if is_own:
-            continue
-        for bucket in build_buckets([specs[i] for i in part], bucket_bytes):
-            indices = sorted(part[i] for i in bucket.indices)
-            buckets.append(_segment(specs, indices, size, whole))
-    return tuple(sorted(buckets, key=lambda bucket: bucket.indices))
+        buckets = group_buckets(specs, [group for group in rest if group])
+        found += [bucket for bucket in buckets if bucket[0] not in own]
+    else:
+        # What lies before a matrix that is cut by rows and what lies after are not ready together.
+        for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
+            part = list(run)
+            buckets = () if is_own else build_buckets([specs[i] for i in part], bucket_bytes)
+            found += [[part[i] for i in bucket] for bucket in buckets]
+    segments = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
+    segments += [_segment(specs, sorted(indices), size, whole) for indices in found]
+    return tuple(sorted(segments, key=lambda segment: segment.indices))
 
 
 def _segment(

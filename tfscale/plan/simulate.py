@@ -24,60 +24,56 @@ _SAME = 1e-9  # relative
 class Task:
     """Work of one step.
 
-    Attributes:
-        stream: COMPUTE, COMMUNICATION or SUMS.
-        duration_s: How long it takes.
-        after: Tasks of the same step that must end first, by position.
-        after_previous: Tasks of the step before that must end first; the first step has none.
-        priority: Of the tasks that are ready a stream takes the earliest step's, of these the one
-            with the smallest number, of these the first.
-        name: For pictures.
+    Of the tasks that are ready a stream takes the earliest step's, of these the one with the
+    smallest priority, of these the first.
     """
 
-    stream: int
+    stream: int  # COMPUTE, COMMUNICATION or SUMS
     duration_s: float
-    after: tuple[int, ...] = ()
-    after_previous: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()  # tasks of the same step that must end first, by position
+    after_previous: tuple[int, ...] = ()  # and of the step before; the first step has none
     priority: int = 0
-    name: str = ""
+    name: str = ""  # for pictures
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """How a step repeats.
+class Prediction:
+    """Expected seconds of a step; means over a cycle of steps."""
 
-    Attributes:
-        step_s: Seconds per step.
-        busy_s: Seconds per step that each stream works.
-        begins_s: When each task of the last cycle began, from the begin of the cycle.
-        is_steady: Whether the steps came to repeat exactly; else step_s is a mean with the first
-            step's delay in it, hence an upper bound.
-    """
+    step_s: float  # from one step to the next
+    compute_s: float  # a rank computes
+    communication_s: float  # its communication thread works
+    # Whether the steps came to repeat exactly; else step_s is a mean with the first step's delay in
+    # it, hence an upper bound.
+    is_steady: bool = True
 
-    step_s: float
-    busy_s: tuple[float, ...]
-    begins_s: tuple[float, ...]
-    is_steady: bool
+    @property
+    def exposed_s(self) -> float:
+        """Time in which the rank computes nothing."""
+        return max(0.0, self.step_s - self.compute_s)
+
+    @property
+    def overlap_percent(self) -> float | None:
+        """R of [T] eq. 3.8; None where nothing is sent."""
+        if not self.communication_s:
+            return None
+        hidden = self.communication_s - min(self.exposed_s, self.communication_s)
+        return 100.0 * hidden / self.communication_s
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What streams lose to each other where they share cores; 1.0 is nothing.
+    """What streams lose to each other where they share cores; 1.0 is nothing."""
 
-    Attributes:
-        compute: Of computing, while messages or sums are under way.
-        messages: Of both, while something is computed.
-    """
-
-    compute: float = 1.0
-    messages: float = 1.0
+    compute: float = 1.0  # of computing, while messages or sums are under way
+    messages: float = 1.0  # of messages and sums, while something is computed
 
 
 ALONE = Speeds()
 
 
-def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Rhythm:
-    """Repeat a cycle of steps until it has a rhythm.
+def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Prediction:
+    """Repeat a cycle of steps until each takes as long as the one before.
 
     The step time is taken from cycles each task of which begins as much later than in the cycle
     before. Such cycles go on for ever, and each stream works off exactly one cycle's tasks in each,
@@ -89,15 +85,12 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Rhyt
             the first one of the last of the cycle, and may name its tasks only if both have the
             same number of them.
         speeds: Of streams that share cores.
-
-    Returns:
-        Times per step.
     """
     flat = [task for step in steps for task in step]
     n_tasks, n_steps = len(flat), len(steps)
-    busy = tuple(
+    compute_s, communication_s = (
         sum(task.duration_s for task in flat if task.stream == stream) / n_steps
-        for stream in range(N_STREAMS)
+        for stream in (COMPUTE, COMMUNICATION)
     )
     for n_cycles in (_SHORT, _LONG):
         begins, ends = run([step for _ in range(n_cycles) for step in steps], speeds)
@@ -108,16 +101,11 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Rhyt
         if is_steady:
             step_s = delays[0] / n_steps
             break
-    last = middle[-n_tasks:]
-    return Rhythm(step_s, busy, tuple(begin - min(last) for begin in last), is_steady)
+    return Prediction(step_s, compute_s, communication_s, is_steady)
 
 
 def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
-    """Run steps one after another, each task as soon as it may.
-
-    Args:
-        steps: The tasks of each step.
-        speeds: Of streams that share cores.
+    """Run the tasks of steps one after another, each as soon as it may.
 
     Returns:
         When each task of each step begins and ends, in seconds.
@@ -134,7 +122,7 @@ def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[f
 
 
 class _Clock:
-    """The state of a simulation. A task is known by its place: those of the first step first."""
+    """State of a simulation; tasks are numbers, those of the first step first."""
 
     def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
         self.tasks = [task for step in steps for task in step]
@@ -219,11 +207,7 @@ def step_tasks(
 ) -> tuple[Task, ...]:
     """Return the tasks of a step, in no particular order.
 
-    Args:
-        scenario: Model, machine, ranks, batch.
-        plan: One that `check_plan` accepts.
-        n_groups: Groups whose parameters local SGD averages; 0 for none.
-        is_average_due: Whether they are averaged in this step; else the tasks take no time.
+    Local SGD averages `n_groups` groups' parameters; where that is not due, it takes no time.
     """
     return _Builder(scenario, plan, n_groups, is_average_due).build()
 
@@ -269,19 +253,13 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _send(
-        self,
-        duration_s: float,
-        n_bytes: float,
-        after: tuple[int, ...],
-        name: str,
-        priority: int = 0,
+        self, duration_s: float, n_bytes: float, after: tuple[int, ...], name: str, priority: int
     ) -> int:
         """Send a vector in pieces, so that what is more urgent may overtake it."""
         limit = self.plan.piece_bytes
-        n_pieces = min(_MOST_PIECES, math.ceil(n_bytes / limit)) if limit else 1
-        for _ in range(max(1, n_pieces)):
-            piece_s = duration_s / max(1, n_pieces)
-            after = (self._add(COMMUNICATION, piece_s, after, name, priority),)
+        n_pieces = max(1, min(_MOST_PIECES, math.ceil(n_bytes / limit))) if limit else 1
+        for _ in range(n_pieces):
+            after = (self._add(COMMUNICATION, duration_s / n_pieces, after, name, priority),)
         return after[0]
 
     def _compute(self) -> None:
@@ -311,13 +289,13 @@ class _Builder:
         return sum(self.parameters[p].n_bytes for p in part.parameters)
 
     def _order(self, part: Part) -> int:
-        """Return a priority after all that back-propagation waits for."""
-        return 1 + self._first_layer(part) if self.plan.has_forward_gathers else 1
+        """Return a priority after back-propagation's, in the order of the next forward pass."""
+        return 1 + self._first_layer(part)
 
     def _allreduce(self, part: Part) -> int:
         n_bytes, size, machine = self._n_bytes(part), self.scenario.n_ranks, self.scenario.machine
         duration = costs.allreduce_s(n_bytes, size, machine, self.plan.algorithm)
-        sent = self._send(duration, n_bytes, self._ready(part), "allreduce")
+        sent = self._send(duration, n_bytes, self._ready(part), "allreduce", 0)
         return self._whole_update(part, (sent,))
 
     def _whole_update(self, part: Part, after: tuple[int, ...]) -> int:
@@ -353,7 +331,7 @@ class _Builder:
     def _sharded(self, part: Part) -> int:
         scenario, n_bytes = self.scenario, self._n_bytes(part)
         spread, summed, _ = costs.sharded_s(n_bytes, scenario.n_ranks, scenario.machine)
-        sent = self._send(spread, n_bytes, self._ready(part), "alltoall")
+        sent = self._send(spread, n_bytes, self._ready(part), "alltoall", 0)
         return self._shard_update(part, (sent,), summed)
 
     def _activations(self, part: Part, of_inputs: float, of_errors: float) -> tuple[int, int]:
@@ -420,45 +398,11 @@ class _Builder:
             self.tasks[task] = replace(self.tasks[task], after_previous=tuple(sorted(finals)))
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a step is expected to take, in seconds; means over a cycle of steps.
-
-    Attributes:
-        step_s: From one step to the next.
-        compute_s: A rank computes.
-        communication_s: Its communication thread works.
-        is_steady: See `tfscale.plan.simulate.Rhythm`.
-    """
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    is_steady: bool = True
-
-    @property
-    def exposed_s(self) -> float:
-        """Time in which the rank computes nothing."""
-        return max(0.0, self.step_s - self.compute_s)
-
-    @property
-    def overlap_percent(self) -> float | None:
-        """R of [T] eq. 3.8; None where nothing is sent."""
-        if not self.communication_s:
-            return None
-        hidden = self.communication_s - min(self.exposed_s, self.communication_s)
-        return 100.0 * hidden / self.communication_s
-
-
 def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
-    """Predict a step.
+    """Predict a step; raises PlanError where the plan does not fit the model.
 
     All ranks do the same at the same time, so one of them is simulated: a compute stream that
-    prefers back-propagation to updates, one communication thread, and a stream for local sums and
-    updates of shards.
-
-    Raises:
-        PlanError: The plan does not fit the model.
+    prefers back-propagation to updates, one communication thread, and a stream for local sums.
     """
     check_plan(scenario.table, plan)
     return _predict(scenario, [step_tasks(scenario, plan)])
@@ -474,9 +418,7 @@ def simulate_local_sgd(
         within: What a group's ranks exchange at every step. Sharded parameters are averaged across
             groups before they are gathered, each rank its segment; others as a whole.
         n_groups: Number of groups.
-        interval: Steps from one averaging to the next.
-
-    Source: [L] III-B.
+        interval: Steps from one averaging to the next, [L] III-B.
     """
     check_plan(scenario.table, within)
     plain = step_tasks(scenario, within, n_groups)
@@ -486,6 +428,4 @@ def simulate_local_sgd(
 
 def _predict(scenario: Scenario, steps: Sequence[Sequence]) -> Prediction:
     machine = scenario.machine
-    rhythm = find_rhythm(steps, Speeds(machine.compute_share, machine.message_share))
-    compute, communication = rhythm.busy_s[COMPUTE], rhythm.busy_s[COMMUNICATION]
-    return Prediction(rhythm.step_s, compute, communication, rhythm.is_steady)
+    return find_rhythm(steps, Speeds(machine.compute_share, machine.message_share))

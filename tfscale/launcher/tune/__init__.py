@@ -1,1 +1,210 @@
-"""`tfscale tune`: programs that measure, and recommend settings. Only `commands` is light."""
+"""The commands `tfscale tune batch-size`, `groups` and `links`.
+
+TensorFlow is imported when a handler runs, and by the ranks that it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfscale.config import ConfigError
+from tfscale.launcher.plan import read_numbers
+
+_SIZES = "16,32,64,128,256,512,1024"
+
+
+def add_tune(commands: argparse._SubParsersAction) -> None:
+    """Add the parsers of `tfscale tune`."""
+    tune = commands.add_parser("tune", help="measure, and recommend settings")
+    tuners = tune.add_subparsers(required=True, metavar="WHAT")
+    _add_batch_size(tuners)
+    _add_groups(tuners)
+    _add_links(tuners)
+
+
+def _add_script(parser: argparse.ArgumentParser, output: str) -> None:
+    parser.add_argument("--output", default=output, metavar="DIR", help="for JSON and PNG")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _add_batch_size(tuners: argparse._SubParsersAction) -> None:
+    parser = tuners.add_parser(
+        "batch-size",
+        help="look for the batch size to start with and to end with",
+        usage="tfscale tune batch-size [options] recipe.py ...",
+        description="Runs a training script in one process, and measures at some epochs how the "
+        "gradient depends on the batch size. The script must train with model.fit on "
+        "tfscale.data.GlobalBatches or on arrays. It is stopped after the last measurement.",
+    )
+    parser.add_argument("--sizes", default=_SIZES, metavar="B,...", help=f"default: {_SIZES}")
+    parser.add_argument("--samples", type=int, default=4096, metavar="N", help="per size and stage")
+    parser.add_argument("--stages", default="0,1,3", metavar="E,...", help="epochs trained before")
+    _add_script(parser, "batch_size")
+    parser.set_defaults(handler=_tune_batch_size)
+
+
+def _tune_batch_size(options: argparse.Namespace) -> int:
+    from tfscale.launcher.tune.scripts import measure_script
+    from tfscale.measure.batch_size import write_report
+
+    stages = measure_script(
+        [options.script, *options.arguments],
+        batch_sizes=read_numbers(options.sizes, "--sizes"),
+        at_epochs=read_numbers(options.stages, "--stages", least=0),
+        samples=options.samples,
+    )
+    text = write_report(stages, options.output)
+    sys.stdout.write(f"{text}Results are in {options.output}.\n")
+    return 0
+
+
+def _add_groups(tuners: argparse._SubParsersAction) -> None:
+    parser = tuners.add_parser(
+        "groups",
+        help="look for the number of groups of local SGD",
+        usage="tfscale tune groups [options] recipe.py ...",
+        description="Runs a training script for some steps with as many ranks as groups, one "
+        "number of groups after another, and measures how far the groups' models part. The script "
+        "must train with model.fit and a DistributedOptimizer, whose exchange is replaced. Its "
+        "batch size and learning rate are those of one group.",
+    )
+    parser.add_argument("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="per probe")
+    parser.add_argument(
+        "--interval", type=int, default=8, metavar="I", help="steps between averages"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="R", help="of one group (default: the script's)"
+    )
+    parser.add_argument(
+        "--rate-rule",
+        choices=("linear", "sqrt", "none"),
+        default="linear",
+        help="by what the learning rate is multiplied: G, its root, or nothing",
+    )
+    _add_script(parser, "groups")
+    parser.set_defaults(handler=_tune_groups)
+
+
+def _tune_groups(options: argparse.Namespace) -> int:
+    from tfscale.measure.groups import GroupProbe, write_report
+
+    numbers = check_groups(read_numbers(options.groups, "--groups"))
+    if options.interval < 1 or options.steps < 2 * options.interval:
+        raise ConfigError(
+            "A probe must hold two averages or more. Received: "
+            f"--steps {options.steps} --interval {options.interval}. Use more steps."
+        )
+    if options.learning_rate is not None and not options.learning_rate > 0:
+        raise ConfigError(
+            f"--learning-rate must be above 0. Received: --learning-rate {options.learning_rate:g}."
+        )
+    if not Path(options.script).is_file():
+        raise ConfigError(f"There must be a training script. Received: {options.script}.")
+    probes = []
+    for groups in numbers:
+        sys.stderr.write(f"Probing {groups} groups ...\n")
+        found = _run_probe(groups, options)
+        probes.append(GroupProbe(**found | {"distances": tuple(found["distances"])}))
+    text = write_report(probes, options.output)
+    sys.stdout.write(f"{text}Results are in {options.output}.\n")
+    return 0
+
+
+def check_groups(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of groups, without 1; raises ConfigError if they do not double."""
+    chosen = [n for n in numbers if n != 1]
+    if not chosen or chosen[0] < 2 or chosen[1:] != [2 * n for n in chosen[:-1]]:
+        raise ConfigError(
+            "Numbers of groups must double from one to the next, from 2 on. Received: "
+            f"--groups {','.join(map(str, numbers))}. Example: --groups 2,4,8."
+        )
+    return chosen
+
+
+def _run_probe(groups: int, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "probe.json"
+        names = ("interval", "steps", "rate_rule", "learning_rate")
+        settings = {name: vars(options)[name] for name in names}
+        settings |= {"groups": groups, "output": str(result)}
+        command = [
+            *(sys.executable, "-m", "tfscale.launcher.cli", "run", "-np", str(groups)),
+            *(sys.executable, "-m", "tfscale.launcher.tune.scripts", json.dumps(settings)),
+            *(options.script, *options.arguments),
+        ]
+        done = subprocess.run(command, stdout=sys.stderr)
+        if done.returncode or not result.exists():
+            raise ConfigError(
+                f"The script must train with model.fit for {options.steps} steps. Received: exit "
+                f"code {done.returncode} with {groups} ranks. Its output is above."
+            )
+        return json.loads(result.read_text())
+
+
+def _add_links(tuners: argparse._SubParsersAction) -> None:
+    links = tuners.add_parser("links", help="measure messages, sums and computing for the planner")
+    links.add_argument("-np", "-n", type=int, default=2, dest="size", metavar="N")
+    links.add_argument("-H", "--hosts", default=None, metavar="HOST:N,...", help="hosts and places")
+    add_links_options(links)
+    links.set_defaults(handler=_tune_links)
+
+
+def add_links_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `tfscale tune links` passes to the ranks that it starts."""
+    parser.add_argument("--output", default="machine.json", metavar="FILE")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="also time a model's layers")
+    parser.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
+    parser.add_argument("--input-shape", default="", metavar="R,C,...", help="of one sample")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank")
+    parser.add_argument(
+        "--max-spread",
+        type=float,
+        default=0.3,
+        help="relative half width of the middle half of the rounds above which nothing is written",
+    )
+
+
+def _tune_links(options: argparse.Namespace) -> int:
+    """Check what would otherwise fail after everything is measured, then start the ranks."""
+    if options.size < 2:
+        raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
+    if options.batch < 1:
+        raise ConfigError(f"--batch must be 1 or more. Received: --batch {options.batch}. Use 32.")
+    if options.max_spread < 0:
+        raise ConfigError(
+            f"--max-spread must be 0 or more. Received: --max-spread {options.max_spread:g}. "
+            "Use 0.3."
+        )
+    if options.input_shape:
+        read_numbers(options.input_shape, "--input-shape")
+    path = Path(options.output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output must name a file that can be written. Received: {path} ({error}). "
+            "Choose another folder."
+        ) from error
+    if path.is_dir():
+        raise ConfigError(
+            f"--output must name a file. Received: {path}, a folder. Example: --output "
+            f"{path / 'machine.json'}"
+        )
+    words = ["run", "-np", str(options.size)]
+    if options.hosts is not None:
+        words += ["-H", options.hosts]
+    words += ["--", sys.executable, "-m", "tfscale.launcher.tune.links"]
+    for name in ("output", "model", "model_file", "input_shape", "batch", "max_spread"):
+        value = vars(options)[name]
+        if value not in (None, ""):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return int(options.run_command(words))

@@ -17,7 +17,7 @@ from tfscale.comm import events, objects, runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.auto import per_layer
 from tfscale.launcher.plan import read_numbers
-from tfscale.launcher.tune.commands import add_links_options
+from tfscale.launcher.tune import add_links_options
 from tfscale.measure import links
 from tfscale.measure.layers import (
     LayerMeasurement,
@@ -32,13 +32,7 @@ from tfscale.plan.machines import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes the file. Collective: every rank of a job runs this.
-
-    Args:
-        argv: Options; None takes this process's.
-
-    Returns:
-        0, or 1 where the numbers are too noisy and nothing was written.
+    """Measure on this rank; rank 0 writes the file, unless the numbers are too noisy. Collective.
 
     Raises:
         ExchangeError: The backend records no times, or hosts have unequal numbers of ranks.
@@ -60,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Links are measured where hosts have equally many ranks. Received: "
             f"{every}, of the host of each rank. Choose -np and -H so that they have."
         )
-    has_model = options.model or options.model_file
-    model = _find_model(options) if has_model else None  # a wrong one costs no minutes
+    model = None
+    if options.model or options.model_file:  # before a wrong one costs minutes
+        model = find_model(options.model, options.model_file)
+        inputs_of(model, _input_shape(options))
     between = links.measure_links(tfscale.global_process_set)
     inside = links.measure_inside() if 1 < local < size else []
     machine = links.machine_from(between, inside, links.measure_compute())
@@ -87,24 +83,9 @@ def _input_shape(options: argparse.Namespace) -> tuple[int, ...] | None:
     return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
 
 
-def _find_model(options: argparse.Namespace) -> keras.Model:
-    model = find_model(options.model, options.model_file)
-    inputs_of(model, _input_shape(options))
-    return model
-
-
-def measure_model(
-    machine: Machine, options: argparse.Namespace, model: keras.Model | None = None
-) -> Machine:
-    """Return a machine that knows how long the layers of a model take. Collective.
-
-    Args:
-        machine: Its links are kept.
-        options: Of the command line: the model, its input shape and the batch per rank.
-        model: None takes the one that `options` name.
-    """
+def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Model) -> Machine:
+    """Return a machine that knows how long the layers of a model take. Collective."""
     shape, size = _input_shape(options), runtime.size()
-    model = _find_model(options) if model is None else model
     table = read_layers(model, shape)
     random = np.random.default_rng(runtime.rank())
 
@@ -126,11 +107,7 @@ def measure_model(
 def _time_layers(
     model: keras.Model, table: LayerTable, data: Any, overlap: bool
 ) -> tuple[LayerMeasurement, float]:
-    """Return the middle one of three measurements with one exchange per layer, and the spread.
-
-    Raises:
-        ConfigError: There is nothing to compare.
-    """
+    """Return the middle one of three measurements with one exchange per layer, and the spread."""
     exchange = per_layer(table, overlap)
     sgd = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-6, 0.9), exchange=exchange)
     model.compile(sgd, loss="mse")

@@ -2,8 +2,7 @@
 
 `measure_script` measures gradients at chosen epochs, in this process. As a program this module is
 one rank of `tfscale tune groups`: it trains for some steps of local SGD and writes how far the
-groups' models part. Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...; settings
-are JSON, see `probe_groups`.
+groups' models part. Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.internals.keras import steps_until
+from tfscale.internals.keras import rate_of, set_rate, steps_until
 from tfscale.internals.optimizers import update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
@@ -37,7 +36,7 @@ from tfscale.measure.batch_size import Stage, measure
 logger = logging.getLogger("tfscale")
 
 _of_keras = keras.callbacks
-# Those that begin a file anew would empty that of the user's last run.
+# Those that begin a file again would empty that of the user's last run.
 FILES_AND_STOPS: tuple[type, ...] = (
     _of_keras.BackupAndRestore,
     _of_keras.ModelCheckpoint,
@@ -68,12 +67,7 @@ class _Done(Exception):
 
 
 def _run(words: Sequence[str], fit: Callable[..., Any]) -> None:
-    """Run a script with its own arguments and import path, and another `keras.Model.fit`.
-
-    Args:
-        words: Path of the script, and its arguments.
-        fit: Takes the place of Keras's; may end the script with `_Done`.
-    """
+    """Run a script with its arguments and import path, and another `fit`, which may end it."""
     folder = str(Path(words[0]).resolve().parent)
     with (
         mock.patch.object(sys, "argv", list(words)),
@@ -90,15 +84,9 @@ def arguments_of(
     options: dict[str, Any],
     left_out: tuple[type, ...],
 ) -> dict[str, Any]:
-    """Return by name what a script gives to `fit`, without some of its callbacks.
+    """Return by name what a script gives to `fit`, without callbacks of some classes.
 
     `AdaptiveBatchSize`, where it stays, sets batches and rates and writes no record.
-
-    Args:
-        fit: Keras's.
-        arguments: By position, the model among them.
-        options: By name.
-        left_out: Classes of callbacks that are dropped, also where `RankZero` holds them.
     """
     given = inspect.signature(fit).bind(*arguments, **options).arguments
     callbacks = given.get("callbacks") or []
@@ -126,7 +114,7 @@ def measure_script(
     Args:
         words: Path of the script, and its arguments.
         batch_sizes: See `measure`.
-        at_epochs: Epochs trained before each measurement.
+        at_epochs: Epochs trained before each measurement, counted from the first of the `fit`.
         samples: See `measure`.
 
     Returns:
@@ -138,17 +126,32 @@ def measure_script(
     """
     if not Path(words[0]).is_file():
         raise ConfigError(f"There must be a training script. Received: {words[0]}: no such file.")
-    measurements: list[_GradientMeasurement] = []
+    fits: list[list[Stage]] = []
     fit = keras.Model.fit
 
     def measured_fit(model: Any, *args: Any, **options: Any) -> Any:
         given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
-        data = _readable(given)
-        weights = given.get("class_weight")
-        measurement = _GradientMeasurement(data, batch_sizes, at_epochs, samples, weights)
-        measurements.append(measurement)
-        given["callbacks"].append(measurement)
-        return fit(**given)
+        data, first = _readable(given), given.get("initial_epoch") or 0
+        stages: list[Stage] = []
+        fits.append(stages)
+        left = sorted(set(at_epochs))
+
+        def look(n_trained: int) -> None:
+            if left and left[0] == n_trained:
+                left.pop(0)
+                weights = given.get("class_weight")
+                found = measure(
+                    model, data, batch_sizes, samples, epoch=n_trained, class_weight=weights
+                )
+                stages.append(found)
+            if not left:
+                raise _Done
+
+        watch = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: look(epoch - first),
+            on_epoch_end=lambda epoch, logs: look(epoch + 1 - first),  # the next need not begin
+        )
+        return fit(**given | {"callbacks": [*given["callbacks"], watch]})
 
     try:
         _run(words, measured_fit)
@@ -157,54 +160,12 @@ def measure_script(
             raise ConfigError(
                 f"The script must run. Received: exit code {error.code} of {' '.join(words)}."
             ) from error
-    stages = measurements[0].stages if measurements else []
-    if not stages:
+    if not fits or not fits[0]:
         raise ConfigError(
             "The script must train with model.fit, for as many epochs as the first stage. "
             f"Received: {' '.join(words)}, which ended before. Use --stages 0,1."
         )
-    return stages
-
-
-class _GradientMeasurement(keras.callbacks.Callback):
-    """Measures at chosen epochs of a `fit`, then ends it.
-
-    Epochs are counted from the first of this `fit`, whatever number that one has.
-    """
-
-    def __init__(
-        self,
-        data: GlobalBatches,
-        batch_sizes: Sequence[int],
-        at_epochs: Sequence[int],
-        samples: int,
-        class_weight: Any,
-    ) -> None:
-        super().__init__()
-        self.stages: list[Stage] = []
-        self._data, self._sizes, self._samples = data, batch_sizes, samples
-        self._class_weight = class_weight
-        self._left = sorted(set(at_epochs))
-        self._n_trained = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Measure before the first step, if that is asked for."""
-        self._measure()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Measure after the last epoch that counts; the next one need not begin."""
-        self._n_trained += 1
-        self._measure()
-
-    def _measure(self) -> None:
-        epoch = self._n_trained
-        if self._left and self._left[0] == epoch:
-            self._left.pop(0)
-            given = self._data, self._sizes, self._samples
-            stage = measure(self.model, *given, epoch=epoch, class_weight=self._class_weight)
-            self.stages.append(stage)
-        if not self._left:
-            raise _Done
+    return fits[0]
 
 
 def _readable(given: dict[str, Any]) -> GlobalBatches:
@@ -235,27 +196,15 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
 # Distances between the groups of local SGD
 
 
-def probe_groups(words: Sequence[str], settings: dict[str, Any]) -> None:
-    """Run a script until its first `fit` has made enough steps of local SGD. Collective.
+def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
+    """Return what takes the place of Keras's `fit`: some steps of local SGD, then `_Done`.
 
     Args:
-        words: The script and its arguments.
         settings: "groups", "interval", "steps", "rate_rule", "learning_rate" (or None), and
             "output": the JSON file that rank 0 writes.
 
     Raises:
-        ConfigError: It trains without a DistributedOptimizer, or changes its learning rate.
-    """
-    _run(words, probed_fit(settings))
-    if runtime.is_initialized():
-        tfscale.shutdown()
-
-
-def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
-    """Return what takes the place of Keras's `fit`; it ends with an exception of its own.
-
-    Args:
-        settings: As for `probe_groups`.
+        ConfigError: The script trains without a DistributedOptimizer, or changes its rate.
     """
     fit = keras.Model.fit
 
@@ -282,21 +231,18 @@ class _GroupsProbe(ours.Callback):
         self._n_steps = self._n_before = 0
         self._rate = 0.0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Remember the rate."""
-        super().on_train_begin(logs)
-        self._rate = self._present_rate()
-
     def _present_rate(self) -> float:
         return float(np.asarray(self.model.optimizer.learning_rate))
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._rate = self._present_rate()
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count from what the epochs before have made."""
         super().on_epoch_begin(epoch, logs)
         self._n_before = self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count steps, also several of an execution; write the result after the last."""
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_before + steps_until(self.model, batch)
         if self._present_rate() != self._rate:
@@ -311,8 +257,7 @@ class _GroupsProbe(ours.Callback):
         loss = float(tfscale.allreduce(np.float64((logs or {}).get("loss", math.nan))))
         if runtime.rank() == 0:
             result = {
-                "groups": self._settings["groups"],
-                "interval": self._settings["interval"],
+                **{name: self._settings[name] for name in ("groups", "interval")},
                 "learning_rate": self._rate,
                 "distances": [distance for _, distance in self._record.distances],
                 "loss": loss,
@@ -332,27 +277,28 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     n = settings["groups"]
     factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
     inner: Any = update_rule(optimizer)
-    is_number = isinstance(inner._learning_rate, keras.Variable)
-    if not (is_number or settings["learning_rate"]):
-        raise ConfigError(
-            "A probe needs one learning rate, that of training after warm-up. Received: a "
-            f"{type(inner._learning_rate).__name__}. Pass --learning-rate."
-        )
-    rate = settings["learning_rate"] or float(keras.ops.convert_to_numpy(inner._learning_rate))
-    if is_number:
-        inner.learning_rate = rate * factor
-    else:  # Keras does not let a number take the place of a schedule
-        inner._learning_rate = keras.Variable(rate * factor, name="learning_rate", trainable=False)
+    rate = settings["learning_rate"]
+    if not rate:
+        held = rate_of(inner)
+        if not isinstance(held, keras.Variable):
+            raise ConfigError(
+                "A probe needs one learning rate, that of training after warm-up. Received: a "
+                f"{type(held).__name__}. Pass --learning-rate."
+            )
+        rate = float(keras.ops.convert_to_numpy(held))
+    set_rate(inner, rate * factor)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
     op = optimizer.options.op
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 
 def _enlarge(data: Any, groups: int) -> None:
-    """Give each group of one rank the `GlobalBatches` that the script has for all, as [L] does."""
+    """Give each group, one rank, the batches of `GlobalBatches` that are for all, as [L] does."""
     if isinstance(data, GlobalBatches):
         data.batch_size *= groups
 
 
 if __name__ == "__main__":
-    probe_groups(sys.argv[2:], json.loads(sys.argv[1]))
+    _run(sys.argv[2:], probed_fit(json.loads(sys.argv[1])))
+    if runtime.is_initialized():
+        tfscale.shutdown()

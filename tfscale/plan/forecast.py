@@ -1,49 +1,68 @@
-"""Predictions over numbers of ranks: every exchange, and which one wins where. Pure."""
+"""Pages of Markdown: predictions over numbers of ranks, and why a plan is as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tfscale.config import ConfigError
-from tfscale.plan.buckets import auto_bucket_bytes
-from tfscale.plan.choose import best_first_chunk, choose, plain_plan, recommend
+from tfscale.plan import costs
+from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
+from tfscale.plan.choose import Choice, best_first_chunk, choose, plain_plan, recommend
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
+    KINDS,
     ExchangePlan,
+    Kind,
+    Part,
     bucketed,
     cheap_partial_layers,
     chunked,
     dense_layers,
+    kinds_for,
     lower_bound_s,
     memory_bytes,
+    sent_bytes,
     specs_of,
+    with_layer,
 )
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
-from tfscale.plan.tables import grid
 
 AUTO, LOCAL_SGD = "auto", "local SGD"
 
 
+def grid(
+    head: Sequence[str], body: Sequence[Sequence[Any]], text: Sequence[str] = ("name",)
+) -> list[str]:
+    """Return the lines of a table; the columns named in `text` are aligned left."""
+    cells = [list(head), *([str(cell).replace("|", "/") for cell in row] for row in body)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    is_text = [column in text for column in head]
+    rule = [
+        ":" + "-" * max(w - 1, 2) if t else "-" * max(w - 1, 2) + ":"
+        for w, t in zip(widths, is_text, strict=True)
+    ]
+    lines = []
+    for row in cells:
+        aligned = zip(row, widths, is_text, strict=True)
+        lines.append(" | ".join(c.ljust(w) if t else c.rjust(w) for c, w, t in aligned))
+    return [f"| {line} |" for line in (lines[0], " | ".join(rule), *lines[1:])]
+
+
+# Predictions over numbers of ranks
+
+
 @dataclass(frozen=True)
 class Point:
-    """One exchange on one number of ranks.
-
-    Attributes:
-        exchange: Its name.
-        n_ranks: Number of ranks.
-        predicted: The step.
-        speedup: Over one rank with the same samples per step.
-        memory: Bytes a rank holds besides activations.
-        made_of: The planner's choice in words; empty for fixed exchanges.
-    """
+    """One exchange on one number of ranks."""
 
     exchange: str
     n_ranks: int
     predicted: Prediction
-    speedup: float
-    memory: float
-    made_of: str = ""
+    speedup: float  # over one rank with the same samples per step
+    memory: float  # bytes a rank holds besides activations
+    made_of: str = ""  # the planner's choice in words; empty for fixed exchanges
 
 
 def _chunks(scenario: Scenario, n_replicated: int = 0) -> ExchangePlan:
@@ -58,14 +77,9 @@ def _chunks_with_dense(scenario: Scenario) -> ExchangePlan:
     return min(plans, key=lambda plan: simulate(scenario, plan).step_s)
 
 
-def _sharded(scenario: Scenario) -> ExchangePlan:
-    return bucketed(scenario.table, auto_bucket_bytes(specs_of(scenario.table)), "sharded")
-
-
-def _sharded_with_dense(scenario: Scenario) -> ExchangePlan:
-    """Return buckets of shards, and eq. 4.8's choice for dense layers."""
+def _sharded(scenario: Scenario, special: dict[int, Kind] | None = None) -> ExchangePlan:
     n_bytes = auto_bucket_bytes(specs_of(scenario.table))
-    return bucketed(scenario.table, n_bytes, "sharded", cheap_partial_layers(scenario))
+    return bucketed(scenario.table, n_bytes, "sharded", special)
 
 
 # The exchanges that a user can ask for by name, with their own parameters at their best.
@@ -75,7 +89,7 @@ FIXED: dict[str, Callable[[Scenario], ExchangePlan]] = {
     "chunked": _chunks,
     "chunked, replicated dense": _chunks_with_dense,
     "sharded": _sharded,
-    "sharded, partial dense": _sharded_with_dense,
+    "sharded, partial dense": lambda s: _sharded(s, cheap_partial_layers(s)),
 }
 
 
@@ -92,8 +106,8 @@ def forecast(
         interval: Steps between its averagings, 1 or more.
 
     Returns:
-        One point per number of ranks and exchange. Dense layers matter for those exchanges only
-        that are named after them; models without any have no such points.
+        One point per number of ranks and exchange. Models without dense layers have no points of
+        those exchanges that are named after them.
 
     Raises:
         ConfigError: There are no such groups, or averagings.
@@ -119,15 +133,7 @@ def forecast(
 
 
 def check_groups(n_groups: int, interval: int) -> None:
-    """Check what local SGD is asked for.
-
-    Args:
-        n_groups: 0 for none.
-        interval: Steps between averagings.
-
-    Raises:
-        ConfigError: It is nothing to predict.
-    """
+    """Require 0, or 2 or more groups of local SGD, and 1 or more steps; raises ConfigError."""
     if n_groups < 0 or n_groups == 1 or interval < 1:
         raise ConfigError(
             "Local SGD has 2 groups or more and an interval of 1 or more. Received: "
@@ -168,7 +174,7 @@ def winners(points: Sequence[Point]) -> dict[int, Point]:
 
 
 def report(scenario: Scenario, points: Sequence[Point]) -> str:
-    """Return a page of Markdown."""
+    """Return the page of `tfscale plan`."""
     machine = scenario.machine
     lines = [
         f"# {scenario.table.name} on {machine.name}, {scenario.global_batch} samples per step",
@@ -218,3 +224,90 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
         row = [n_ranks, best.exchange, best_ms, said.words, said_ms, auto_ms, bound_ms]
         body.append([*row, auto.made_of])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
+
+
+# One plan
+
+
+def explain(scenario: Scenario, choice: Choice) -> str:
+    """Return a page about a choice.
+
+    Returns:
+        What is predicted, and per parameter the megabytes a rank sends and the milliseconds its
+        layer would be on the wire alone with each exchange. "why" says how much longer the whole
+        step would be if the parameter was sent otherwise, all else equal.
+    """
+    table = scenario.table
+    lines = [
+        f"# {table.name}: {scenario.n_ranks} ranks of {scenario.machine.name}, "
+        f"{scenario.global_batch} samples per step",
+        "",
+        f"Chosen: {choice.name} ({choice.reason}; {choice.n_tried} plans simulated).",
+        "",
+        _line("chosen plan", scenario, choice.plan, choice.predicted),
+        _line("plain allreduce", scenario, choice.plain, choice.plain_predicted),
+        f"- no plan is faster than {1e3 * lower_bound_s(scenario):.2f} ms",
+        "",
+    ]
+    head = ["parameter", "KB", "exchange", "part", *(f"{kind} MB / ms" for kind in KINDS), "why"]
+    part_of = {p: n for n, part in enumerate(choice.plan.parts) for p in part.parameters}
+    reasons = [_why(scenario, choice, part) for part in choice.plan.parts]
+    body = []
+    for number, parameter in enumerate(table.parameters):
+        n = part_of[number]
+        own: list[str] = [parameter.name, f"{parameter.n_bytes / 1e3:.1f}"]
+        own += [choice.plan.parts[n].kind, str(n + 1)]
+        fraction = parameter.n_values / table.layers[parameter.layer].n_values
+        for kind in KINDS:
+            if kind not in kinds_for(table.layers[parameter.layer]):
+                own.append("-")
+                continue
+            sent = fraction * sent_bytes(scenario, parameter.layer, kind) / 1e6
+            own.append(f"{sent:.2f} / {1e3 * _wire_s(scenario, parameter.layer, kind):.2f}")
+        body.append([*own, reasons[n]])
+    return "\n".join([*lines, *grid(head, body, ("parameter", "exchange", "why")), ""])
+
+
+def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
+    """Return how long a layer's parameters would be on the wire alone."""
+    layer, size = scenario.table.layers[place], scenario.n_ranks
+    n_bytes = BYTES_PER_VALUE * layer.n_values
+    if kind == "allreduce":
+        return costs.allreduce_s(n_bytes, size, scenario.machine, "direct")
+    if kind == "sharded":
+        return sum(costs.sharded_s(n_bytes, size, scenario.machine))
+    dense, rows = scenario.dense_rows(place)
+    cost = costs.partial_s if kind == "partial" else costs.replicated_s
+    return sum(cost(dense, rows, size, scenario.machine))
+
+
+def _line(name: str, scenario: Scenario, plan: ExchangePlan, predicted: Prediction) -> str:
+    hidden = predicted.overlap_percent
+    shown = "nothing is sent" if hidden is None else f"{hidden:.0f} % of communication hidden"
+    return (
+        f"- {name}: {1e3 * predicted.step_s:.2f} ms per step, "
+        f"{1e3 * predicted.exposed_s:.2f} ms exposed, {shown}, "
+        f"{memory_bytes(scenario, plan) / 1e6:.0f} MB without activations"
+    )
+
+
+def _why(scenario: Scenario, choice: Choice, part: Part) -> str:
+    """Return how much longer the step would be with each alternative for a part."""
+    if scenario.n_ranks == 1:
+        return "one rank"
+    plan = choice.plan
+    options: dict[Kind, ExchangePlan] = {}
+    for kind in KINDS[:2]:
+        other = Part(kind, part.parameters)
+        options[kind] = replace(plan, parts=tuple(other if p is part else p for p in plan.parts))
+    owners = {scenario.table.parameters[p].layer for p in part.parameters}
+    if len(owners) == 1:
+        place = owners.pop()
+        for kind in kinds_for(scenario.table.layers[place])[2:]:
+            options[kind] = with_layer(scenario.table, plan, place, kind)
+    words = []
+    for kind, option in options.items():
+        if kind != part.kind:
+            more_s = simulate(scenario, option).step_s - choice.predicted.step_s
+            words.append(f"{kind}: {1e3 * more_s:+.2f} ms")
+    return ", ".join(words)
