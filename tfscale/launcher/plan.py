@@ -103,6 +103,11 @@ def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     return numbers
 
 
+def read_input_shape(options: argparse.Namespace) -> tuple[int, ...] | None:
+    """Return what `--input-shape` says, or None."""
+    return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
+
+
 def _find_table(options: argparse.Namespace) -> LayerTable:
     """Return the model that `--model`, `--model-file` and `--input-shape` name."""
     if options.model and ":" not in options.model:
@@ -115,8 +120,8 @@ def _find_table(options: argparse.Namespace) -> LayerTable:
     # Imported here: TensorFlow takes seconds.
     from tfscale.measure.model_layers import find_model, read_layers
 
-    shape = read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
-    return read_layers(find_model(options.model, options.model_file), shape)
+    model = find_model(options.model, options.model_file)
+    return read_layers(model, read_input_shape(options))
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import ConfigError
-from tfscale.launcher.plan import read_numbers
+from tfscale.launcher.plan import read_input_shape, read_numbers
 
 _SIZES = "16,32,64,128,256,512,1024"
 
@@ -184,8 +184,7 @@ def _tune_links(options: argparse.Namespace) -> int:
             f"--max-spread must be 0 or more. Received: --max-spread {options.max_spread:g}. "
             "Use 0.3."
         )
-    if options.input_shape:
-        read_numbers(options.input_shape, "--input-shape")
+    read_input_shape(options)
     path = Path(options.output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import tfscale
 from tfscale.comm import events, objects, runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.auto import per_layer
-from tfscale.launcher.plan import read_numbers
+from tfscale.launcher.plan import read_input_shape
 from tfscale.launcher.tune import add_links_options
 from tfscale.measure import links
 from tfscale.measure.layers import (
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = None
     if options.model or options.model_file:  # before a wrong one costs minutes
         model = find_model(options.model, options.model_file)
-        inputs_of(model, _input_shape(options))
+        inputs_of(model, read_input_shape(options))
     between = links.measure_links(tfscale.global_process_set)
     inside = links.measure_inside() if 1 < local < size else []
     machine = links.machine_from(between, inside, links.measure_compute())
@@ -79,13 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if noisy else 0
 
 
-def _input_shape(options: argparse.Namespace) -> tuple[int, ...] | None:
-    return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
-
-
 def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Model) -> Machine:
     """Return a machine that knows how long the layers of a model take. Collective."""
-    shape, size = _input_shape(options), runtime.size()
+    shape, size = read_input_shape(options), runtime.size()
     table = read_layers(model, shape)
     random = np.random.default_rng(runtime.rank())
 
