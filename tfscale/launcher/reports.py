@@ -167,17 +167,17 @@ _NOISE = re.compile(
     rb"(?:failed call to cuInit|Unable to register cu\w+ factory)).*\n",
     re.MULTILINE,
 )
-_MAY_BE_NOISE = re.compile(_PREFIX + rb"(?:WARNING: All|To enable|[IE]\d{4} |\d{4}-\d\d-)")
+# Their beginnings, with 0 for every digit.
 _NOISE_HEADS = (b"WARNING: All", b"To enable", b"I0000 ", b"E0000 ", b"0000-00-")
 _CUT_PREFIX = re.compile(rb"\[\d*(?:,\d*)?(?:\](?:<\w*>?:?)? ?)?|\d+:? ?")
 
 
 def _may_be_noise(beginning: bytes) -> bool:
     """Return whether a line that begins so, perhaps in the middle of a word, may be noise."""
-    if _MAY_BE_NOISE.match(beginning) or _CUT_PREFIX.fullmatch(beginning):
+    if _CUT_PREFIX.fullmatch(beginning):
         return True
     head = re.sub(rb"\d", b"0", re.sub(rb"^" + _PREFIX, b"", beginning))
-    return any(noise.startswith(head) for noise in _NOISE_HEADS)
+    return any(noise.startswith(head) or head.startswith(noise) for noise in _NOISE_HEADS)
 
 
 def encode(message: Message) -> bytes:
