@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from tfscale.config import PlanError
 from tfscale.plan import costs
+from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine, find_machine
+from tfscale.plan.parts import KINDS, message_bytes
 from tfscale.plan.published import PUBLISHED, published
 
 SIMPLE = Machine("simple", 1.0, 10.0, 4.0, 1e3, 1e3, mpi_s_per_byte=0.5)
@@ -36,38 +38,46 @@ def machines():
 
 
 def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:
-    dense = (64, max(1, int(n_bytes // 4096)))
-    batch = 4 * 1024  # of all ranks together: what is gathered does not shrink with the ranks
+    # A batch of all ranks together: what is gathered does not shrink with the ranks.
+    scenario = dense_scenario((64, max(1, int(n_bytes // 4096))), 4 * 1024, n_ranks, machine)
+    sharded, partial, replicated = (message_bytes(scenario, 0, kind) for kind in KINDS[1:])
     return [
         costs.transfer_s(n_bytes, n_ranks, machine.link(n_ranks)),
         *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS),
-        sum(costs.sharded_s(n_bytes, n_ranks, machine)),
-        sum(costs.replicated_s(dense, batch, n_ranks, machine)),
-        *costs.partial_s(dense, batch, n_ranks, machine)[1:],
+        *map(scenario.transfer_s, (*sharded, *replicated, *partial[1:])),
     ]
+
+
+def dense_scenario(dense: tuple, batch: int, n_ranks: int, machine: Machine) -> costs.Scenario:
+    layer = Layer("dense", (("kernel", dense[0] * dense[1]),), dense=dense)
+    return costs.Scenario(LayerTable("dense", (layer,)), machine, n_ranks, batch)
 
 
 def test_equations_by_hand():
     """alpha 1 s, beta 0.1 s per byte, gamma 0.25 s per byte, 4 ranks, 8 bytes."""
     half = 3 * 1.0 + 8 * 0.75 * 0.1
     assert costs.transfer_s(8, 4, SIMPLE.link(4)) == pytest.approx(half)  # table 4.1
-    assert costs.sharded_s(8, 4, SIMPLE) == pytest.approx((half, 2.0, half))  # eq. 4.9 and the sum
     assert costs.allreduce_s(8, 4, SIMPLE, "direct") == pytest.approx(2 * half + 2.0)
     tree, halved = 2 * (1 + 0.8), 4 + 2 * 0.75 * 0.8  # eqs. 4.6 and 4.7
     assert costs.allreduce_s(8, 4, SIMPLE, "mpi") == pytest.approx(min(tree, halved) + 4.0)
     assert costs.allreduce_s(8, 4, SIMPLE, "recursive") == pytest.approx(min(tree, halved) + 1.5)
-    spread, errors, weights = costs.partial_s((8, 2), 16, 4, SIMPLE)
+    scenario = dense_scenario((8, 2), 16, 4, SIMPLE)
+    assert scenario.transfer_s(8) == pytest.approx(half)  # eq. 4.9
+    assert scenario.sum_s(8) == 2.0
+    partial, replicated = (message_bytes(scenario, 0, kind) for kind in ("partial", "replicated"))
+    spread, errors, weights = map(scenario.transfer_s, partial)
     assert spread == pytest.approx(3 + 4 * 8 * 16 / 4**2 * 3 * 0.1)  # eq. 4.2
     assert errors == pytest.approx(3 + 4 * 2 * 16 / 4 * 3 * 0.1)  # eq. 4.3
     assert weights == pytest.approx(3 + 4 * 8 * 2 / 4 * 3 * 0.1)  # eq. 4.4
-    assert costs.replicated_s((8, 2), 16, 4, SIMPLE)[0] == pytest.approx(3 + 512 * 0.75 * 0.1)
+    assert scenario.transfer_s(replicated[0]) == pytest.approx(3 + 512 * 0.75 * 0.1)
 
 
 def test_averaging_shards_moves_less():
-    """[L] eqs. 5 to 8: the averaging moves 1 / group_size of the parameters."""
+    """[L] eqs. 5 to 8: eight groups of four average all parameters, or a fourth of them each."""
     machine = dataclasses.replace(SIMPLE, latency_s=0.0, reduce_bytes_per_s=1e30)
-    assert costs.average_s(100, 4, 8, machine) == pytest.approx(2 * 100 * 7 / 8 * 0.1)
-    assert costs.average_s(25, 4, 8, machine) == pytest.approx(2 * 25 * 7 / 8 * 0.1)
+    for n_bytes in (100, 25):
+        found = costs.allreduce_s(n_bytes, 8, machine, "recursive", machine.link(4 * 8))
+        assert found == pytest.approx(2 * n_bytes * 7 / 8 * 0.1)
 
 
 @given(N_BYTES, N_BYTES, N_RANKS, machines())

@@ -29,11 +29,6 @@ def share(n_ranks: int) -> float:
     return (n_ranks - 1) / n_ranks
 
 
-def _sum_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
-    """Return the time of summing the segments that a rank receives, its own included."""
-    return n_bytes / machine.reduce_bytes_per_s if n_ranks > 1 else 0.0
-
-
 def allreduce_s(
     n_bytes: float, n_ranks: int, machine: Machine, algorithm: Algorithm, link: Link | None = None
 ) -> float:
@@ -48,76 +43,12 @@ def allreduce_s(
     link = link or machine.link(n_ranks)
     beta, rounds = 1 / link.bytes_per_s, math.log2(n_ranks)
     if algorithm == "direct":
-        return 2 * transfer_s(n_bytes, n_ranks, link) + _sum_s(n_bytes, n_ranks, machine)
+        return 2 * transfer_s(n_bytes, n_ranks, link) + n_bytes / machine.reduce_bytes_per_s
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
     if algorithm == "mpi":
         return min(halved, tree) + n_bytes * machine.mpi_s_per_byte
     return min(halved, tree) + share(n_ranks) * n_bytes / machine.reduce_bytes_per_s
-
-
-def sharded_s(n_bytes: float, n_ranks: int, machine: Machine) -> tuple[float, float, float]:
-    """Return the times of alltoall, sum, and allgather of parameters, [T] eq. 4.9."""
-    each = transfer_s(n_bytes, n_ranks, machine.link(n_ranks))
-    return each, _sum_s(n_bytes, n_ranks, machine), each
-
-
-def activation_bytes(n_values: int, batch: float) -> float:
-    """Return the bytes of activations or output gradients, `n_values` per row, of `batch` rows."""
-    return BYTES_PER_VALUE * n_values * batch
-
-
-def partial_s(
-    dense: tuple[int, int], batch: float, n_ranks: int, machine: Machine
-) -> tuple[float, float, float]:
-    """Return the times of a dense layer whose ranks each compute a part of its gradient.
-
-    Args:
-        dense: (n_in, n_out) of the kernel.
-        batch: Rows of all ranks together.
-        n_ranks: Members.
-        machine: Where.
-
-    Returns:
-        Seconds of the alltoall of activations ([T] eq. 4.2: n_in * batch / n_ranks values of a
-        rank), of the allgather of output gradients (eq. 4.3), and of that of weights (eq. 4.4).
-    """
-    n_in, n_out = dense
-    link = machine.link(n_ranks)
-    return (
-        transfer_s(activation_bytes(n_in, batch / n_ranks), n_ranks, link),
-        transfer_s(activation_bytes(n_out, batch), n_ranks, link),
-        transfer_s(BYTES_PER_VALUE * n_in * n_out, n_ranks, link),
-    )
-
-
-def replicated_s(
-    dense: tuple[int, int], batch: float, n_ranks: int, machine: Machine
-) -> tuple[float, float]:
-    """Return the times of gathering a dense layer's activations and output gradients everywhere.
-
-    Arguments are those of `partial_s`. Source: [T] 3.3.3: (N_in + N_out) * K values.
-    """
-    link = machine.link(n_ranks)
-    first, second = (transfer_s(activation_bytes(n, batch), n_ranks, link) for n in dense)
-    return first, second
-
-
-def average_s(
-    n_bytes: float,
-    group_size: int,
-    n_groups: int,
-    machine: Machine,
-    algorithm: Algorithm = "recursive",
-) -> float:
-    """Return the time of averaging parameters across groups.
-
-    Each rank averages `n_bytes`: all parameters, or its 1 / group_size of them. `group_size` is
-    [L]'s K, `n_groups` its P.
-
-    Source: [L] eq. 7; eq. 5 with the number of groups in its second logarithm.
-    """
-    return allreduce_s(n_bytes, n_groups, machine, algorithm, machine.link(group_size * n_groups))
 
 
 # Each value a layer writes is written and read once in the forward pass; back-propagation reads it
@@ -154,6 +85,14 @@ class Scenario:
     def gathered_batch(self) -> int:
         """Samples of all ranks together, repeated ones included."""
         return max(self.global_batch, self.n_ranks)
+
+    def transfer_s(self, n_bytes: float) -> float:
+        """Return the time of an alltoall or an allgather among all ranks, see `transfer_s`."""
+        return transfer_s(n_bytes, self.n_ranks, self.machine.link(self.n_ranks))
+
+    def sum_s(self, n_bytes: float) -> float:
+        """Return the time of summing the segments that a rank receives, its own included."""
+        return n_bytes / self.machine.reduce_bytes_per_s if self.n_ranks > 1 else 0.0
 
     def dense_rows(self, place: int) -> tuple[tuple[int, int], int]:
         """Return (n_in, n_out) of a dense layer, and its rows of all ranks together."""

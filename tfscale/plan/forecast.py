@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfscale.config import ConfigError
-from tfscale.plan import costs
-from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
+from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import Choice, best_first_chunk, choose, plain_plan, recommend
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
@@ -23,6 +22,7 @@ from tfscale.plan.parts import (
     kinds_for,
     lower_bound_s,
     memory_bytes,
+    message_bytes,
     sent_bytes,
     specs_of,
     with_layer,
@@ -269,16 +269,10 @@ def explain(scenario: Scenario, choice: Choice) -> str:
 
 
 def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
-    """Return how long a layer's parameters would be on the wire alone."""
-    layer, size = scenario.table.layers[place], scenario.n_ranks
-    n_bytes = BYTES_PER_VALUE * layer.n_values
-    if kind == "allreduce":
-        return costs.allreduce_s(n_bytes, size, scenario.machine, "direct")
-    if kind == "sharded":
-        return sum(costs.sharded_s(n_bytes, size, scenario.machine))
-    dense, rows = scenario.dense_rows(place)
-    cost = costs.partial_s if kind == "partial" else costs.replicated_s
-    return sum(cost(dense, rows, size, scenario.machine))
+    """Return how long a layer's parameters would be on the wire alone, sums included."""
+    messages = message_bytes(scenario, place, kind)
+    summed_s = scenario.sum_s(messages[0]) if kind in ("allreduce", "sharded") else 0.0
+    return sum(map(scenario.transfer_s, messages)) + summed_s
 
 
 def _line(name: str, scenario: Scenario, plan: ExchangePlan, predicted: Prediction) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets, build_chunks
-from tfscale.plan.costs import Algorithm, Scenario, activation_bytes, share
+from tfscale.plan.costs import Algorithm, Scenario, share
 from tfscale.plan.layers import Layer, LayerTable
 
 Kind = Literal["allreduce", "sharded", "partial", "replicated"]
@@ -145,18 +145,25 @@ def _in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: (min(part.parameters), part.kind), reverse=True))
 
 
+def message_bytes(scenario: Scenario, place: int, kind: Kind) -> tuple[float, ...]:
+    """Return the bytes of each collective of a layer, as `transfer_s` counts them.
+
+    Source: [T] eq. 4.9: gradients and parameters. 3.3.3: activations and output gradients, as
+    (N_in + N_out) * K values. Eqs. 4.2 to 4.4: columns of the former, the latter, and weights.
+    """
+    weights = BYTES_PER_VALUE * scenario.table.layers[place].n_values
+    if kind in ("allreduce", "sharded"):
+        return weights, weights
+    (n_in, n_out), rows = scenario.dense_rows(place)
+    outputs = BYTES_PER_VALUE * n_out * rows
+    if kind == "replicated":
+        return BYTES_PER_VALUE * n_in * rows, outputs
+    return BYTES_PER_VALUE * n_in * (rows / scenario.n_ranks), outputs, weights
+
+
 def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
     """Return the bytes that a rank sends for a layer's parameters in each step."""
-    layer = scenario.table.layers[place]
-    part = share(scenario.n_ranks)
-    weights = BYTES_PER_VALUE * layer.n_values
-    if kind in ("allreduce", "sharded"):
-        return 2 * part * weights
-    (n_in, n_out), rows = scenario.dense_rows(place)
-    errors = activation_bytes(n_out, rows)
-    if kind == "replicated":
-        return part * (activation_bytes(n_in, rows) + errors)
-    return part * (activation_bytes(n_in, rows / scenario.n_ranks) + errors + weights)
+    return share(scenario.n_ranks) * sum(message_bytes(scenario, place, kind))
 
 
 def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tfscale.config import PlanError
-from tfscale.plan import costs
 from tfscale.plan.buckets import BYTES_PER_VALUE
-from tfscale.plan.costs import Scenario
-from tfscale.plan.parts import ExchangePlan, Part, check_plan
+from tfscale.plan.costs import Scenario, allreduce_s
+from tfscale.plan.parts import ExchangePlan, Part, check_plan, message_bytes
 
 COMPUTE, COMMUNICATION, SUMS = range(3)
 N_STREAMS = 3
@@ -294,7 +293,7 @@ class _Builder:
 
     def _allreduce(self, part: Part) -> int:
         n_bytes, size, machine = self._n_bytes(part), self.scenario.n_ranks, self.scenario.machine
-        duration = costs.allreduce_s(n_bytes, size, machine, self.plan.algorithm)
+        duration = allreduce_s(n_bytes, size, machine, self.plan.algorithm)
         sent = self._send(duration, n_bytes, self._ready(part), "allreduce", 0)
         return self._whole_update(part, (sent,))
 
@@ -310,8 +309,12 @@ class _Builder:
             return after
         size, machine = self.scenario.n_ranks, self.scenario.machine
         algorithm = "recursive" if self.plan.algorithm == "direct" else self.plan.algorithm
-        duration = costs.average_s(n_bytes, size, self.n_groups, machine, algorithm)
-        duration = duration if self.is_average_due else 0.0
+        duration = 0.0
+        if (
+            self.is_average_due
+        ):  # [L] eq. 7; eq. 5 with the number of groups in its second logarithm
+            link = machine.link(size * self.n_groups)
+            duration = allreduce_s(n_bytes, self.n_groups, machine, algorithm, link)
         return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
 
     def _shard_update(self, part: Part, after: tuple[int, ...], summed_s: float) -> int:
@@ -324,19 +327,20 @@ class _Builder:
         duration = scenario.update_s(segment / BYTES_PER_VALUE)
         done = self._add(COMPUTE, duration, after, "update", priority)
         done = self._average(part, segment, done)
-        link = scenario.machine.link(scenario.n_ranks)
-        gather = costs.transfer_s(n_bytes, scenario.n_ranks, link)
-        return self._send(gather, n_bytes, (done,), "gather", self._order(part))
+        seconds = scenario.transfer_s(n_bytes)
+        return self._send(seconds, n_bytes, (done,), "gather", self._order(part))
 
     def _sharded(self, part: Part) -> int:
         scenario, n_bytes = self.scenario, self._n_bytes(part)
-        spread, summed, _ = costs.sharded_s(n_bytes, scenario.n_ranks, scenario.machine)
-        sent = self._send(spread, n_bytes, self._ready(part), "alltoall", 0)
-        return self._shard_update(part, (sent,), summed)
+        seconds = scenario.transfer_s(n_bytes)
+        sent = self._send(seconds, n_bytes, self._ready(part), "alltoall", 0)
+        return self._shard_update(part, (sent,), scenario.sum_s(n_bytes))
 
-    def _activations(self, part: Part, of_inputs: float, of_errors: float) -> tuple[int, int]:
+    def _activations(self, part: Part) -> tuple[int, int]:
         """Send a dense layer's inputs when they exist, and its errors."""
         place = self._first_layer(part)
+        messages = message_bytes(self.scenario, place, part.kind)[:2]
+        of_inputs, of_errors = map(self.scenario.transfer_s, messages)
         inputs: tuple[int, ...] = (self.backward[0],)
         errors = inputs
         if self.plan.overlap:
@@ -348,9 +352,7 @@ class _Builder:
 
     def _partial(self, part: Part) -> int:
         scenario, size, place = self.scenario, self.scenario.n_ranks, self._first_layer(part)
-        dense, rows = scenario.dense_rows(place)
-        times = costs.partial_s(dense, rows, size, scenario.machine)
-        sent = self._activations(part, times[0], times[1])
+        sent = self._activations(part)
         duration = scenario.gradient_s(place, scenario.gathered_batch, 1 / size) if size > 1 else 0
         made = self._gradient(duration, (*sent, self.backward[place]))
         return self._shard_update(part, (made,), 0.0)
@@ -362,9 +364,7 @@ class _Builder:
 
     def _replicated(self, part: Part) -> int:
         scenario, place = self.scenario, self._first_layer(part)
-        dense, rows = scenario.dense_rows(place)
-        times = costs.replicated_s(dense, rows, scenario.n_ranks, scenario.machine)
-        sent = self._activations(part, *times)
+        sent = self._activations(part)
         is_alone = scenario.n_ranks == 1
         duration = 0.0 if is_alone else scenario.gradient_s(place, scenario.gathered_batch)
         if "replicated" not in self.plan.lazy or not self.plan.overlap:
