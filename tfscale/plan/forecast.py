@@ -96,18 +96,10 @@ FIXED: dict[str, Callable[[Scenario], ExchangePlan]] = {
 def forecast(
     scenario: Scenario, ranks: Sequence[int], n_groups: int = 0, interval: int = 8
 ) -> list[Point]:
-    """Predict a model's steps.
+    """Predict a model's steps on numbers of ranks, with every exchange.
 
-    Args:
-        scenario: Model, machine, and batch; its number of ranks is not used.
-        ranks: Numbers of ranks.
-        n_groups: Groups of local SGD, 2 or more; 0 leaves it out, as do numbers of ranks that they
-            do not divide.
-        interval: Steps between its averagings, 1 or more.
-
-    Returns:
-        One point per number of ranks and exchange. Models without dense layers have no points of
-        those exchanges that are named after them.
+    Models without dense layers have no points of those exchanges that are named after them. Local
+    SGD of 0 groups is left out, as are numbers of ranks that its groups do not divide.
 
     Raises:
         ConfigError: There are no such groups, or averagings.

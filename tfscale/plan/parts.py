@@ -19,41 +19,32 @@ KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
 class Part:
     """Parameters that are sent together.
 
-    Attributes:
-        kind: "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates
-            its segment, then parameters are gathered. "partial": a dense layer's activations are
-            spread and its output gradients gathered, each rank computes and updates its part of the
-            weights. "replicated": both are gathered, every rank computes the whole gradient.
-        parameters: Positions in the table's parameters; the kernel and bias of one dense layer
-            for the last two kinds.
+    "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates its segment,
+    then parameters are gathered. "partial": a dense layer's activations are spread and its output
+    gradients gathered, each rank computes and updates its part of the weights. "replicated": both
+    are gathered, every rank computes the whole gradient.
     """
 
     kind: Kind
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  # positions; of one dense layer for the last two kinds
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """An exchange of all parameters of a model.
+    """An exchange of all parameters of a model."""
 
-    Attributes:
-        parts: In the order in which their gradients become ready; each parameter in one of them.
-        overlap: False sends nothing before back-propagation ends, and begins no step before all is
-            over.
-        lazy: Kinds for which the next forward pass waits layer by layer, not as a whole.
-        has_early_gradients: Whether a gradient made of what was gathered is computed as soon as
-            this is there; False: after back-propagation, as [T] 4.4.1 does.
-        piece_bytes: Largest vector whose exchange others cannot overtake; 0: any, as with blocking
-            MPI calls.
-        algorithm: How whole gradients are summed.
-    """
-
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # in the order in which they become ready; each parameter in one
+    # False sends nothing before back-propagation ends, and begins no step before all is over.
     overlap: bool = True
+    # Kinds for which the next forward pass waits layer by layer, not as a whole.
     lazy: tuple[Kind, ...] = ("sharded", "partial")
+    # Whether a gradient made of what was gathered is computed as soon as this is there; False:
+    # after back-propagation, as [T] 4.4.1 does.
     has_early_gradients: bool = True
-    piece_bytes: int = 32 * 2**20  # the engine's window, TFSCALE_WINDOW_BYTES
-    algorithm: Algorithm = "direct"
+    # Largest vector whose exchange others cannot overtake, the engine's TFSCALE_WINDOW_BYTES; 0:
+    # any, as with blocking MPI calls.
+    piece_bytes: int = 32 * 2**20
+    algorithm: Algorithm = "direct"  # how whole gradients are summed
 
 
 def check_plan(table: LayerTable, plan: ExchangePlan) -> None:

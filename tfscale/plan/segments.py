@@ -31,23 +31,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class SegmentedBucket:
-    """Variables one after another in a buffer that is cut into a segment for each rank.
+    """Variables one after another in a buffer that is cut into a segment for each rank."""
 
-    Attributes:
-        indices: Positions in the sequence of specs, in forward order.
-        shapes: Their shapes.
-        dtype: What the buffer holds.
-        offsets: Where each begins in the buffer, in elements; multiples of 64 bytes.
-        cuts: Ends of the segments in elements; one more than ranks, from 0 to `length`.
-        length: Elements of the buffer, padding included.
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # positions in the sequence of specs, in forward order
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    offsets: tuple[int, ...]
-    cuts: tuple[int, ...]
-    length: int
+    offsets: tuple[int, ...]  # where each begins, in elements; multiples of 64 bytes
+    cuts: tuple[int, ...]  # ends of the segments in elements; one more than ranks, from 0
+    length: int  # elements of the buffer, padding included
 
     @property
     def n_values(self) -> int:

@@ -104,10 +104,7 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Pred
 
 
 def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
-    """Run the tasks of steps one after another, each as soon as it may.
-
-    Returns:
-        When each task of each step begins and ends, in seconds.
+    """Run the tasks of steps, each as soon as it may; return when each begins and ends.
 
     Raises:
         PlanError: Tasks wait for each other in a circle.
@@ -310,9 +307,8 @@ class _Builder:
         size, machine = self.scenario.n_ranks, self.scenario.machine
         algorithm = "recursive" if self.plan.algorithm == "direct" else self.plan.algorithm
         duration = 0.0
-        if (
-            self.is_average_due
-        ):  # [L] eq. 7; eq. 5 with the number of groups in its second logarithm
+        if self.is_average_due:
+            # [L] eq. 7; eq. 5 with the number of groups in its second logarithm.
             link = machine.link(size * self.n_groups)
             duration = allreduce_s(n_bytes, self.n_groups, machine, algorithm, link)
         return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
@@ -411,14 +407,11 @@ def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
 def simulate_local_sgd(
     scenario: Scenario, within: ExchangePlan, n_groups: int, interval: int
 ) -> Prediction:
-    """Predict a step of local SGD, averaged over an interval.
+    """Predict a step of local SGD, a mean over the steps from one averaging to the next.
 
-    Args:
-        scenario: `n_ranks` and `global_batch` are those of one group.
-        within: What a group's ranks exchange at every step. Sharded parameters are averaged across
-            groups before they are gathered, each rank its segment; others as a whole.
-        n_groups: Number of groups.
-        interval: Steps from one averaging to the next, [L] III-B.
+    `n_ranks` and `global_batch` are those of one group, whose ranks exchange `within` at every
+    step. Sharded parameters are averaged across groups before they are gathered, each rank its
+    segment; others as a whole. Source: [L] III-B.
     """
     check_plan(scenario.table, within)
     plain = step_tasks(scenario, within, n_groups)
