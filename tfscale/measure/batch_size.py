@@ -24,7 +24,7 @@ from tfscale.files import write_findings
 from tfscale.internals.keras import build_from_spec
 from tfscale.internals.optimizers import is_built
 from tfscale.measure.growth import noise_scale
-from tfscale.plan.tables import grid
+from tfscale.plan.forecast import grid
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.files import write_findings
-from tfscale.plan.tables import grid
+from tfscale.plan.forecast import grid
 
 _PROPORTION = 0.85  # of twice the distance that half as many groups have
 
