@@ -233,7 +233,7 @@ def case_shapes_known_at_run_time():
         rows = tfscale.allgather(x[: rank + 1])
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tfscale.allgather(x) ** 2
+            y = tfscale.allgather(x, gradient="adjoint") ** 2
         return total, *pair, root, part, rows, tape.gradient(y, x)
 
     for n_rows, width in ((4, 3), (0, 3), (4, 0), (7, 4000), (4, 3)):

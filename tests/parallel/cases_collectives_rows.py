@@ -61,10 +61,10 @@ def case_grouped_allgather():
 def case_gradient_of_allgather():
     rank, size = tfscale.rank(), tfscale.size()
 
-    def gradient(x):
+    def gradient(x, kind):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tfscale.allgather(x)
+            y = tfscale.allgather(x, gradient=kind)
             rows = tf.range(tf.shape(y)[0], dtype=y.dtype)
             loss = (rank + 1.0) * tf.reduce_sum(rows[:, tf.newaxis] * y)
         return tape.gradient(loss, x)
@@ -72,8 +72,12 @@ def case_gradient_of_allgather():
     own = tf.ones([rank + 1, 2], tf.float64)
     first = rank * (rank + 1) // 2  # rows of the ranks before this one
     expected = np.arange(first, first + rank + 1) * (size * (size + 1) / 2)
-    for result in in_both_modes(gradient, own):
+    for result in in_both_modes(lambda x: gradient(x, "adjoint"), own):
         np.testing.assert_array_equal(result.numpy(), np.stack([expected] * 2, 1))
+    for kind in (None, "horovod"):
+        for result in in_both_modes(lambda x, kind=kind: gradient(x, kind), own):
+            np.testing.assert_allclose(result.numpy(), np.stack([expected] * 2, 1) / size)
+    require_error(lambda: gradient(own, "exact"), "gradient must be 'horovod' or 'adjoint'")
 
 
 @sizes(2, 3, 4)
@@ -116,12 +120,15 @@ def case_gradient_of_broadcast():
     rank, size = tfscale.rank(), tfscale.size()
     root = size - 1
 
-    def gradient(x):
+    def gradient(x, kind):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            loss = tf.reduce_sum(tfscale.broadcast(x * x, root)) * (rank + 1.0)
+            loss = tf.reduce_sum(tfscale.broadcast(x * x, root, gradient=kind)) * (rank + 1.0)
         return tape.gradient(loss, x)
 
     expected = 2.0 * 3.0 * size * (size + 1) / 2 if rank == root else 0.0
-    for result in in_both_modes(gradient, tf.fill([2], 3.0)):
+    for result in in_both_modes(lambda x: gradient(x, "adjoint"), tf.fill([2], 3.0)):
         np.testing.assert_array_equal(result.numpy(), [expected] * 2)
+    for kind in (None, "horovod"):
+        for result in in_both_modes(lambda x, kind=kind: gradient(x, kind), tf.fill([2], 3.0)):
+            np.testing.assert_allclose(result.numpy(), [expected / size] * 2, rtol=1e-6)

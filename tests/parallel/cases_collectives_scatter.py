@@ -148,10 +148,10 @@ def case_gradient_of_reducescatter():
     n_rows = 2 * size + 1
     owner = np.concatenate([np.full(n_rows // size + (r < n_rows % size), r) for r in range(size)])
 
-    def gradient(x, op):
+    def gradient(x, op, kind="adjoint"):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tfscale.reducescatter(x, op=op, prescale_factor=0.5)
+            y = tfscale.reducescatter(x, op=op, prescale_factor=0.5, gradient=kind)
             loss = tf.reduce_sum(y) * (rank + 1.0)
         return tape.gradient(loss, x)
 
@@ -160,3 +160,16 @@ def case_gradient_of_reducescatter():
         np.testing.assert_array_equal(result.numpy(), 0.5 * (owner + 1))
     for result in in_both_modes(lambda x: gradient(x, Average), own):
         np.testing.assert_allclose(result.numpy(), 0.5 * (owner + 1) / size, rtol=1e-15)
+    for kind in (None, "horovod"):
+        for result in in_both_modes(lambda x, kind=kind: gradient(x, Sum, kind), own):
+            np.testing.assert_allclose(result.numpy(), 0.5 * (owner + 1) * size, rtol=1e-15)
+        for result in in_both_modes(lambda x, kind=kind: gradient(x, Average, kind), own):
+            np.testing.assert_allclose(result.numpy(), 0.5 * (owner + 1), rtol=1e-15)
+
+
+def case_group_of_scattered_sums_with_factors():
+    size = tfscale.size()
+    own = [tf.ones([size, 2]), tf.fill([2 * size], 2.0)]
+    pair = tfscale.grouped_reducescatter(own, Sum, prescale_factor=0.5, postscale_factor=4.0)
+    np.testing.assert_array_equal(pair[0].numpy(), np.full([1, 2], 2.0 * size))
+    np.testing.assert_array_equal(pair[1].numpy(), np.full([2], 4.0 * size))

@@ -111,6 +111,22 @@ def case_world_and_set_in_one_function():
         assert body(tf.constant(rank + 1.0)).numpy() == expected
 
 
+def case_numbers_that_are_read_when_the_graph_runs():
+    rank, size = tfscale.rank(), tfscale.size()
+    last = tfscale.add_process_set([size - 1])
+
+    @tf.function
+    def numbers():
+        of_set = tfscale.process_set_included_op(last.process_set_id)
+        of_set = [of_set, tfscale.size_op(last.process_set_id)]
+        here = [tfscale.local_rank_op(), tfscale.local_size_op()]
+        return tfscale.rank_op(), tfscale.size_op(), *of_set, *here
+
+    expected = [rank, size, int(rank == size - 1), 1, rank, size]
+    for _ in range(2):
+        assert [int(value) for value in numbers()] == expected
+
+
 @sizes(2, 3, 4)
 def case_outsiders_and_unknown_sets():
     rank = tfscale.rank()

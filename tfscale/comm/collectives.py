@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.eager import agree, header_of, raise_own_errors
 from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
 from tfscale.config import ConfigError, ExchangeError
+
+_LOG = logging.getLogger("tfscale")
 
 # Functions are marked do_not_convert: AutoGraph would convert our sources in every traced function.
 
@@ -80,6 +83,35 @@ def _run(
         return outputs, backward
 
     return run(*tensors)
+
+
+HOROVOD, ADJOINT = "horovod", "adjoint"
+_warned: set[str] = set()
+
+
+def _is_adjoint(gradient: str | None, what: str) -> bool:
+    """Return whether a gradient is the exact one.
+
+    Horovod's is the mean over ranks of the output gradients where the adjoint is their sum: right
+    for a loss that every rank computes from the same gathered values, 1/size of the gradient of
+    the sum of losses that differ.
+    """
+    if gradient not in (None, HOROVOD, ADJOINT):
+        raise ConfigError(
+            f"gradient must be 'horovod' or 'adjoint'. Received: gradient={gradient!r} of {what}."
+        )
+    return gradient == ADJOINT
+
+
+def _warn_once(gradient: str | None, what: str, size: int) -> None:
+    if gradient is None and size > 1 and what not in _warned:
+        _warned.add(what)
+        _LOG.warning(
+            "The gradient of %s is Horovod's: the mean of the output gradients of all ranks. Pass "
+            "gradient='adjoint' for their sum, the exact gradient of the sum of all ranks' losses, "
+            "or gradient='horovod' to silence this.",
+            what,
+        )
 
 
 def _require_sum(op: str) -> None:
@@ -202,6 +234,7 @@ def broadcast(
     tensor: Any,
     root_rank: int,
     *,
+    gradient: str | None = None,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> tf.Tensor:
@@ -212,6 +245,8 @@ def broadcast(
     Args:
         tensor: Tensor of any numeric dtype or bool; dtype and shape equal on all ranks.
         root_rank: The rank whose tensor is sent: of the job, not within the process set.
+        gradient: "horovod" (the default): the root's gradient is the mean of all ranks' output
+            gradients, as Horovod's. "adjoint": their sum.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -219,23 +254,25 @@ def broadcast(
         The root's values.
 
     Raises:
-        ConfigError: root_rank is not in the process set.
+        ConfigError: root_rank is not in the process set, or the gradient is unknown.
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
     call = call_of(process_set, "broadcast", name)
     require_member(root_rank, call.group)
     root = call.group.ranks.index(root_rank)
+    reduction = Sum if _is_adjoint(gradient, "broadcast") else Average
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().broadcast(own, root, call), None
 
-    def gradient(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
-        total = _reduce([output_gradient], Sum, Scaling(), back)[0]
+    def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+        _warn_once(gradient, "broadcast", call.group.size)
+        total = _reduce([output_gradient], reduction, Scaling(), back)[0]
         return total if call.group.rank == root else tf.zeros_like(total)
 
     value = tf.convert_to_tensor(tensor)
-    return _run("broadcast", [root], [value], call, collective, gradient)
+    return _run("broadcast", [root], [value], call, collective, backward)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -256,7 +293,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def allgather(
-    tensor: Any, *, process_set: ProcessSet = global_process_set, name: str | None = None
+    tensor: Any,
+    *,
+    gradient: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
 ) -> tf.Tensor:
     """Put the tensors of all ranks one after another along dimension 0.
 
@@ -265,6 +306,8 @@ def allgather(
     Args:
         tensor: Tensor of any numeric dtype or bool. The first dimension may differ between ranks
             and may be 0; a scalar counts as one row.
+        gradient: "horovod" (the default): the mean of all ranks' output gradients for this rank's
+            rows, as Horovod's. "adjoint": their sum.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -272,27 +315,31 @@ def allgather(
         The rows of all ranks, in rank order.
 
     Raises:
+        ConfigError: The gradient is unknown.
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly, and not on the main thread.
     """
     call = call_of(process_set, "allgather", name)
+    reduction = Sum if _is_adjoint(gradient, "allgather") else Average
     value = tf.convert_to_tensor(tensor)
     value = value[tf.newaxis] if value.shape.rank == 0 else value
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().allgather(own, call)
 
-    def gradient(rows: tf.Tensor, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
-        total, rank = _reduce([output_gradient], Sum, Scaling(), back)[0], call.group.rank
+    def backward(rows: tf.Tensor, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+        _warn_once(gradient, "allgather", call.group.size)
+        total, rank = _reduce([output_gradient], reduction, Scaling(), back)[0], call.group.rank
         begin = tf.reduce_sum(rows[:rank])
         return total[begin : begin + rows[rank]]
 
-    return _run("allgather", [], [value], call, collective, gradient)
+    return _run("allgather", [], [value], call, collective, backward)
 
 
 def grouped_allgather(
     tensors: Sequence[Any],
     *,
+    gradient: str | None = None,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
@@ -302,6 +349,7 @@ def grouped_allgather(
 
     Args:
         tensors: As many on all ranks.
+        gradient: See `allgather`.
         process_set: The ranks that take part.
         name: Name in logs and errors; each tensor's has a number.
 
@@ -314,7 +362,8 @@ def grouped_allgather(
     """
     label = name or "grouped_allgather"
     return [
-        allgather(t, process_set=process_set, name=f"{label}/{i}") for i, t in enumerate(tensors)
+        allgather(t, gradient=gradient, process_set=process_set, name=f"{label}/{i}")
+        for i, t in enumerate(tensors)
     ]
 
 
@@ -398,6 +447,7 @@ def reducescatter(
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    gradient: str | None = None,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> tf.Tensor:
@@ -411,6 +461,8 @@ def reducescatter(
         op: Average or Sum; Min, Max and Product without gradient.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
+        gradient: "horovod" (the default): the output gradients of all ranks, times the factors,
+            times the number of ranks under Sum, as Horovod's. "adjoint": 1/size of that.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -418,7 +470,7 @@ def reducescatter(
         Part r of the reduced rows, on the rank number r of the process set.
 
     Raises:
-        ConfigError: A scalar, or an unknown op or dtype.
+        ConfigError: A scalar, or an unknown op, gradient or dtype.
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
@@ -426,25 +478,31 @@ def reducescatter(
     value = tf.convert_to_tensor(tensor)
     if value.shape.rank == 0:
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")
+    is_adjoint = _is_adjoint(gradient, "reducescatter")
     factors = Scaling(prescale_factor, postscale_factor)
     reduce_op, scaling = reduction_of(op, factors, call.group.size, [value])
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().reducescatter(own, call, reduce_op, scaling), None
 
-    def gradient(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
+    def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
         _require_sum(op)
-        factor = tf.constant(scaling.prescale * scaling.postscale, output_gradient.dtype)
-        return allgather(output_gradient * factor, process_set=process_set, name=back.label)
+        _warn_once(gradient, "reducescatter", call.group.size)
+        factor = scaling.prescale * scaling.postscale * (1 if is_adjoint else call.group.size)
+        own = output_gradient * tf.constant(factor, output_gradient.dtype)
+        return allgather(own, gradient=gradient, process_set=process_set, name=back.label)
 
     options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
-    return _run("reducescatter", options, [value], call, collective, gradient)
+    return _run("reducescatter", options, [value], call, collective, backward)
 
 
 def grouped_reducescatter(
     tensors: Sequence[Any],
     op: str = Average,
     *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    gradient: str | None = None,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
@@ -455,6 +513,9 @@ def grouped_reducescatter(
     Args:
         tensors: As many on all ranks.
         op: See `reducescatter`.
+        prescale_factor: Factor before the reduction.
+        postscale_factor: Factor after it.
+        gradient: See `reducescatter`.
         process_set: The ranks that take part.
         name: Name in logs and errors; each tensor's has a number.
 
@@ -468,7 +529,15 @@ def grouped_reducescatter(
     """
     label = name or "grouped_reducescatter"
     return [
-        reducescatter(t, op, process_set=process_set, name=f"{label}/{i}")
+        reducescatter(
+            t,
+            op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            gradient=gradient,
+            process_set=process_set,
+            name=f"{label}/{i}",
+        )
         for i, t in enumerate(tensors)
     ]
 

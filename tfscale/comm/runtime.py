@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfscale import config
@@ -302,3 +303,44 @@ def cross_size() -> int:
 def is_single() -> bool:
     """Return whether there is one process, so that nothing is ever exchanged."""
     return backend().size == 1
+
+
+def _int_op(read: Callable[[], int]) -> tf.Tensor:
+    """Return a scalar that is read when the graph runs, as Horovod's ops of this kind."""
+    value = tf.numpy_function(lambda: np.int32(read()), [], tf.int32)
+    return tf.ensure_shape(value, [])
+
+
+def _set_of(process_set_id: int) -> ProcessSet:
+    for known in (global_process_set, *known_process_sets()):
+        if known.process_set_id == process_set_id:
+            return known
+    raise ExchangeError(
+        "A process set must be added before it is used. Received: "
+        f"process_set_id={process_set_id}. Call tfscale.add_process_set(...)."
+    )
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return `rank()` as an int32 scalar that is read when the graph runs."""
+    return _int_op(rank)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the size of a process set as an int32 scalar that is read when the graph runs."""
+    return _int_op(lambda: _set_of(process_set_id).size())
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return `local_rank()` as an int32 scalar that is read when the graph runs."""
+    return _int_op(local_rank)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return `local_size()` as an int32 scalar that is read when the graph runs."""
+    return _int_op(local_size)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return 1 on ranks of a process set and 0 on others, read when the graph runs."""
+    return _int_op(lambda: int(_set_of(process_set_id).included()))

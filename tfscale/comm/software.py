@@ -93,3 +93,13 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return whether there is a Horovod with ROCm. The engine stages GPU tensors on the host."""
     return bool(_ask_horovod("rocm_built"))
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not used."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: DDL is not used."""
+    return False

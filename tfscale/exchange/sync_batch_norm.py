@@ -77,7 +77,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             ],
             axis=0,
         )
-        rows = allgather(own[tf.newaxis], process_set=self._process_set, name=self.path)
+        rows = allgather(
+            own[tf.newaxis], gradient="adjoint", process_set=self._process_set, name=self.path
+        )
         rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
         means, variances, counts = tf.split(
             rows, [mean.shape.num_elements(), mean.shape.num_elements(), 1], axis=1
