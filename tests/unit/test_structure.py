@@ -233,7 +233,6 @@ PRIVATE_READERS = {
 }
 PATCHERS = {
     "tfscale/callbacks/save_points.py": ["a name"],
-    "tfscale/exchange/dense.py": ["call"],
     "tfscale/optimizer/futures.py": ["__class__", "export"],
     "tfscale/optimizer/saving.py": ["a name"],
 }

@@ -234,15 +234,14 @@ class Restore:
         distributed = distributed_of(optimizer)
         kept = None if distributed is None else distributed.kept_state
         local = {id(v) for v in self._variables.local}
-        shared = kept.state.shared if kept else frozenset()
+        shared = kept.shared if kept else frozenset()
         for i, variable in enumerate(optimizer.variables):
             if i not in shared and id(variable) not in local:
                 self._assign_slot(variable, f"{k}/{i}", None)
         if kept:
-            for i, (part, held) in kept.state.own_parts().items():
+            for i, (part, held) in kept.own_parts().items():
                 self._assign_slot(part, f"{k}/{i}", held)
-            kept.forget()
-            kept.state.note_load()
+            kept.note_load()
 
     def _assign_slot(self, variable: Any, name: str, want: Range | None) -> None:
         def read(place: int) -> np.ndarray:
@@ -306,7 +305,7 @@ class Restore:
                 average.interval.assign(given)
             return
         average.average_now()
-        optimizer.show_own()
+        optimizer.executor.publish()
         average.start_from_here()
         if average.across.size > 1 and self._rank == 0:
             text = "Groups average in another way than before: they begin with their average."

@@ -324,12 +324,12 @@ def take_snapshot(
     for k, optimizer in enumerate(optimizers):
         distributed = distributed_of(optimizer)
         kept = None if distributed is None else distributed.kept_state
-        shared = kept.state.shared if kept else frozenset()
+        shared = kept.shared if kept else frozenset()
         if is_leader:
             for i, variable in enumerate(optimizer.variables):
                 if i not in shared and id(variable) not in local:
                     arrays[f"optimizer{k}/{i}"] = copy_of(variable)
-        for i, (part, held) in (kept.state.own_parts() if kept else {}).items():
+        for i, (part, held) in (kept.own_parts() if kept else {}).items():
             arrays[f"part{k}/{i}"] = copy_of(part)
             info["ranges"][f"{k}/{i}"] = held
         average = None if distributed is None else distributed.group_average

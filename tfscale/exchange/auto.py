@@ -185,13 +185,7 @@ def _places(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> l
 
 
 def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> Mixed:
-    """Return the strategy that carries out a simulated plan.
-
-    Args:
-        table: The model.
-        plan: Of its parameters.
-        name: The plan in a few words.
-    """
+    """Return the strategy that carries out a simulated plan of a model's parameters."""
     parts = [
         (part.kind, tuple(table.parameters[p].name for p in part.parameters)) for part in plan.parts
     ]
@@ -204,12 +198,7 @@ def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> M
 
 
 def per_layer(table: LayerTable, overlap: bool) -> Mixed:
-    """Return an exchange of each layer alone.
-
-    Args:
-        table: The model.
-        overlap: False sends nothing before all gradients exist.
-    """
+    """Return an allreduce of each layer of a model alone."""
     groups = [tuple(name for name, _ in layer.weights) for layer in table.layers]
     parts = tuple(("allreduce", group) for group in groups if group)
     return Mixed("one allreduce per layer", parts, overlap=overlap)  # type: ignore[arg-type]

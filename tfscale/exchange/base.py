@@ -127,10 +127,7 @@ class Watch(Protocol):
 
 
 def resolve(exchange: Any) -> Exchange:
-    """Return the strategy that a user named.
-
-    Args:
-        exchange: A name or a strategy.
+    """Return the strategy that a user gave, perhaps by its name.
 
     Raises:
         ConfigError: Neither.

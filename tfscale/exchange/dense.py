@@ -26,6 +26,7 @@ from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
+from tfscale.internals.keras import replace_call, replaced_call
 from tfscale.internals.optimizers import layers_of, own_weights
 from tfscale.internals.trace import (
     context_of,
@@ -64,9 +65,7 @@ def shared_weights(model: keras.Model) -> frozenset[int]:
 def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> str:
     """Return why a layer cannot exchange activations and errors, or an empty string.
 
-    Args:
-        layer: Any layer.
-        shared: What `shared_weights` returns for its model.
+    `shared` is what `shared_weights` returns for its model.
     """
     if type(layer) is not keras.layers.Dense:
         return f"it is a {type(layer).__name__}, which may compute something else"
@@ -225,10 +224,7 @@ def _note_made(layer: keras.layers.Dense, gradients: Sequence[Any]) -> None:
 
 
 def use_of(variable: Any) -> Use:
-    """Return how the function being traced uses a variable.
-
-    Args:
-        variable: A variable whose gradient the function has computed.
+    """Return how the function being traced uses a variable whose gradient it has computed.
 
     Raises:
         PlanError: The function uses the layer in training and otherwise, so that parts of the
@@ -382,7 +378,7 @@ class DenseCalls:
         """Ask the strategy for each Dense layer, and replace the `call` of those it concerns.
 
         Args:
-            model: The model.
+            model: Whose layers.
             strategy: Decides.
             options: How gradients are reduced.
             process_set: The ranks that exchange.
@@ -392,9 +388,6 @@ class DenseCalls:
 
         Returns:
             Whether a layer exchanges otherwise than before, so that functions must be traced again.
-
-        Raises:
-            PlanError: The strategy does not fit the model.
         """
         self._global_batch = strategy.global_batch or self._global_batch or global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
@@ -411,8 +404,8 @@ class DenseCalls:
             has_changed |= _set_call(layer, kind, options, process_set)
             if kind != "weights" or reason:
                 self._say(layer, f"{_WORDS[kind]}{reason and f': {reason}'}")
-        calls = [(x, vars(x).get("call")) for x in layers]
-        self.rows = [(x.kernel, x.bias) for x, call in calls if isinstance(call, PartialCall)]
+        cut = [x for x in layers if isinstance(replaced_call(x), PartialCall)]
+        self.rows = [(x.kernel, x.bias) for x in cut]
         self.is_chosen = True
         return has_changed
 
@@ -439,22 +432,22 @@ def _set_call(
     layer: keras.layers.Dense, kind: DenseKind, options: GradientOptions, process_set: ProcessSet
 ) -> bool:
     """Give a layer the call of a kind; return whether it had another."""
-    call, make = vars(layer).get("call"), _CALLS.get(kind)
+    call, make = replaced_call(layer), _CALLS.get(kind)
     is_kind = isinstance(call, ReplicatedCall) and type(call) is make
     if is_kind and call.belongs_to(options, process_set):
         return False
     has_changed = restore(layer)
     if make is not None:
-        layer.call = make(layer, options, process_set)
+        replace_call(layer, make(layer, options, process_set))
     return has_changed or make is not None
 
 
 def restore(layer: keras.layers.Layer) -> bool:
     """Give a layer its own `call` back; return whether it had another."""
-    if isinstance(vars(layer).get("call"), ReplicatedCall):
-        del layer.call
-        return True
-    return False
+    has_another = isinstance(replaced_call(layer), ReplicatedCall)
+    if has_another:
+        replace_call(layer, None)
+    return has_another
 
 
 _CALLS = {"replicated": ReplicatedCall, "partial": PartialCall}

@@ -23,10 +23,9 @@ from tfscale.exchange.plan import (
     Parameter,
     Table,
     Wire,
-    name_of,
     values_of,
 )
-from tfscale.exchange.shards import Shards
+from tfscale.exchange.shards import Shards, name_of
 from tfscale.internals.optimizers import layers_of
 from tfscale.plan.buckets import GradientSpec
 
@@ -72,16 +71,13 @@ class Executor:
         process_set: ProcessSet,
         scale_local_gradients: bool = True,
     ) -> None:
-        """Keep what does not change during training.
+        """Keep what does not change during training; see the class's attributes.
 
-        Args:
-            strategy: Compiles the plans.
-            options: How gradients are reduced.
-            process_set: The ranks that exchange.
-            scale_local_gradients: Divide gradients of local variables by the number of ranks.
+        With `scale_local_gradients`, gradients of local variables are divided by the number of
+        ranks.
 
         Raises:
-            ConfigError: An option does not fit.
+            ConfigError: `process_set` is something else.
         """
         if not isinstance(process_set, ProcessSet):
             raise ConfigError(
@@ -141,7 +137,7 @@ class Executor:
         """Choose which dense layers of a model exchange activations and errors.
 
         Args:
-            model: The model; calls of its layers are replaced.
+            model: Calls of its layers are replaced.
             why_uncut: Returns for a variable why it must not be cut, or an empty string.
             global_batch: Samples of all ranks together, where that is known.
             may_cut: Whether one optimizer updates all of the model in every step; if not, layers
@@ -149,9 +145,6 @@ class Executor:
 
         Returns:
             Whether functions must be traced again.
-
-        Raises:
-            PlanError: The strategy does not fit the model.
         """
         self._model = weakref.ref(model)
         if self.is_sharding and not may_cut:
@@ -162,14 +155,11 @@ class Executor:
         )
 
     def build(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> list[Any]:
-        """Cut parameters, if the plan does.
+        """Cut parameters, if the plan does, and return what this rank updates for each of them.
 
         Args:
             variables: What an optimizer will train; values must be equal on all ranks.
             why_uncut: Returns for a variable why one rank must own it all, or an empty string.
-
-        Returns:
-            What this rank updates for each of them.
         """
         if not self.is_sharding:
             return list(variables)
@@ -191,12 +181,9 @@ class Executor:
             for i, v in enumerate(variables)
         ]
         plan = self._running().plan(Table(tuple(self._static)), group)
-        self.shards = Shards(variables, plan, group)
+        whole = [i for i, parameter in enumerate(self._static) if parameter.is_whole]
+        self.shards = Shards(variables, plan.segments, whole, group)
         return self.shards.targets
-
-    def drop_shards(self) -> None:
-        """Let each rank update whole variables again."""
-        self.shards = None
 
     # Nothing here is for AutoGraph, which would read and convert it in every traced function.
     @tf.autograph.experimental.do_not_convert
@@ -214,11 +201,6 @@ class Executor:
         Returns:
             What this rank applies: gradients equal on all ranks, or those of its own pieces;
             gradients of local variables are its own, divided by the number of ranks if asked for.
-
-        Raises:
-            ConfigError: There is no variable to train, or one is none of those built for.
-            ExchangeError: Communication failed, or XLA compiles the graph.
-            PlanError: The strategy needs a prepared model, or a gradient does not fit it.
         """
         group = self.process_set.group()
         if group.size == 1 or group.rank < 0:
@@ -335,10 +317,8 @@ class Executor:
     ) -> Reduced:
         """Return the gradients of what this rank owns."""
         assert self.shards is not None
-        chosen = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if gradient is not None:
-                chosen.append((gradient, self.shards.place(variable), variable))
+        pairs = zip(gradients, variables, strict=True)
+        chosen = [(g, self.shards.place(v), v) for g, v in pairs if g is not None]
         # Empty pieces cost ops and change nothing; one is left where a rank owns nothing else.
         useful = [c for c in chosen if not self.shards.is_empty(c[1])] or chosen[:1]
         targets = [self.shards.targets[place] for _, place, _ in useful]
@@ -352,9 +332,6 @@ class Executor:
         Args:
             updated: As `Reduced` has them; None publishes all.
             waits: Return, or let the step end, when all have arrived.
-
-        Raises:
-            ExchangeError: Communication failed.
         """
         if self.shards is not None:
             self.shards.publish(waits, updated)

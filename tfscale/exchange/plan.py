@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of
 from tfscale.config import ConfigError
+from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, row_cuts
 
@@ -110,26 +111,6 @@ class GradientOptions:
         return Scaling(1.0 / self.predivide, self.predivide)
 
 
-class Pieces(Protocol):
-    """The pieces of parameters that a rank owns, as parts of a plan need them; see `Shards`."""
-
-    def n_owned(self, index: int) -> int:
-        """Return how many values of a variable this rank owns."""
-        ...
-
-    def part(self, index: int, value: Any) -> Any:
-        """Return the own part of a value of a variable's shape."""
-        ...
-
-    def shaped(self, index: int, flat: tf.Tensor) -> tf.Tensor:
-        """Return a flat own part in the shape of its piece."""
-        ...
-
-    def call(self, what: str, indices: Sequence[int]) -> Call:
-        """Return the label and order of a collective of some variables."""
-        ...
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A trainable variable as strategies see it.
@@ -177,14 +158,11 @@ class Table:
         return [i for i in self.shared if self.parameters[i].gradient in forms]
 
     def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
-        """Return the messages of dense gradients that are summed whole.
+        """Return positions for each message of dense gradients, in the order of their slots.
 
         Args:
             positions: Of the gradients.
-            choose: Returns the strategy's buckets of some specs.
-
-        Returns:
-            Positions for each message, in the order in which they become ready.
+            choose: Returns the strategy's buckets, where the user wants no others.
         """
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
@@ -215,7 +193,7 @@ class Wire:
     group: Group
     options: GradientOptions
     variables: Sequence[Any]
-    shards: Pieces | None = None
+    shards: Shards | None = None
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
         """Return a collective's label and order for the gradients of some variables."""
@@ -261,9 +239,6 @@ class Part(abc.ABC):
         Args:
             gradients: This rank's, by position; dense ones compressed.
             wire: The ranks, options and variables.
-
-        Raises:
-            ExchangeError: Communication failed.
         """
 
 
@@ -448,29 +423,16 @@ def cut_parameters(
     return tuple(replace(b, indices=tuple(positions[p] for p in b.indices)) for b in buckets)
 
 
-def name_of(variable: Any) -> str:
-    """Return the path of a variable, or the name of a tensor that is the source of a tape."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", "gradient"))
-
-
-def label_of(names: Sequence[str]) -> str:
-    """Return a short text for several names."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-
-
 def values_of(gradient: Any) -> tf.Tensor:
     """Return a gradient, or the values of a sparse one."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _own_rows(gradient: Any, n_in: int, group: Group) -> tf.Tensor:
-    """Return this rank's rows of a partial gradient.
+    """Return this rank's rows of a partial gradient of a kernel with `n_in` rows.
 
-    Args:
-        gradient: IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that
-            is called more than once; or a tensor of the kernel's (or bias's) shape.
-        n_in: Rows of the kernel.
-        group: The ranks that share them.
+    It is IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that is called
+    more than once; or a tensor of the kernel's (or bias's) shape.
     """
     begin, end = row_cuts(n_in, group.size)[group.rank :][:2]
     if not isinstance(gradient, tf.IndexedSlices):

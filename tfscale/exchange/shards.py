@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, raw_variable
 from tfscale.config import ConfigError
-from tfscale.exchange.plan import ExchangePlan, label_of, name_of
 from tfscale.internals.optimizers import piece_of
 from tfscale.plan.segments import Piece, SegmentedBucket
 
@@ -32,23 +31,27 @@ class Shards:
     """
 
     def __init__(
-        self, variables: Sequence[keras.Variable], plan: ExchangePlan, group: Group
+        self,
+        variables: Sequence[keras.Variable],
+        segments: Sequence[SegmentedBucket],
+        whole: Collection[int],
+        group: Group,
     ) -> None:
-        """Copy the own pieces.
+        """Copy the own pieces of variables that are equal on all ranks.
 
         Args:
-            variables: What is trained; values must be equal on all ranks.
-            plan: Its segments say how variables are cut.
+            variables: What is trained.
+            segments: How they are cut.
+            whole: Positions of those of which one rank must own all.
             group: The ranks that share; this process is one of them.
         """
         self.variables = list(variables)
         self.group = group
-        self.segments = plan.segments
-        parameters = plan.table.parameters
+        self.segments = segments
         self._places = {id(v): i for i, v in enumerate(self.variables)}
         self._owned = {p.variable: p for b in self.segments for p in b.pieces(group.rank)}
         cut = sorted(i for bucket in self.segments for i in bucket.indices)
-        self._whole = frozenset(i for i in cut if parameters[i].is_whole)
+        self._whole = frozenset(whole).intersection(cut)
         self.pieces: dict[int, keras.Variable] = {}
         with tf.init_scope():
             for i in cut:
@@ -107,12 +110,7 @@ class Shards:
         return tf.reshape(flat, shape if self._owned.get(index) else (0, *shape[1:]))
 
     def refresh(self, variable: keras.Variable, value: Any) -> None:
-        """Follow an assignment to a model's variable.
-
-        Args:
-            variable: One that is cut.
-            value: Its new value, equal on all ranks.
-        """
+        """Follow an assignment of a value, equal on all ranks, to a variable that is cut."""
         index = self.place(variable)
         if self._owned.get(index):
             value = tf.cast(value, self.pieces[index].dtype)
@@ -136,9 +134,6 @@ class Shards:
         Args:
             waits: Wait for all of them; otherwise readers must (`optimizer.futures`).
             updated: Positions of variables; buckets without any of them are left out.
-
-        Raises:
-            ExchangeError: Communication failed.
         """
         backend = runtime.backend()
         handles = []
@@ -153,3 +148,13 @@ class Shards:
                 handles += [variable.handle for variable in raw]
         if waits and handles:
             backend.await_variables(handles)
+
+
+def name_of(variable: Any) -> str:
+    """Return the path of a variable, or the name of a tensor that is the source of a tape."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", "gradient"))
+
+
+def label_of(names: Sequence[str]) -> str:
+    """Return a short text for several names."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"

@@ -202,6 +202,19 @@ def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
     model.train_function = None
 
 
+def replaced_call(layer: keras.layers.Layer) -> Any:
+    """Return what `replace_call` put in the place of a layer's `call`, or None."""
+    return vars(layer).get("call")
+
+
+def replace_call(layer: keras.layers.Layer, call: Callable[..., Any] | None) -> None:
+    """Let one layer compute by another function than its class's `call`; None ends that."""
+    if call is None:
+        del layer.call
+    else:
+        layer.call = call
+
+
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
     """Let the `fit` that begins, and later ones, begin with an epoch; None: with the given one."""
     model._initial_epoch = epoch

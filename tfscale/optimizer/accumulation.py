@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
-from tfscale.exchange.plan import name_of
+from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import averages_begin_within, iterations_of
 from tfscale.internals.trace import run_either
 

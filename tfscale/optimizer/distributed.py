@@ -22,7 +22,8 @@ from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange, Watch, load, resolve
 from tfscale.exchange.executor import Executor, Reduced, layers_in
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.plan import GradientOptions, name_of
+from tfscale.exchange.plan import GradientOptions
+from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import (
     iterations_of,
     optimizers_of,
@@ -46,7 +47,7 @@ from tfscale.optimizer.rules import (
     why_uncut,
     why_whole,
 )
-from tfscale.optimizer.state import CompleteVariable, KeptState, ShardState, StateNodes, n_bytes
+from tfscale.optimizer.state import CompleteVariable, KeptState, StateNodes, n_bytes
 from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
@@ -165,15 +166,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
         executor, inner = self._built(variables), self.__wrapped__
-        group = executor.process_set.group()
         self._refuse(variables)
         reduced = executor.reduce(gradients, variables, self._skips())
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so all of the update waits for the first gradient that is through.
         with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor.shards):
-            self._self_nonfinite.apply(
-                inner, reduced, gradients, variables, group, executor.shards is not None
-            )
+            self._self_nonfinite.apply(inner, reduced, gradients, variables, executor)
             _follow(reduced.targets)
         if self._self_groups is not None:
             self._self_groups.after_update(reduced, gradients)
@@ -202,12 +200,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return scaled_by(self.__wrapped__) is not None or self._self_nonfinite.policy != "ignore"
 
     def _refuse(self, variables: Sequence[Any]) -> None:
-        """Refuse steps whose ranks would part.
-
-        Raises:
-            ConfigError: Common gradients would be scaled by another factor on each rank.
-            ExchangeError: Ranks would skip different steps.
-        """
+        """Refuse steps that ranks would skip apart, or scale by factors of their own."""
         if self._self_executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         norm = update_rule(self.__wrapped__).global_clipnorm
@@ -247,11 +240,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Building
 
     def _ready(self) -> Executor:
-        """Return the executor, its strategy fitted to the job. Collective with local SGD.
-
-        Raises:
-            ConfigError: The groups of local SGD do not fit the ranks.
-        """
+        """Return the executor, its strategy fitted to the job. Collective with local SGD."""
         executor = self._self_executor
         if self._self_is_ready:
             return executor
@@ -309,8 +298,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 futures.make_futures(shards.cut, shards.refresh)
             inner.build(targets)
             if shards is not None:
-                state = ShardState(inner, rule, shards, executor.process_set)
-                self._self_kept = KeptState(state, executor.process_set)
+                self._self_kept = KeptState(inner, rule, shards, executor.process_set)
                 self._self_nodes = StateNodes(self._self_kept)
                 if rule is not inner:
                     self._self_kept.serve(rule, first=len(own_variables(inner)))
@@ -342,33 +330,27 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Args:
             variables: The model's, in the order of the optimizer.
             state: Complete state.
-
-        Raises:
-            ExchangeError: A gather of parameters failed.
         """
         shards = self._self_executor.shards
         if shards is not None:
             futures.release(shards.cut)
-        self._self_executor.drop_shards()
+        self._self_executor.shards = None
         self._self_kept = self._self_nodes = None
         self._self_is_attached = False
         with tf.init_scope():
             self.__wrapped__ = unbuilt(self.__wrapped__)
             self._build(variables)
-            self._load(state)
-
-    def _load(self, state: Sequence[np.ndarray]) -> None:
-        if self._self_kept is not None:
-            self._self_kept.load(state)
-            return
-        for variable, value in zip(self.__wrapped__.variables, state, strict=True):
-            variable.assign(value)
+            if self._self_kept is not None:
+                self._self_kept.load(state)
+            else:
+                for variable, value in zip(self.__wrapped__.variables, state, strict=True):
+                    variable.assign(value)
 
     def wire(self, model: keras.Model, global_batch: int | None = None) -> bool:
         """Let the exchange change the model's layers; `tfscale.prepare` calls this.
 
         Args:
-            model: The model.
+            model: Whose layers.
             global_batch: Samples of all ranks together, where that is known.
 
         Returns:
@@ -432,11 +414,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Take another strategy, with parameters and state as they are. Collective.
 
         Returns:
-            Whether the step must be traced again: not where only an outcome is known now.
+            Whether the step must be traced again.
         """
         executor = self._self_executor
         if strategy == executor.strategy:
-            executor.strategy = strategy
+            executor.strategy = strategy  # only its outcome is known now
             return False
         self.undo_shards()
         executor.strategy = strategy
@@ -449,9 +431,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Let the wrapped optimizer be one of whole variables again. Collective.
 
         Each rank holds the complete state and its part of it for a moment.
-
-        Raises:
-            ConfigError: Groups of local SGD hold its state.
         """
         executor = self._ready()
         if executor.shards is None or self._self_kept is None:
@@ -462,7 +441,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 "was built before tfscale.prepare(model). Write DistributedOptimizer("
                 "LossScaleOptimizer(...))."
             )
-        variables, state = self._built_for(), self._self_kept.state.gather()
+        variables, state = self._built_for(), self._self_kept.gather()
         executor.may_shard = False
         self._rebuild(variables, state)
         self._self_is_ready = False  # it may shard again, once it is wrapped or planned otherwise
@@ -530,7 +509,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         assert groups is not None
         logger.info("Local SGD starts: %d groups of ranks.", groups.strategy.groups)
         variables = self._built_for()
-        state = None if kept is None else kept.state.gather()
+        state = None if kept is None else kept.gather()
         groups.form(executor)
         self._allow_sharding()
         model = executor.model
@@ -541,35 +520,20 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if model is not None:
             self.wire(model)  # dense layers exchange within the group, too
 
-    def show_own(self) -> None:
-        """Make the model's parameters those that this rank and its group hold. Collective."""
-        self._self_executor.publish()
-
     def show_average(self) -> list[np.ndarray]:
-        """Average over groups what each rank updates, and show the average. Collective.
-
-        Returns:
-            This rank's own values; `set_own` puts them back.
-
-        Raises:
-            ExchangeError: Communication failed.
-        """
+        """Show the average of groups in the model, and return this rank's values. Collective."""
         assert self.group_average is not None
         own = [np.array(v.numpy()) for v in self.group_average.targets]
         self.group_average.average_now()
-        self.show_own()
+        self._self_executor.publish()
         return own
 
     def set_own(self, values: Sequence[Any]) -> None:
-        """Set what this rank updates, and show it in the model. Collective in its group.
-
-        Args:
-            values: One for each of `group_average.targets`.
-        """
+        """Put back what `show_average` returned. Collective in this rank's group."""
         assert self.group_average is not None
         for variable, value in zip(self.group_average.targets, values, strict=True):
             variable.assign(value)
-        self.show_own()
+        self._self_executor.publish()
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank alone.
@@ -615,16 +579,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             n_dropped = self._self_accumulator.drop_cycle()
             iterations_of(self.__wrapped__).assign_sub(n_dropped)
 
-    def begin_cycle(self, n_lost: int) -> None:
-        """Begin a cycle where a run resumes without the sums of the one it was in.
-
-        Args:
-            n_lost: Batches that `iterations` counts and whose gradients are lost.
-        """
-        if self._self_accumulator is not None:
-            self._self_accumulator.drop_cycle()
-        iterations_of(self.__wrapped__).assign_sub(n_lost)
-
     @property
     def n_skipped_steps(self) -> int:
         """Steps that this rank skipped because of `nonfinite="skip"`."""
@@ -651,7 +605,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     @property
     def parts(self) -> list[Any]:
         """State of which this rank holds a part; empty unless parameters are sharded."""
-        return self._self_kept.state.parts if self._self_kept else []
+        return self._self_kept.parts if self._self_kept else []
 
     @property
     def variables(self) -> list[Any]:
@@ -684,7 +638,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         kept = self._self_kept
         if kept is None:
             return [variable.numpy() for variable in self.__wrapped__.variables]
-        arrays = kept.gather(is_kept=True)
+        arrays = kept.gather()
         kept.keep_on_first()
         return arrays
 
@@ -745,7 +699,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         shards = self._self_executor.shards
         return {
             "state": own,
-            "complete_state": kept.state.n_bytes if kept else own,
+            "complete_state": kept.n_bytes if kept else own,
             "parameters": n_bytes(shards.pieces.values()) if shards else 0,
             "accumulators": n_bytes(accumulator.variables) if accumulator else 0,
         }

@@ -14,9 +14,10 @@ from tfscale.comm.backends.base import Call, Group
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import use_of
-from tfscale.exchange.executor import Reduced
+from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.plan import name_of, values_of
+from tfscale.exchange.plan import values_of
+from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
 from tfscale.optimizer.pieces import all_agree
@@ -73,8 +74,7 @@ class NonFinite:
         reduced: Reduced,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        group: Group,
-        is_cut: bool,
+        executor: Executor,
     ) -> None:
         """Let an optimizer apply reduced gradients if they are finite on all ranks.
 
@@ -83,8 +83,7 @@ class NonFinite:
             reduced: Gradients and what is updated with them.
             gradients: This rank's own, one for each of `variables`.
             variables: The model's.
-            group: The ranks that exchange them.
-            is_cut: Each rank of the group sees a part of the reduced gradients.
+            executor: Has reduced them.
 
         Raises:
             ConfigError: The optimizer scales the loss and is to raise.
@@ -107,7 +106,8 @@ class NonFinite:
                 self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
         checks = [_is_finite(g) for g in reduced.gradients if g is not None]
         finite = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
-        if is_cut:
+        group = executor.process_set.group()
+        if executor.shards is not None:  # each rank sees a part of the reduced gradients
             finite = all_agree(finite, group, "are gradients finite")
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         # Of layers that exchange activations every rank has the whole batch's gradient, which

@@ -1,7 +1,7 @@
 """Complete state of an optimizer whose ranks hold parts: gathered, kept, loaded, checkpointed.
 
-From the bottom up: `ShardState` gathers and cuts state, `Meeting` waits for the ranks, `KeptState`
-keeps what was gathered as long as it is valid, `StateNodes` shows it to tf.train.Checkpoint.
+`KeptState` gathers and cuts state and keeps what was gathered, `Meeting` waits for the ranks,
+`StateNodes` shows complete state to tf.train.Checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -24,52 +25,62 @@ from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
 from tfscale.internals.optimizers import iterations_of, slots_of, trained_by
 
-Key = tuple[int, ...]
+Version = tuple[int, ...]
 _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
 
 
-class ShardState:
-    """Reads and writes the complete state of an optimizer that was built on pieces.
+class KeptState:
+    """The complete state of an optimizer that was built on pieces, and how it is read and written.
 
     Complete state is a list of arrays in the order of `variables` of the same optimizer built on
-    whole variables, which is Keras's own format.
+    whole variables, which is Keras's own format. What was gathered is kept until the next update or
+    load makes it outdated, so that one rank can save without asking the others: all took part in
+    the gather before.
     """
 
     def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
-        """Find the slots of an optimizer built on the targets of `shards`; `rule` updates them."""
-        self._process_set = process_set
-        self._optimizer = optimizer
-        self._shards = shards
+        """Keep nothing yet. All ranks that share do this at the same place of their program.
+
+        Args:
+            optimizer: Built on the targets of `shards`.
+            rule: The optimizer that updates, below loss scaling.
+            shards: The pieces that this rank owns.
+            process_set: The ranks that share.
+        """
+        self.process_set = process_set
+        self._optimizer, self._rule, self._shards = optimizer, rule, shards
         targets = {id(piece): i for i, piece in shards.pieces.items()}
         places = [targets.get(id(v), -1) for v in trained_by(rule)]
         self._slots = {key: places[i] for key, i in slots_of(rule).items()}
-        self._rule = rule
+        self._meeting = Meeting(process_set.group())
         self._n_loads = 0
+        self._arrays: list[np.ndarray] | None = None
+        self._gathered_at: Version | None = None
+        self._loaded: tuple[Version, list[np.ndarray]] | None = None
 
-    @property
-    def _places(self) -> list[int]:
-        # Of the present variables: a schedule that is set takes away the learning rate's.
-        return [self._slots.get(id(v), -1) for v in self._optimizer.variables]
+    def _placed(self) -> list[tuple[Any, int]]:
+        """Pair the optimizer's variables with positions in `shards`; -1 if every rank has them.
 
-    @property
-    def version(self) -> Key:
+        The present variables: a schedule that is set takes away the learning rate's.
+        """
+        return [(v, self._slots.get(id(v), -1)) for v in self._optimizer.variables]
+
+    def _version(self) -> Version:
         """Changes with each update and each load, and where variables have come or gone."""
-        return int(iterations_of(self._rule).numpy()), self._n_loads, self.n_variables
+        n_updates = int(iterations_of(self._rule).numpy())
+        return n_updates, self._n_loads, len(self._optimizer.variables)
 
-    def number(self, variable: Any) -> int:
-        """Return the number of one of the optimizer's variables."""
-        return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
-
-    @property
-    def n_variables(self) -> int:
-        """Number of the optimizer's variables."""
-        return len(self._optimizer.variables)
+    # What this rank holds
 
     @property
     def parts(self) -> list[Any]:
         """The optimizer's variables of which this rank holds a part."""
-        pairs = zip(self._optimizer.variables, self._places, strict=True)
-        return [variable for variable, place in pairs if place >= 0]
+        return [variable for variable, place in self._placed() if place >= 0]
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Numbers of the variables of which each rank has a part, perhaps an empty one."""
+        return frozenset(i for i, (_, place) in enumerate(self._placed()) if place >= 0)
 
     def own_parts(self) -> dict[int, tuple[Any, tuple[int, int] | None]]:
         """Map the number of each variable of which this rank holds a part to it and its range.
@@ -77,23 +88,16 @@ class ShardState:
         A range counts elements of the flat variable, the last one excluded; None: all of it.
         """
         found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
-        for i, (variable, place) in enumerate(
-            zip(self._optimizer.variables, self._places, strict=True)
-        ):
-            owned = self._shards.owned(place) if place >= 0 else None
+        for i, (variable, place) in enumerate(self._placed()):
+            owned = self._shards.owned(place)
             if owned is not None:
-                whole = self._shards.is_whole(place)
-                found[i] = variable, None if whole else (owned.start, owned.stop)
+                is_whole = self._shards.is_whole(place)
+                found[i] = variable, None if is_whole else (owned.start, owned.stop)
         return found
 
-    @property
-    def shared(self) -> frozenset[int]:
-        """Numbers of the variables of which each rank has a part, perhaps an empty one."""
-        return frozenset(i for i, place in enumerate(self._places) if place >= 0)
-
-    def note_load(self) -> None:
-        """Count a load that went past `load`, so that what was gathered is outdated."""
-        self._n_loads += 1
+    def number(self, variable: Any) -> int:
+        """Return the number of one of the optimizer's variables."""
+        return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
 
     def whole_variables(self) -> dict[int, Any]:
         """Map the `id` of each piece to the model's variable."""
@@ -103,41 +107,58 @@ class ShardState:
     def n_bytes(self) -> int:
         """Bytes of the complete state, for update rules whose slots are as large as variables."""
         total = 0
-        for variable, place in zip(self._optimizer.variables, self._places, strict=True):
+        for variable, place in self._placed():
             shape = variable.shape if place < 0 else self._shards.variables[place].shape
             total += math.prod(shape) * tf.as_dtype(variable.dtype).size
         return total
 
+    # Gathering
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all ranks gathered what is still valid, and some of them kept it."""
+        return self._gathered_at is not None and self._gathered_at == self._version()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has the complete state."""
+        return self.is_gathered and self._arrays is not None
+
     def gather(self, is_kept: bool = True) -> list[np.ndarray]:
-        """Return the complete state. Collective: all ranks that share, on the main thread.
+        """Gather the parts of all ranks. Collective, on the main thread.
 
         Args:
-            is_kept: False takes part without keeping anything, and returns an empty list.
+            is_kept: Keep the result here; at least one rank does.
 
-        Raises:
-            ExchangeError: Communication failed.
+        Returns:
+            The complete state, or an empty list on ranks that do not keep it.
         """
-        pairs = list(zip(self._optimizer.variables, self._places, strict=True))
-        own = {
-            i: tuple(v.shape)
-            for i, (v, place) in enumerate(pairs)
-            if place >= 0 and self._shards.is_whole(place) and self._shards.owned(place)
-        }
-        whole: dict[int, tuple[int, ...]] = {}
-        if any(self._shards.is_whole(place) for _, place in pairs):
-            for shapes in objects.allgather_object(
-                own, name="shapes of slots", process_set=self._process_set
-            ):
-                whole |= shapes
-        state = []
+        self.forget()
+        pairs = self._placed()
+        whole = self._shapes_of_whole(pairs)
+        arrays = []
         for i, (variable, place) in enumerate(pairs):
             value = variable.numpy() if place < 0 else self._gather(variable, place)
             if place >= 0:
                 shape = tuple(self._shards.variables[place].shape)
                 value = value.reshape(whole.get(i, shape) if shape else ())
             if is_kept:
-                state.append(value)
-        return state
+                arrays.append(value)
+        self._arrays = arrays if is_kept else None
+        self._gathered_at = self._version()
+        return arrays
+
+    def _shapes_of_whole(self, pairs: Sequence[tuple[Any, int]]) -> dict[int, tuple[int, ...]]:
+        """Ask for the shapes of slots of variables that one rank owns: others' may have any."""
+        if not any(self._shards.is_whole(place) for _, place in pairs):
+            return {}
+        own = {
+            i: tuple(variable.shape)
+            for i, (variable, place) in enumerate(pairs)
+            if self._shards.is_whole(place) and self._shards.owned(place)
+        }
+        every = objects.allgather_object(own, "shapes of slots", self.process_set)
+        return {i: shape for shapes in every for i, shape in shapes.items()}
 
     def _gather(self, slot: Any, place: int) -> np.ndarray:
         flat = tf.reshape(slot.value, [-1])
@@ -147,177 +168,14 @@ class ShardState:
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
 
-    def with_current(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return a complete state with the present values of what every rank has.
-
-        A learning rate may have changed since the state was gathered, or a loss scale.
-
-        Args:
-            state: What `gather` returned.
-        """
-        triples = zip(self._optimizer.variables, self._places, state, strict=True)
-        return [v.numpy() if place < 0 else value for v, place, value in triples]
-
-    def load(self, state: Sequence[np.ndarray], first: int = 0) -> None:
-        """Take this rank's part of a complete state.
-
-        Args:
-            state: One array for each variable of the optimizer, from number `first` on; equal on
-                all ranks.
-            first: See `state`.
-
-        Raises:
-            ValueError: A shape does not fit.
-        """
-        self.note_load()
-        stop = first + len(state)
-        pairs = zip(self._optimizer.variables[first:stop], self._places[first:stop], strict=True)
-        for value, (variable, place) in zip(state, pairs, strict=True):
-            if place < 0:
-                variable.assign(value)
-            elif self._shards.owned(place):
-                own = self._cut(np.asarray(value), place)
-                variable.assign(own.reshape(tuple(variable.shape)))
-
-    def _cut(self, value: np.ndarray, place: int) -> np.ndarray:
-        owned = self._shards.owned(place)
-        assert owned is not None
-        if self._shards.is_whole(place):
-            return value
-        return value.reshape(-1)[owned.start : owned.stop]
-
-
-class Meeting:
-    """Finds out whether all ranks of a group have come to the same place.
-
-    An eager collective that some rank never joins would spoil the order of all later ones. So this
-    one is a traced function, which has a plan of its own, and runs on a thread: a rank
-    that has waited long enough continues, and the thread tells late ranks that it does not wait.
-    """
-
-    def __init__(self, group: Group) -> None:
-        """Trace. All ranks of the group do this at the same place of their program."""
-
-        def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
-            call = Call(group, "meeting of ranks", stream="meeting")
-            return runtime.backend().allreduce([value], call, ReduceOp.MIN, Scaling())[0]
-
-        spec = tf.TensorSpec([], tf.int32)
-        self._least = tf.function(least_over_ranks, input_signature=[spec], autograph=False)
-        self._least.get_concrete_function()
-        self._attempt: _Attempt | None = None
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether all ranks have come. Collective, on the main thread.
-
-        Args:
-            timeout_s: How long to wait for them.
-
-        Raises:
-            ExchangeError: Communication failed.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if self._attempt is None or self._attempt.is_over:
-                self._attempt = _Attempt(self._least)
-            if not self._attempt.wait(deadline - time.monotonic()):
-                return False
-            if self._attempt.is_success:
-                return True
-
-
-class _Attempt:
-    """Two rounds: somebody has come from each rank; each of them still waits."""
-
-    def __init__(self, least: tf.types.experimental.GenericFunction) -> None:
-        self._least = least
-        self._lock = threading.Lock()
-        self._is_wanted = True
-        self._is_met = False
-        self._error: Exception | None = None
-        self._done = threading.Event()
-        self.is_success = False
-        threading.Thread(target=self._run, name="tfscale-meeting", daemon=True).start()
-
-    @property
-    def is_over(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return False if other ranks have not come in time; the attempt then stays open."""
-        self._is_wanted = True
-        if not self._done.wait(max(timeout_s, 0.0)):
-            with self._lock:
-                if not self._is_met:
-                    self._is_wanted = False
-                    return False
-            self._done.wait()  # All ranks are in the second round, which takes no time.
-        raise_own_errors(self._raise)
-        return True
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._least(tf.constant(1))
-            with self._lock:
-                self._is_met = True
-                is_wanted = self._is_wanted
-            self.is_success = bool(self._least(tf.constant(int(is_wanted))))
-        except Exception as error:  # Raised where a rank waits.
-            self._error = error
-        self._done.set()
-
-
-class KeptState:
-    """What ranks have gathered, until the next update or load makes it outdated.
-
-    With it one rank saves without asking the others: all took part in the gather before.
-    """
-
-    def __init__(self, state: ShardState, process_set: ProcessSet) -> None:
-        """Keep nothing yet. All ranks that share do this at the same place of their program."""
-        self.state = state
-        self.process_set = process_set
-        self._meeting = Meeting(process_set.group())
-        self._arrays: list[np.ndarray] | None = None
-        self._key: Key | None = None
-        self._loaded: tuple[Key, list[np.ndarray]] | None = None
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether all ranks gathered what is still valid, and some of them kept it."""
-        return self._key is not None and self._key == self.state.version
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank has the complete state."""
-        return self.is_gathered and self._arrays is not None
-
-    def gather(self, is_kept: bool) -> list[np.ndarray]:
-        """Gather the parts of all ranks. Collective.
-
-        Args:
-            is_kept: Keep the result here; at least one rank does.
-
-        Returns:
-            The complete state, or an empty list on ranks that do not keep it.
-
-        Raises:
-            ExchangeError: Communication failed.
-        """
-        self.forget()
-        arrays = self.state.gather(is_kept)
-        self._arrays = arrays if is_kept else None
-        self._key = self.state.version
-        return arrays
-
     def keep_on_first(self) -> None:
         """Keep on the first rank of the process set only what all ranks have just gathered."""
         if self.process_set.rank() > 0:
             self._arrays = None
+
+    def forget(self) -> None:
+        """Keep nothing; what was gathered or loaded takes memory no longer."""
+        self._arrays = self._gathered_at = self._loaded = None
 
     def meet(self, what: str) -> None:
         """Wait for all ranks. Collective.
@@ -350,7 +208,7 @@ class KeptState:
         """
         if not self.is_gathered:
             self.meet(what)
-            return self.gather(is_kept=True)
+            return self.gather()
         if self._arrays is None:
             raise ExchangeError(
                 "After ranks have gathered the optimizer's state, the rank that keeps it must "
@@ -358,10 +216,14 @@ class KeptState:
                 "usually rank 0, or call model.optimizer.full_state() on every rank to use its "
                 "result."
             )
-        return self.state.with_current(self._arrays)
+        # A learning rate may have changed since, or a loss scale: every rank has the present one.
+        kept = zip(self._placed(), self._arrays, strict=True)
+        return [v.numpy() if place < 0 else value for (v, place), value in kept]
+
+    # Loading
 
     def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
-        """Take this rank's part of a complete state.
+        """Take this rank's part of a complete state, equal on all ranks.
 
         Args:
             state: One array for each variable of the optimizer, from number `first` on.
@@ -371,10 +233,54 @@ class KeptState:
         Raises:
             ValueError: A shape does not fit.
         """
+        self.note_load()
+        pairs = self._placed()
+        for value, (variable, place) in zip(state, pairs[first : first + len(state)], strict=True):
+            owned = self._shards.owned(place)
+            if place < 0:
+                variable.assign(value)
+            elif owned is not None:
+                own = np.asarray(value)
+                if not self._shards.is_whole(place):
+                    own = own.reshape(-1)[owned.start : owned.stop]
+                variable.assign(own.reshape(tuple(variable.shape)))
+        if keeps and len(state) == len(pairs):
+            self._loaded = (self._version(), list(state))
+
+    def note_load(self) -> None:
+        """Count a load, perhaps one that went past `load`: what was gathered is outdated."""
         self.forget()
-        self.state.load(state, first)
-        if keeps and len(state) == self.state.n_variables:
-            self._loaded = (self.state.version, list(state))
+        self._n_loads += 1
+
+    def broadcast_loaded(self, root_rank: int, process_set: ProcessSet) -> None:
+        """Give all ranks their parts of the state that one rank loaded. Collective.
+
+        Args:
+            root_rank: Which one; the first of the process set, if it is none of it. Where it has
+                loaded none since the last update, nothing happens: the parts that the ranks hold
+                belong together.
+            process_set: The ranks that take part.
+
+        Raises:
+            ExchangeError: Another rank has loaded a state, and the root none.
+        """
+        ranks = process_set.group().ranks
+        root = root_rank if root_rank in ranks else ranks[0]
+        own = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
+        every = objects.allgather_object(own is not None, "who loaded a state", process_set)
+        loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
+        if not loaders:
+            return
+        if root not in loaders:
+            raise ExchangeError(
+                "An optimizer's state must be loaded by the rank that is broadcast, or by none. "
+                f"Received: a state loaded on ranks {loaders}, root_rank={root}. Load it on "
+                f"rank {root} or on all ranks."
+            )
+        for i in range(len(self._optimizer.variables)):
+            value = own[i] if own is not None and runtime.rank() == root else None
+            value = objects.broadcast_object(value, root, "complete state", process_set)
+            self.load([value], i, keeps=False)
 
     def serve(self, rule: Any, first: int) -> None:
         """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
@@ -385,55 +291,68 @@ class KeptState:
         """
 
         def save_own_variables(store: dict[str, Any]) -> None:
-            for i, value in enumerate(self.read("saving")[first:]):
-                store[str(i)] = value
+            store.update({str(i): v for i, v in enumerate(self.read("saving")[first:])})
 
         def load_own_variables(store: dict[str, Any]) -> None:
-            # The outer one has loaded it all, see CompleteState.load_own_variables.
-            del store
+            del store  # the outer one has loaded it all
 
         rule.save_own_variables = save_own_variables
         rule.load_own_variables = load_own_variables
 
-    def broadcast_loaded(self, root_rank: int, process_set: ProcessSet) -> bool:
-        """Give all ranks their parts of the state that one rank loaded. Collective.
+
+class Meeting:
+    """Finds out whether all ranks of a group have come to the same place.
+
+    An eager collective that some rank never joins would spoil the order of all later ones. So this
+    one is a traced function, which has a plan of its own, and runs on a thread. It has two rounds:
+    some thread has come from each rank; each rank still waits. A rank that has waited long enough
+    continues, and its thread tells late ranks that it does not wait.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Trace. All ranks of the group do this at the same place of their program."""
+
+        def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
+            call = Call(group, "meeting of ranks", stream="meeting")
+            return runtime.backend().allreduce([value], call, ReduceOp.MIN, Scaling())[0]
+
+        spec = tf.TensorSpec([], tf.int32)
+        self._least = tf.function(least_over_ranks, input_signature=[spec], autograph=False)
+        self._least.get_concrete_function()
+        self._lock = threading.Lock()
+        self._is_wanted = self._is_met = False
+        self._attempt: futures.Future[bool] = futures.Future()
+        self._attempt.set_result(False)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all ranks have come. Collective, on the main thread.
 
         Args:
-            root_rank: Which one; the first of the process set, if it is none of it. Where it has
-                loaded none since the last update, nothing happens: the parts that the ranks hold
-                belong together.
-            process_set: The ranks that take part.
-
-        Returns:
-            Whether there was one.
-
-        Raises:
-            ExchangeError: Another rank has loaded a state, and the root none.
+            timeout_s: How long to wait for them; an attempt that is given up stays open.
         """
-        ranks = process_set.group().ranks
-        root = root_rank if root_rank in ranks else ranks[0]
-        valid = self._loaded is not None and self._loaded[0] == self.state.version
-        own = self._loaded[1] if self._loaded is not None and valid else None
-        every = objects.allgather_object(own is not None, "who loaded a state", process_set)
-        loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
-        if loaders and root not in loaders:
-            raise ExchangeError(
-                "An optimizer's state must be loaded by the rank that is broadcast, or by none. "
-                f"Received: a state loaded on ranks {loaders}, root_rank={root}. Load it on "
-                f"rank {root} or on all ranks."
-            )
-        if not loaders:
-            return False
-        self.forget()
-        for i in range(self.state.n_variables):
-            value = own[i] if own is not None and runtime.rank() == root else None
-            value = objects.broadcast_object(value, root, "complete state", process_set)
-            self.state.load([value], i)
-        return True
+        deadline = time.monotonic() + timeout_s
+        self._is_wanted = True
+        while True:
+            if self._attempt.done():
+                self._attempt, self._is_met = futures.Future(), False
+                threading.Thread(target=self._run, name="tfscale-meeting", daemon=True).start()
+            futures.wait([self._attempt], max(deadline - time.monotonic(), 0.0))
+            with self._lock:
+                if not self._attempt.done() and not self._is_met:
+                    self._is_wanted = False
+                    return False
+            # All ranks are in the second round, which takes no time.
+            if raise_own_errors(self._attempt.result):
+                return True
 
-    def forget(self) -> None:
-        """Keep nothing; what was gathered or loaded takes memory no longer."""
-        self._arrays = self._key = self._loaded = None
+    def _run(self) -> None:
+        try:
+            self._least(tf.constant(1))
+            with self._lock:
+                self._is_met, is_wanted = True, self._is_wanted
+            self._attempt.set_result(bool(self._least(tf.constant(int(is_wanted)))))
+        except Exception as error:  # Raised where a rank waits.
+            self._attempt.set_exception(error)
 
 
 class _Slot(tf.__internal__.tracking.Trackable):
@@ -444,7 +363,7 @@ class _Slot(tf.__internal__.tracking.Trackable):
 
     @property
     def _index(self) -> int:
-        return self._kept.state.number(self._variable)
+        return self._kept.number(self._variable)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         def read() -> tf.Tensor:
@@ -475,8 +394,8 @@ class StateNodes:
     """Puts complete variables in the place of parts, and the model's in the place of pieces."""
 
     def __init__(self, kept: KeptState) -> None:
-        self._replaced: dict[int, Any] = dict(kept.state.whole_variables())
-        for variable in kept.state.parts:
+        self._replaced: dict[int, Any] = dict(kept.whole_variables())
+        for variable in kept.parts:
             self._replaced[id(variable)] = _Slot(kept, variable)
         self._nodes: dict[int, tuple[Any, _Node]] = {}
 
