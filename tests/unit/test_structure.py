@@ -233,8 +233,7 @@ PRIVATE_READERS = {
 }
 PATCHERS = {
     "tfscale/callbacks/save_points.py": ["a name"],
-    "tfscale/optimizer/futures.py": ["__class__", "export"],
-    "tfscale/optimizer/saving.py": ["a name"],
+    "tfscale/optimizer/futures.py": ["__class__"],
 }
 # Of namedtuples, argparse and os.
 NOT_KERAS = {"_asdict", "_replace", "_exit", "_SubParsersAction"}

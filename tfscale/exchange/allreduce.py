@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError
-from tfscale.exchange.base import Exchange
+from tfscale.exchange.base import Exchange, require
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, auto_bucket_bytes, build_buckets
 
@@ -31,17 +30,8 @@ class Allreduce(Exchange):
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        """Check the bucket size.
-
-        Raises:
-            ConfigError: It is neither "auto" nor a number of 0 or more.
-        """
-        is_number = isinstance(self.bucket_mb, int | float) and self.bucket_mb >= 0
-        if self.bucket_mb != "auto" and not is_number:
-            raise ConfigError(
-                "bucket_mb must be 'auto' or a number of MiB, 0 or more. "
-                f"Received: bucket_mb={self.bucket_mb!r}."
-            )
+        """Check the bucket size."""
+        require_bucket_mb(self.bucket_mb)
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return buckets of gradients, each of them one sum."""
@@ -52,3 +42,13 @@ class Allreduce(Exchange):
         if self.bucket_mb == "auto":
             return build_buckets(specs, auto_bucket_bytes(specs))
         return build_buckets(specs, int(self.bucket_mb * 2**20))
+
+
+def require_bucket_mb(bucket_mb: Any) -> None:
+    """Check the size of buckets.
+
+    Raises:
+        ConfigError: It is neither "auto" nor a number of 0 or more.
+    """
+    fits = bucket_mb == "auto" or (isinstance(bucket_mb, int | float) and bucket_mb >= 0)
+    require(fits, "bucket_mb", "'auto' or a number of MiB, 0 or more", bucket_mb)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, require
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.exchange.sharded import dense_kind
 from tfscale.plan import parts as simulated
@@ -56,11 +56,8 @@ class Auto(Exchange):
         Raises:
             ConfigError: An option does not fit.
         """
-        if self.global_batch is not None and not self.global_batch > 0:
-            raise ConfigError(
-                "global_batch must be 1 or more, or None. "
-                f"Received: global_batch={self.global_batch!r}."
-            )
+        fits = self.global_batch is None or self.global_batch > 0
+        require(fits, "global_batch", "1 or more, or None", self.global_batch)
         self.read_machine()
 
     def read_machine(self) -> Machine | None:

@@ -126,6 +126,17 @@ class Watch(Protocol):
         ...
 
 
+def require(fits: bool, name: str, requirement: str, value: Any) -> None:
+    """Raise a ConfigError about an option of a strategy unless it fits."""
+    if not fits:
+        raise ConfigError(f"{name} must be {requirement}. Received: {name}={value!r}.")
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return whether a value is a whole number, and no less than `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def resolve(exchange: Any) -> Exchange:
     """Return the strategy that a user gave, perhaps by its name.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, PlanError
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, is_count, require
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks
 from tfscale.plan.layers import is_replicated_cheaper
@@ -59,12 +59,9 @@ class Chunked(Exchange):
             ("replicated_dense", 0, "auto"),
             ("chunks", 1, "per_layer"),
         ):
-            value = getattr(self, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not is_number and value != word:
-                raise ConfigError(
-                    f"{name} must be {least} or more, or {word!r}. Received: {name}={value!r}."
-                )
+            value = vars(self)[name]
+            fits = value == word or is_count(value, least)
+            require(fits, name, f"{least} or more, or {word!r}", value)
         if self.replicated_dense == "auto" and not (self.global_batch or 0) > 0:
             raise ConfigError(
                 "replicated_dense='auto' needs the batch size of all ranks together. Received: "

@@ -10,7 +10,7 @@ import keras
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
-from tfscale.exchange.base import Exchange, resolve
+from tfscale.exchange.base import Exchange, is_count, require, resolve
 from tfscale.exchange.plan import ExchangePlan, Table
 from tfscale.exchange.sharded import Sharded
 
@@ -103,36 +103,18 @@ class LocalSGD(Exchange):
         Raises:
             ConfigError: An option does not fit.
         """
-        checks = (
-            ("groups", _is_count(self.groups), "1 or more"),
-            (
-                "interval",
-                isinstance(self.interval, AdaptiveInterval) or _is_count(self.interval),
-                "1 or more, or AdaptiveInterval(...)",
-            ),
-            ("within", not isinstance(self.within, LocalSGD), "an exchange inside of a group"),
-            (
-                "average",
-                self.average in ("parameters", "gradients"),
-                "'parameters' or 'gradients'",
-            ),
-            (
-                "start",
-                self.start in ("immediately", "after_first_decay")
-                or (isinstance(self.start, int) and self.start >= 0),
-                "'immediately', 'after_first_decay' or an epoch",
-            ),
-            (
-                "outer",
-                self.outer is None or isinstance(self.outer, keras.optimizers.Optimizer),
-                "a Keras optimizer or None",
-            ),
-        )
-        for name, fits, requirement in checks:
-            if not fits:
-                raise ConfigError(
-                    f"{name} must be {requirement}. Received: {name}={getattr(self, name)!r}."
-                )
+        start, interval = self.start, self.interval
+        require(is_count(self.groups), "groups", "1 or more", self.groups)
+        fits = isinstance(interval, AdaptiveInterval) or is_count(interval)
+        require(fits, "interval", "1 or more, or AdaptiveInterval(...)", interval)
+        fits = not isinstance(self.within, LocalSGD)
+        require(fits, "within", "an exchange inside of a group", self.within)
+        fits = self.average in ("parameters", "gradients")
+        require(fits, "average", "'parameters' or 'gradients'", self.average)
+        fits = start in ("immediately", "after_first_decay") or is_count(start, 0)
+        require(fits, "start", "'immediately', 'after_first_decay' or an epoch", start)
+        fits = self.outer is None or isinstance(self.outer, keras.optimizers.Optimizer)
+        require(fits, "outer", "a Keras optimizer or None", self.outer)
         if self.average == "gradients" and self.outer is not None:
             raise ConfigError(
                 "An outer optimizer works on averaged parameters. Received: average='gradients' "
@@ -145,10 +127,7 @@ class LocalSGD(Exchange):
         return self.interval if isinstance(self.interval, int) else self.interval.start
 
     def members(self, size: int) -> list[list[int]]:
-        """Return the ranks of each group.
-
-        Args:
-            size: Number of ranks.
+        """Return which of `size` ranks are in each group.
 
         Raises:
             ConfigError: The groups cannot be equally large.
@@ -165,16 +144,8 @@ class LocalSGD(Exchange):
         return resolve(self.within).plan(table, group)
 
     def whole(self) -> Exchange:
-        """Refuse: averaging needs the update, which a tape does not have.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse: averaging needs the update, which a tape does not have."""
         raise ConfigError(
             "Local SGD averages parameters after updates. Received: exchange=LocalSGD for a tape. "
             "Use DistributedOptimizer."
         )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError
-from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.allreduce import Allreduce, require_bucket_mb
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, is_count, require
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.layers import is_partial_cheaper
@@ -59,14 +58,11 @@ class Sharded(Exchange):
         Raises:
             ConfigError: An option does not fit.
         """
-        Allreduce(self.bucket_mb)  # checks the size of buckets
-        if self.dense not in DENSE:
-            raise ConfigError(
-                f"dense must be one of {', '.join(map(repr, DENSE))}. Received: {self.dense!r}."
-            )
-        batch = self.global_batch
-        if batch is not None and (isinstance(batch, bool) or int(batch) != batch or batch < 1):
-            raise ConfigError(f"global_batch must be 1 or more. Received: global_batch={batch!r}.")
+        require_bucket_mb(self.bucket_mb)
+        known = ", ".join(map(repr, DENSE))
+        require(self.dense in DENSE, "dense", f"one of {known}", self.dense)
+        fits = self.global_batch is None or is_count(self.global_batch)
+        require(fits, "global_batch", "1 or more", self.global_batch)
 
     is_sharding = True
 

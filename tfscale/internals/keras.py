@@ -202,6 +202,12 @@ def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
     model.train_function = None
 
 
+def wrap_once(model: keras.Model, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wrap a method of one model (`save`, `save_weights`, `export`), unless it is wrapped."""
+    if name not in vars(model):
+        model.__dict__[name] = wrap(getattr(model, name))
+
+
 def replaced_call(layer: keras.layers.Layer) -> Any:
     """Return what `replace_call` put in the place of a layer's `call`, or None."""
     return vars(layer).get("call")

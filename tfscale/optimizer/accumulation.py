@@ -170,14 +170,7 @@ class Accumulator:
 
 
 def refuse_accumulating(rule: Any) -> None:
-    """Raise where Keras would add up gradients, too.
-
-    Args:
-        rule: A Keras optimizer.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise where Keras would add up gradients, too."""
     steps = rule.gradient_accumulation_steps
     if steps:
         raise ConfigError(
@@ -188,14 +181,7 @@ def refuse_accumulating(rule: Any) -> None:
 
 
 def refuse_replicated(exchange: Exchange) -> None:
-    """Raise where layers would exchange in every pass.
-
-    Args:
-        exchange: The strategy, inside of groups if there are any.
-
-    Raises:
-        ConfigError: Its dense layers exchange activations.
-    """
+    """Raise where dense layers would exchange activations in every pass."""
     if exchange.needs_prepared:
         raise ConfigError(
             "Dense layers exchange activations in every backward pass. Received: "

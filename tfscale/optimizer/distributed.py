@@ -39,8 +39,8 @@ from tfscale.optimizer import futures
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.local_averaging import GroupAverage, LocalGroups
 from tfscale.optimizer.nonfinite import NonFinite, Policy
-from tfscale.optimizer.pieces import on_pieces
 from tfscale.optimizer.rules import (
+    on_pieces,
     refuse_bypassed,
     refuse_outer_scaler,
     require_keras,

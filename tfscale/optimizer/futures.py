@@ -24,6 +24,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Backend, raw_variable
 from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ExchangeError
+from tfscale.internals.keras import wrap_once
 from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
 
 OnAssign = Callable[[Any, Any], None]
@@ -112,10 +113,7 @@ def assignment_hook(variable: Any) -> OnAssign | None:
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Make variables ordinary again, after what is under way has arrived.
-
-    Args:
-        variables: Those that are no futures are left alone.
+    """Make futures among some variables ordinary again, after what is under way has arrived.
 
     Raises:
         ExchangeError: A gather failed; the variables are ordinary nevertheless.
@@ -131,9 +129,6 @@ def release(variables: Sequence[Any]) -> None:
 
 def drain(variables: Sequence[Any]) -> None:
     """Wait until nothing is under way for some variables; from any thread.
-
-    Args:
-        variables: Keras variables.
 
     Raises:
         ExchangeError: A gather failed or was given up.
@@ -187,28 +182,23 @@ def attach(
         cannot be: they go on reading without waiting.
     """
     make_futures(variables, on_assign)
-    if not hasattr(model.export, _FUTURE):
-        export = model.export
 
+    def plainly(export: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(export)
         def export_plain(*args: Any, **kwargs: Any) -> Any:
             with plain(model.variables):
                 return export(*args, **kwargs)
 
-        setattr(export_plain, _FUTURE, True)
-        model.export = export_plain
+        return export_plain
+
+    wrap_once(model, "export", plainly)
     return drop_traces([raw_variable(v) for v in variables])
 
 
 def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
     """Wait for pending gathers, now or where the function that is being traced will run.
 
-    Args:
-        variables: Futures.
-        is_write: They are about to be written, so that errors do not matter.
-
-    Raises:
-        ExchangeError: A gather failed, or XLA compiles the function.
+    With `is_write` the futures are about to be written, so that errors do not matter.
     """
 
     def wait() -> None:

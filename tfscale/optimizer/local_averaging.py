@@ -36,10 +36,6 @@ class LocalGroups:
     def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
         """Form groups, unless they start later. Collective.
 
-        Args:
-            strategy: Groups and intervals.
-            executor: Exchanges within a group from now on.
-
         Raises:
             ConfigError: The groups do not fit the ranks.
         """
@@ -71,11 +67,7 @@ class LocalGroups:
         self._across = across[rank % m]
 
     def build(self, optimizer: Any, executor: Executor) -> None:
-        """Begin to average what an optimizer updates, once groups train apart. Collective.
-
-        Args:
-            optimizer: A built Keras optimizer.
-            executor: Exchanges within this rank's group.
+        """Begin to average what a built optimizer updates, once groups train apart. Collective.
 
         Raises:
             ConfigError: The optimizer does not fit the strategy.
@@ -83,8 +75,8 @@ class LocalGroups:
         if not self.is_apart or self.average is not None:
             return
         rule, shards = update_rule(optimizer), executor.shards
-        self._require_unscaled(optimizer, rule)
-        self._require_plain(rule)
+        if self.strategy.average == "gradients":
+            _require_plain(optimizer, rule)
         if shards is None:
             targets = [v for v in trained_by(rule) if not executor.is_local(v)]
         else:
@@ -93,17 +85,10 @@ class LocalGroups:
         is_counted = shards is not None or executor.process_set.rank() == 0
         across, compression = self._across.group(), executor.options.compression
         self.average = GroupAverage(self.strategy, across, is_counted, compression)
-        has_state = self.strategy.average_state
-        states = _shared_state(rule, executor.is_local) if has_state else []
-        self.average.build(rule, targets, states)
+        self.average.build(rule, targets, _shared_state(rule, executor.is_local))
 
     def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
-        """Average in the traced step if it is due. Collective.
-
-        Args:
-            reduced: What was updated.
-            gradients: This rank's own, before they were reduced.
-        """
+        """Average in the traced step if it is due; `gradients` are this rank's own. Collective."""
         if self.average is None:
             return
         # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
@@ -114,26 +99,6 @@ class LocalGroups:
         chosen = [(target, g) for target, g in pairs if g is not None]
         with tf.control_dependencies([] if tf.executing_eagerly() else own):
             self.average.after_update([t for t, _ in chosen], [g for _, g in chosen])
-
-    def _require_unscaled(self, optimizer: Any, rule: Any) -> None:
-        is_scaled = rule is not optimizer or rule.loss_scale_factor is not None
-        if is_scaled and self.strategy.average == "gradients":
-            raise ConfigError(
-                "Gradients are added up over an interval, and a loss scale may change within it. "
-                f"Received: average='gradients' with {type(optimizer).__name__} and "
-                f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
-                "without a loss scale (mixed_bfloat16)."
-            )
-
-    def _require_plain(self, rule: Any) -> None:
-        named = ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay")
-        used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
-        if used and self.strategy.average == "gradients":
-            raise ConfigError(
-                "The common model moves by gradients as the ranks have them: what the optimizer "
-                f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
-                "average='parameters', or leave that out."
-            )
 
 
 class GroupAverage:
@@ -240,12 +205,7 @@ class GroupAverage:
             _set(variable, mean_over(self.across, [value], variable.path)[0])
 
     def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Average if it is due. Called in the traced step, after the update.
-
-        Args:
-            targets: What was updated.
-            gradients: With which gradients, equal within a group.
-        """
+        """Average if it is due. Called in the traced step, after the update of some targets."""
         places = {id(v): i for i, v in enumerate(self.targets)}
         if self._sums:
             for target, gradient in zip(targets, gradients, strict=True):
@@ -358,6 +318,29 @@ def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
     if tf.executing_eagerly():
         return action() if bool(condition) else tf.zeros([], tf.float64)
     return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))
+
+
+def _require_plain(optimizer: Any, rule: Any) -> None:
+    """Refuse to average gradients of which an optimizer makes something else.
+
+    Raises:
+        ConfigError: It scales or clips them, or lets weights decay.
+    """
+    if rule is not optimizer or rule.loss_scale_factor is not None:
+        raise ConfigError(
+            "Gradients are added up over an interval, and a loss scale may change within it. "
+            f"Received: average='gradients' with {type(optimizer).__name__} and "
+            f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
+            "without a loss scale (mixed_bfloat16)."
+        )
+    named = ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay")
+    used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
+    if used:
+        raise ConfigError(
+            "The common model moves by gradients as the ranks have them: what the optimizer "
+            f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
+            "average='parameters', or leave that out."
+        )
 
 
 def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:

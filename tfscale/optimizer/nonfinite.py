@@ -20,7 +20,7 @@ from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
-from tfscale.optimizer.pieces import all_agree
+from tfscale.optimizer.rules import all_agree
 
 logger = logging.getLogger("tfscale")
 

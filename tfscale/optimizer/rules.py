@@ -1,14 +1,31 @@
-"""Update rules of Keras: which of them can work on parts of variables, and which are refused."""
+"""Update rules of Keras on pieces of variables: which can, which are refused, what is replaced.
+
+Keras computes clipping, weight decay and the check for infinity from the gradients it is given, of
+which each rank has a part. They are replaced on the optimizer itself during a step, at the place
+where Keras calls them, so that they are right after gradient accumulation, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.internals.optimizers import has_outer_scaler, update_rule
+from tfscale.exchange.executor import Reduced
+from tfscale.exchange.shards import Shards
+from tfscale.internals.optimizers import (
+    decaying_as,
+    has_outer_scaler,
+    overwrites_with_gradient,
+    replaced,
+    update_rule,
+)
 from tfscale.optimizer.lars import LARS
 
 _rules = keras.optimizers
@@ -44,10 +61,7 @@ def why_uncut(rule: Any, variable: Any) -> str:
 
 
 def refuse_bypassed(optimizer: Any) -> None:
-    """Refuse an optimizer whose own way to apply gradients would not be taken.
-
-    Args:
-        optimizer: A Keras optimizer.
+    """Refuse a Keras optimizer whose own way to apply gradients would not be taken.
 
     Raises:
         ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`; or
@@ -87,10 +101,7 @@ def refuse_outer_scaler(distributed: type) -> None:
     """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone.
 
     Args:
-        distributed: The class of our optimizer.
-
-    Raises:
-        ExchangeError: The optimizer that calls this is wrapped by a LossScaleOptimizer.
+        distributed: The class of our optimizer, which calls this.
     """
     if has_outer_scaler(distributed):
         raise ExchangeError(
@@ -100,3 +111,108 @@ def refuse_outer_scaler(distributed: type) -> None:
             "LossScaleOptimizer(...)), pass auto_scale_loss=False to compile(), or let "
             "tfscale.prepare(model) or any tfscale callback repair it."
         )
+
+
+@contextlib.contextmanager
+def on_pieces(optimizer: Any, reduced: Reduced, shards: Shards | None) -> Iterator[None]:
+    """Let an optimizer apply gradients of pieces within a block as it would those of variables.
+
+    Args:
+        optimizer: Built on the pieces.
+        reduced: What it is given in this step.
+        shards: How variables are cut; None where they are not, and nothing is replaced.
+    """
+    if shards is None:
+        yield
+        return
+    rule, group = update_rule(optimizer), shards.group
+    places = [shards.place(v) for v in reduced.variables if not overwrites_with_gradient(v)]
+    positions = [i if i in shards.pieces else -1 for i in places]
+    pairs = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(decaying_as(rule, pairs))
+        clipped = replaced(rule, _clip_gradients=lambda g: clip(rule, g, positions, shards))
+        stack.enter_context(clipped)
+        if rule is not optimizer:
+            finite = replaced(optimizer, check_finite=lambda g: _all_finite(g, group))
+            stack.enter_context(finite)
+        yield
+
+
+def _all_finite(gradients: Sequence[Any], group: Group) -> tf.Tensor:
+    """Return whether the gradients of all ranks are finite. Collective."""
+    checks = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
+    return all_agree(tf.reduce_all(tf.stack(checks)), group, "are gradients finite")
+
+
+def all_agree(flag: tf.Tensor, group: Group, what: str) -> tf.Tensor:
+    """Return whether a flag is set on all ranks of a group. Collective."""
+    own = tf.cast(flag, tf.int32)
+    (least,) = runtime.backend().allreduce([own], Call(group, what), ReduceOp.MIN, Scaling())
+    return tf.cast(least, tf.bool)
+
+
+def clip(
+    rule: Any, gradients: Sequence[Any], positions: Sequence[int], shards: Shards
+) -> list[tf.Tensor]:
+    """Return gradients clipped as Keras does it, by the norms of whole variables. Collective.
+
+    Args:
+        rule: The Keras optimizer whose clipnorm, global_clipnorm or clipvalue holds.
+        gradients: Of pieces or of whole variables; no None.
+        positions: Of the variable each belongs to; -1 for one that is not cut.
+        shards: How variables are cut.
+    """
+    dense = [tf.convert_to_tensor(g) for g in gradients]
+    if rule.clipnorm and rule.clipnorm > 0:
+        norms = [tf.sqrt(square) for square in _squares(dense, positions, shards)]
+        limit = rule.clipnorm
+        return [g * limit / tf.maximum(n, limit) for g, n in zip(dense, norms, strict=True)]
+    if rule.global_clipnorm and rule.global_clipnorm > 0:
+        return _clip_globally(rule.global_clipnorm, dense, positions, shards)
+    if rule.clipvalue and rule.clipvalue > 0:
+        return [tf.clip_by_value(g, -rule.clipvalue, rule.clipvalue) for g in dense]
+    return dense
+
+
+def _clip_globally(
+    limit: float, gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
+) -> list[tf.Tensor]:
+    dtype = gradients[0].dtype
+    squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
+    shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
+    local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
+    total = _sum_over_ranks(_sum(shared, dtype), shards)
+    norm = tf.sqrt(total + _sum(local, dtype))
+    # An infinite norm makes all gradients NaN, as in Keras.
+    scale = limit * tf.minimum(1 / norm, tf.constant(1 / limit, norm.dtype)) + (norm - norm)
+    return [g * tf.cast(scale, g.dtype) for g in gradients]
+
+
+def _sum(scalars: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
+    return tf.reduce_sum(tf.stack([tf.zeros([], dtype), *scalars]))
+
+
+def _squares(
+    gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
+) -> list[tf.Tensor]:
+    """Return the sum of squares of each gradient's whole variable."""
+    own = [tf.reduce_sum(g * g) for g in gradients]
+    dtype = own[0].dtype
+    parts = {p: s for p, s in zip(positions, own, strict=True) if p >= 0}
+    vector = [
+        tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
+    ]
+    sums = _sum_over_ranks(tf.stack(vector), shards)
+    places = {i: place for place, i in enumerate(shards.pieces)}
+    return [
+        tf.cast(sums[places[p]], s.dtype) if p >= 0 else s
+        for p, s in zip(positions, own, strict=True)
+    ]
+
+
+def _sum_over_ranks(values: tf.Tensor, shards: Shards) -> tf.Tensor:
+    call = Call(shards.group, "norms of gradients")
+    (total,) = runtime.backend().allreduce([values], call, ReduceOp.SUM, Scaling())
+    return total

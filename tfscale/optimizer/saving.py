@@ -14,6 +14,8 @@ import keras
 from tfscale.comm import objects, runtime
 from tfscale.comm.compression import Compression
 from tfscale.config import ExchangeError
+from tfscale.internals.keras import wrap_once
+from tfscale.internals.optimizers import optimizer_of
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
     distributed_optimizers,
@@ -53,7 +55,7 @@ def load_model(
     del legacy_opts
     objects = {c.__name__: c for c in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
-    if getattr(model, "optimizer", None) is not None:  # one that was saved without has none
+    if optimizer_of(model) is not None:  # one that was saved without has none
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
     return model
 
@@ -70,9 +72,8 @@ def make_saves_safe(model: keras.Model) -> None:
     Args:
         model: The model; its methods are replaced once.
     """
-    for name in ("save", "save_weights"):
-        if name not in model.__dict__:
-            model.__dict__[name] = _safe(model, getattr(model, name), f"model.{name}")
+    wrap_once(model, "save", lambda save: _safe(model, save, "model.save"))
+    wrap_once(model, "save_weights", lambda save: _safe(model, save, "model.save_weights"))
 
 
 def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -92,14 +93,9 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
 def save_beside(
     save: Callable[..., Any], filepath: Any, overwrite: bool, *args: Any, **kwargs: Any
 ) -> None:
-    """Save under another name, then rename.
+    """Save under another name, then rename; the arguments are those of Keras's `save`.
 
-    Args:
-        save: Takes the other arguments.
-        filepath: Where to.
-        overwrite: Replace what is there; otherwise Keras asks first, and nothing is renamed.
-        *args: For Keras.
-        **kwargs: For Keras.
+    Without `overwrite` Keras asks first, and nothing is renamed.
     """
     path = Path(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = path is not None and path.suffix in (".keras", *_HDF5) and not path.is_dir()
