@@ -135,7 +135,7 @@ def require(fits: bool, name: str, requirement: str, value: Any) -> None:
 
 def is_count(value: Any, least: int = 1) -> bool:
     """Return whether a value is a whole number, and no less than `least`."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def resolve(exchange: Any) -> Exchange:
