@@ -47,7 +47,7 @@ from tfscale.optimizer.rules import (
     why_uncut,
     why_whole,
 )
-from tfscale.optimizer.state import CompleteVariable, KeptState, StateNodes, n_bytes
+from tfscale.optimizer.state import CompleteVariable, KeptState, n_bytes
 from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
@@ -69,7 +69,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_groups: LocalGroups | None = None
     _self_kept: KeptState | None = None
-    _self_nodes: StateNodes | None = None
     _self_shown: list[CompleteVariable] | None = None
     _self_watch: Watch | None = None
     _self_is_watched: bool = False
@@ -299,7 +298,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             inner.build(targets)
             if shards is not None:
                 self._self_kept = KeptState(inner, rule, shards, executor.process_set)
-                self._self_nodes = StateNodes(self._self_kept)
                 if rule is not inner:
                     self._self_kept.serve(rule, first=len(own_variables(inner)))
         if self._self_groups is not None:
@@ -335,7 +333,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if shards is not None:
             futures.release(shards.cut)
         self._self_executor.shards = None
-        self._self_kept = self._self_nodes = None
+        self._self_kept = None
         self._self_is_attached = False
         with tf.init_scope():
             self.__wrapped__ = unbuilt(self.__wrapped__)
@@ -397,17 +395,16 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             Whether the step must be traced again.
         """
         executor = self._ready()
-        if not self._self_is_watched:
-            self._self_is_watched = True
-            if executor.strategy.watch:
-                shared = [name_of(v) for v in self._built_for() if not executor.is_local(v)]
-                layers = list(dict.fromkeys(owner_of(name) for name in shared))
-                make_watch = load(executor.strategy.watch)
-                self._self_watch = make_watch(
-                    executor.strategy, layers, executor.model, self._why_not_sharded
-                )
-        watch = self._self_watch
-        strategy = None if watch is None else watch.step(data, callbacks)
+        watch = "" if self._self_is_watched else executor.strategy.watch
+        self._self_is_watched = True
+        if watch:
+            shared = [name_of(v) for v in self._built_for() if not executor.is_local(v)]
+            layers = list(dict.fromkeys(map(owner_of, shared)))
+            self._self_watch = load(watch)(
+                executor.strategy, layers, executor.model, self._why_not_sharded
+            )
+        running = self._self_watch
+        strategy = None if running is None else running.step(data, callbacks)
         return strategy is not None and self._change_strategy(strategy)
 
     def _change_strategy(self, strategy: Exchange) -> bool:
@@ -536,11 +533,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         self._self_executor.publish()
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable to each rank alone.
-
-        Args:
-            variable: A trainable variable that may differ between ranks.
-        """
+        """Leave the gradient of a variable, which may differ between ranks, to each rank alone."""
         self._self_executor.keep_local([variable])
 
     def is_local_var(self, variable: Any) -> bool:
@@ -671,12 +664,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         self._self_kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        if self._self_nodes is None:
+        if self._self_kept is None:
             return self.__wrapped__._trackable_children(save_type, **options)
-        return self._self_nodes.children(self.__wrapped__, save_type, **options)
+        return self._self_kept.nodes.children(self.__wrapped__, save_type, **options)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        if self._self_nodes is not None:
+        if self._self_kept is not None:
             return self._trackable_children().get(name)
         if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
             raise ConfigError(

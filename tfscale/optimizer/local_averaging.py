@@ -19,7 +19,7 @@ from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import values_of
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by, update_rule
-from tfscale.optimizer.rules import ELEMENTWISE
+from tfscale.optimizer.rules import ELEMENTWISE, sum_of
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
 
 
@@ -216,7 +216,7 @@ class GroupAverage:
         squares = [_when(is_due, partial(self._average, part)) for part in self._parts()]
         for state in self._states:
             _when(is_due, partial(self._average_state, state))
-        _when(is_due, lambda: self._measure(_sum(squares)))
+        _when(is_due, lambda: self._measure(sum_of(squares)))
         self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
 
     def _parts(self) -> list[list[int]]:
@@ -245,7 +245,7 @@ class GroupAverage:
             means = self._mean_parameters(part, before)
             self._take_over(part, means)
         apart = [m - b for m, b in zip(means, before, strict=True)]
-        return _sum([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
+        return sum_of([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
 
     def _take_over(self, part: Sequence[int], means: Sequence[tf.Tensor]) -> None:
         """Set parameters to their means, or where the outer optimizer goes from there."""
@@ -306,11 +306,6 @@ def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
 def _set(variable: keras.Variable, value: Any) -> None:
     """Assign a value as a rule does: a mean may lie where a constraint lets no parameter be."""
     variable.assign(value if variable.constraint is None else variable.constraint(value))
-
-
-def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
-    return tf.reduce_sum(tf.stack([tf.zeros([], tf.float64), *scalars]))
 
 
 def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:

@@ -182,14 +182,15 @@ def _clip_globally(
     squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
     shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
     local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
-    total = _sum_over_ranks(_sum(shared, dtype), shards)
-    norm = tf.sqrt(total + _sum(local, dtype))
+    total = _sum_over_ranks(sum_of(shared, dtype), shards)
+    norm = tf.sqrt(total + sum_of(local, dtype))
     # An infinite norm makes all gradients NaN, as in Keras.
     scale = limit * tf.minimum(1 / norm, tf.constant(1 / limit, norm.dtype)) + (norm - norm)
     return [g * tf.cast(scale, g.dtype) for g in gradients]
 
 
-def _sum(scalars: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+def sum_of(scalars: Sequence[tf.Tensor], dtype: tf.DType = tf.float64) -> tf.Tensor:
+    """Return the sum of scalars of a dtype, 0 for none."""
     # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
     return tf.reduce_sum(tf.stack([tf.zeros([], dtype), *scalars]))
 

@@ -36,16 +36,17 @@ class KeptState:
     whole variables, which is Keras's own format. What was gathered is kept until the next update or
     load makes it outdated, so that one rank can save without asking the others: all took part in
     the gather before.
+
+    Attributes:
+        process_set: The ranks that share.
+        nodes: Complete state for tf.train.Checkpoint.
     """
 
     def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
         """Keep nothing yet. All ranks that share do this at the same place of their program.
 
-        Args:
-            optimizer: Built on the targets of `shards`.
-            rule: The optimizer that updates, below loss scaling.
-            shards: The pieces that this rank owns.
-            process_set: The ranks that share.
+        The optimizer is built on the targets of `shards`; `rule` is what updates, below loss
+        scaling.
         """
         self.process_set = process_set
         self._optimizer, self._rule, self._shards = optimizer, rule, shards
@@ -53,6 +54,7 @@ class KeptState:
         places = [targets.get(id(v), -1) for v in trained_by(rule)]
         self._slots = {key: places[i] for key, i in slots_of(rule).items()}
         self._meeting = Meeting(process_set.group())
+        self.nodes = StateNodes(self)
         self._n_loads = 0
         self._arrays: list[np.ndarray] | None = None
         self._gathered_at: Version | None = None
