@@ -45,10 +45,6 @@ class Allreduce(Exchange):
 
 
 def require_bucket_mb(bucket_mb: Any) -> None:
-    """Check the size of buckets.
-
-    Raises:
-        ConfigError: It is neither "auto" nor a number of 0 or more.
-    """
+    """Check the size of buckets."""
     fits = bucket_mb == "auto" or (isinstance(bucket_mb, int | float) and bucket_mb >= 0)
     require(fits, "bucket_mb", "'auto' or a number of MiB, 0 or more", bucket_mb)

@@ -51,11 +51,7 @@ class Auto(Exchange):
     watch = "tfscale.measure.auto:AutoWatch"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ConfigError: An option does not fit.
-        """
+        """Check the options."""
         fits = self.global_batch is None or self.global_batch > 0
         require(fits, "global_batch", "1 or more, or None", self.global_batch)
         self.read_machine()

@@ -49,11 +49,7 @@ class Chunked(Exchange):
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: A number does not fit.
-        """
+        """Check ranges."""
         for name, least, word in (
             ("first_chunk_layers", 1, "auto"),
             ("replicated_dense", 0, "auto"),

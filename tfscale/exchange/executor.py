@@ -134,17 +134,10 @@ class Executor:
         global_batch: int | None,
         may_cut: bool = True,
     ) -> bool:
-        """Choose which dense layers of a model exchange activations and errors.
+        """Choose which dense layers exchange activations; return whether to trace functions again.
 
-        Args:
-            model: Calls of its layers are replaced.
-            why_uncut: Returns for a variable why it must not be cut, or an empty string.
-            global_batch: Samples of all ranks together, where that is known.
-            may_cut: Whether one optimizer updates all of the model in every step; if not, layers
-                whose parameters are cut exchange weights.
-
-        Returns:
-            Whether functions must be traced again.
+        Unless one optimizer updates all of the model in every step (`may_cut`), layers whose
+        parameters are cut exchange weights.
         """
         self._model = weakref.ref(model)
         if self.is_sharding and not may_cut:

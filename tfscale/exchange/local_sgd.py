@@ -36,11 +36,7 @@ class AdaptiveInterval:
     least: int = 1
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: A number is out of its range.
-        """
+        """Check ranges."""
         if not (self.start >= self.least >= 1 and 0 < self.shrink < 1):
             raise ConfigError(
                 "AdaptiveInterval needs start >= least >= 1 and 0 < shrink < 1. Received: "
@@ -98,11 +94,7 @@ class LocalSGD(Exchange):
     average_state: bool = False
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: An option does not fit.
-        """
+        """Check ranges."""
         start, interval = self.start, self.interval
         require(is_count(self.groups), "groups", "1 or more", self.groups)
         fits = isinstance(interval, AdaptiveInterval) or is_count(interval)
@@ -127,11 +119,7 @@ class LocalSGD(Exchange):
         return self.interval if isinstance(self.interval, int) else self.interval.start
 
     def members(self, size: int) -> list[list[int]]:
-        """Return which of `size` ranks are in each group.
-
-        Raises:
-            ConfigError: The groups cannot be equally large.
-        """
+        """Return which of `size` ranks are in each group."""
         if size % self.groups:
             raise ConfigError(
                 f"groups must divide the number of ranks, {size}. Received: groups={self.groups}."

@@ -51,11 +51,7 @@ class GradientOptions:
     groups: Sequence[Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
-        """Check what users choose.
-
-        Raises:
-            ConfigError: Something does not fit.
-        """
+        """Check what users choose."""
         if self.op not in (runtime.Average, runtime.Sum):
             raise ConfigError(f"op must be Average or Sum for gradients. Received: op={self.op!r}.")
         if self.predivide != 1.0 and self.op != runtime.Average:
@@ -160,9 +156,7 @@ class Table:
     def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
         """Return positions for each message of dense gradients, in the order of their slots.
 
-        Args:
-            positions: Of the gradients.
-            choose: Returns the strategy's buckets, where the user wants no others.
+        `choose` returns the strategy's buckets, where the user wants no others.
         """
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
@@ -236,9 +230,7 @@ class Part(abc.ABC):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Return the gradients that this rank's update takes. Collective, in slot order.
 
-        Args:
-            gradients: This rank's, by position; dense ones compressed.
-            wire: The ranks, options and variables.
+        `gradients` are this rank's, by position; dense ones are compressed.
         """
 
 

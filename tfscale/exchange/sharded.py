@@ -53,11 +53,7 @@ class Sharded(Exchange):
     global_batch: int | None = None
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: An option does not fit.
-        """
+        """Check ranges."""
         require_bucket_mb(self.bucket_mb)
         known = ", ".join(map(repr, DENSE))
         require(self.dense in DENSE, "dense", f"one of {known}", self.dense)
@@ -101,14 +97,7 @@ class Sharded(Exchange):
 def dense_kind(
     asked: str, layer: DenseLayer, size: int, global_batch: int | None
 ) -> tuple[DenseKind, str]:
-    """Return what a layer of a sharded model exchanges, and why not as was asked for.
-
-    Args:
-        asked: One of `DENSE`.
-        layer: The layer.
-        size: Number of ranks.
-        global_batch: Samples of all ranks together, where that is known.
-    """
+    """Return what a layer of a sharded model exchanges, and why not as was asked for."""
     if asked == "weights" or layer.why_not:
         return "weights", layer.why_not if asked != "weights" else ""
     if asked == "replicated":

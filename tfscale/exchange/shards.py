@@ -82,11 +82,7 @@ class Shards:
         return index in self.pieces and index not in self._owned
 
     def place(self, variable: Any) -> int:
-        """Return the position of a variable.
-
-        Raises:
-            ConfigError: The optimizer was built for others.
-        """
+        """Return the position of a variable."""
         if id(variable) not in self._places:
             raise ConfigError(
                 "An optimizer must be given the variables that it was built for. Received: "

@@ -48,14 +48,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._process_set = self._own_set = process_set
 
     def follow(self, process_set: ProcessSet) -> bool:
-        """Take the samples of another process set, unless the layer was given one of its own.
-
-        Args:
-            process_set: That of the optimizer.
-
-        Returns:
-            Whether the layer computes otherwise than before, so that functions are traced anew.
-        """
+        """Take the optimizer's process set, unless one was given; return whether to trace again."""
         before = self._process_set
         self._process_set = process_set if self._own_set is global_process_set else self._own_set
         return self._process_set is not before

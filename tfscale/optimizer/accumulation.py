@@ -30,11 +30,7 @@ class _Cycle:
             ]
 
     def require_same(self, gradients: Sequence[Any]) -> None:
-        """Check that each batch has gradients of the same variables.
-
-        Raises:
-            ConfigError: One has come or gone: ranks would exchange at different batches.
-        """
+        """Check that each batch has gradients of the same variables."""
         given = [g is not None for g in gradients]
         if given == self.has_gradient:
             return

@@ -211,14 +211,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             )
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Reduce and apply; see `apply`.
-
-        Args:
-            grads_and_vars: Pairs of gradient and variable.
-
-        Returns:
-            The number of iterations, as Keras does.
-        """
+        """Reduce and apply pairs of gradient and variable; return `iterations`, as Keras does."""
         self.apply(*map(list, zip(*grads_and_vars, strict=True)))
         return iterations_of(self.__wrapped__)
 
@@ -325,9 +318,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def _rebuild(self, variables: Sequence[Any], state: Sequence[np.ndarray]) -> None:
         """Build an optimizer of the same settings on what this rank updates now. Collective.
 
-        Args:
-            variables: The model's, in the order of the optimizer.
-            state: Complete state.
+        `variables` are the model's, in the order of the optimizer; `state` is complete.
         """
         shards = self._self_executor.shards
         if shards is not None:
@@ -408,11 +399,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return strategy is not None and self._change_strategy(strategy)
 
     def _change_strategy(self, strategy: Exchange) -> bool:
-        """Take another strategy, with parameters and state as they are. Collective.
-
-        Returns:
-            Whether the step must be traced again.
-        """
+        """Take another strategy, with state as it is; return whether to trace again. Collective."""
         executor = self._self_executor
         if strategy == executor.strategy:
             executor.strategy = strategy  # only its outcome is known now
@@ -639,12 +626,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Write the complete state, as Keras does for an optimizer in one process.
 
         Collective where parameters are sharded, unless `full_state` was called before.
-
-        Args:
-            store: Filled with an array for each variable, by its number.
-
-        Raises:
-            ExchangeError: Other ranks do not take part.
         """
         if self._self_kept is None:
             self.__wrapped__.save_own_variables(store)
@@ -653,11 +634,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             store[str(i)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
-        """Take what this rank holds from a complete state.
-
-        Args:
-            store: The result of `save_own_variables`, at any number of ranks.
-        """
+        """Take what this rank holds from a complete state."""
         if self._self_kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)
             return
@@ -713,11 +690,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return unbuilt(self.__wrapped__) if self._self_kept else None
 
     def from_config(self, config: dict[str, Any]) -> Any:
-        """Return an optimizer made from a config, wrapped as this one.
-
-        Args:
-            config: The result of `get_config` of an optimizer of the same class.
-        """
+        """Return an optimizer made from a config, wrapped as this one."""
         return self._around(self.__wrapped__.from_config(config))
 
     def __copy__(self) -> Any:

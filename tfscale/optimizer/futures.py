@@ -45,11 +45,7 @@ class Awaited:
 
     @property
     def value(self: Any) -> Any:
-        """The variable or, where Keras casts or replaces it, a tensor; not before it is there.
-
-        Raises:
-            ExchangeError: The gather failed, or XLA compiles the function that reads.
-        """
+        """The variable or, where Keras casts or replaces it, a tensor; not before it is there."""
         _wait([self])
         return _base(self).value
 

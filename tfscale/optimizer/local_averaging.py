@@ -34,11 +34,7 @@ class LocalGroups:
     """
 
     def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
-        """Form groups, unless they start later. Collective.
-
-        Raises:
-            ConfigError: The groups do not fit the ranks.
-        """
+        """Form groups, unless they start later. Collective."""
         if executor.process_set is not global_process_set:
             raise ConfigError(
                 f"Local SGD forms groups of all ranks. Received: {executor.process_set!r}. "
@@ -67,11 +63,7 @@ class LocalGroups:
         self._across = across[rank % m]
 
     def build(self, optimizer: Any, executor: Executor) -> None:
-        """Begin to average what a built optimizer updates, once groups train apart. Collective.
-
-        Raises:
-            ConfigError: The optimizer does not fit the strategy.
-        """
+        """Begin to average what a built optimizer updates, once groups train apart. Collective."""
         if not self.is_apart or self.average is not None:
             return
         rule, shards = update_rule(optimizer), executor.shards
@@ -316,11 +308,7 @@ def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
 
 
 def _require_plain(optimizer: Any, rule: Any) -> None:
-    """Refuse to average gradients of which an optimizer makes something else.
-
-    Raises:
-        ConfigError: It scales or clips them, or lets weights decay.
-    """
+    """Refuse to average gradients of which an optimizer makes something else."""
     if rule is not optimizer or rule.loss_scale_factor is not None:
         raise ConfigError(
             "Gradients are added up over an interval, and a loss scale may change within it. "
@@ -346,11 +334,7 @@ def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:
 
 
 def _require_elementwise(outer: Any) -> None:
-    """Raise where an outer optimizer would take a rank's segment for the whole model.
-
-    Raises:
-        ConfigError: It looks at norms.
-    """
+    """Raise where an outer optimizer would take a rank's segment for the whole model."""
     used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
     if outer is not None and (used or type(outer) not in ELEMENTWISE):
         raise ConfigError(

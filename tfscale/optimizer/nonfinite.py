@@ -140,11 +140,7 @@ class NonFinite:
             tf.py_function(tell, [tf.convert_to_tensor(iterations), rows], [])
 
     def tell(self, iterations: int, rows: np.ndarray, names: list[str], ranks: list[int]) -> None:
-        """Raise or log what was found: 1 for each of `ranks` and `names` that is not finite.
-
-        Raises:
-            ExchangeError: The policy says so.
-        """
+        """Raise or log what was found: 1 for each of `ranks` and `names` that is not finite."""
         where = []
         for rank, row in zip(ranks, rows, strict=True):
             found = [names[i] for i in np.flatnonzero(row)]

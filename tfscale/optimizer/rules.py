@@ -61,12 +61,7 @@ def why_uncut(rule: Any, variable: Any) -> str:
 
 
 def refuse_bypassed(optimizer: Any) -> None:
-    """Refuse a Keras optimizer whose own way to apply gradients would not be taken.
-
-    Raises:
-        ConfigError: Its class overrides `apply_gradients`, and reduced gradients go to `apply`; or
-            Keras computes with another library, whose gradients would not be exchanged.
-    """
+    """Refuse a Keras optimizer whose own way to apply gradients would not be taken."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
             "Keras must compute with TensorFlow. Received: the Keras backend "
@@ -83,11 +78,7 @@ def refuse_bypassed(optimizer: Any) -> None:
 
 
 def require_keras(variables: Sequence[Any]) -> None:
-    """Require variables whose readers can be made to wait.
-
-    Raises:
-        ConfigError: There are others.
-    """
+    """Require variables whose readers can be made to wait."""
     others = [v for v in variables if not isinstance(v, keras.Variable)]
     if others:
         raise ConfigError(
@@ -98,11 +89,7 @@ def require_keras(variables: Sequence[Any]) -> None:
 
 
 def refuse_outer_scaler(distributed: type) -> None:
-    """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone.
-
-    Args:
-        distributed: The class of our optimizer, which calls this.
-    """
+    """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone."""
     if has_outer_scaler(distributed):
         raise ExchangeError(
             "Loss scaling must be inside of the distributed optimizer, or ranks that see an "

@@ -68,9 +68,6 @@ def make_saves_safe(model: keras.Model) -> None:
     another rank has just created. Afterwards `model.save` and `model.save_weights` write beside
     the target and rename: a file is complete when it appears, and the last one stays. Where ranks
     share the optimizer's state they save together, see `save_together`.
-
-    Args:
-        model: The model; its methods are replaced once.
     """
     wrap_once(model, "save", lambda save: _safe(model, save, "model.save"))
     wrap_once(model, "save_weights", lambda save: _safe(model, save, "model.save_weights"))

@@ -127,13 +127,9 @@ class KeptState:
         return self.is_gathered and self._arrays is not None
 
     def gather(self, is_kept: bool = True) -> list[np.ndarray]:
-        """Gather the parts of all ranks. Collective, on the main thread.
+        """Gather and return the complete state. Collective, on the main thread.
 
-        Args:
-            is_kept: Keep the result here; at least one rank does.
-
-        Returns:
-            The complete state, or an empty list on ranks that do not keep it.
+        At least one rank keeps it (`is_kept`); on others the list is empty.
         """
         self.forget()
         pairs = self._placed()
@@ -180,14 +176,7 @@ class KeptState:
         self._arrays = self._gathered_at = self._loaded = None
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks. Collective.
-
-        Args:
-            what: What this rank is about to do, for the message.
-
-        Raises:
-            ExchangeError: Some rank has not come in time.
-        """
+        """Wait for all ranks; `what` this rank is about to do is for the message. Collective."""
         timeout_s = settings().save_timeout_s
         if not self._meeting.wait(timeout_s):
             raise ExchangeError(
@@ -200,14 +189,7 @@ class KeptState:
             )
 
     def read(self, what: str = "reading the optimizer's state") -> list[np.ndarray]:
-        """Return the complete state; collective unless it `is_gathered`.
-
-        Args:
-            what: What this rank is about to do, for the message.
-
-        Raises:
-            ExchangeError: Other ranks do not take part, or another one has kept the state.
-        """
+        """Return the complete state; collective unless it `is_gathered`."""
         if not self.is_gathered:
             self.meet(what)
             return self.gather()
@@ -227,13 +209,8 @@ class KeptState:
     def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
         """Take this rank's part of a complete state, equal on all ranks.
 
-        Args:
-            state: One array for each variable of the optimizer, from number `first` on.
-            first: See `state`.
-            keeps: Keep it for `broadcast_loaded`, if it is all of the state.
-
-        Raises:
-            ValueError: A shape does not fit.
+        `state` has an array for each variable from number `first` on. If it is all of the state,
+        `keeps` keeps it for `broadcast_loaded`.
         """
         self.note_load()
         pairs = self._placed()
@@ -287,9 +264,7 @@ class KeptState:
     def serve(self, rule: Any, first: int) -> None:
         """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
 
-        Args:
-            rule: That optimizer.
-            first: Number of its first variable among those of the outer one.
+        `first` is the number of its first variable among those of the outer one.
         """
 
         def save_own_variables(store: dict[str, Any]) -> None:
@@ -327,10 +302,9 @@ class Meeting:
         self._attempt.set_result(False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether all ranks have come. Collective, on the main thread.
+        """Return whether all ranks have come in time. Collective, on the main thread.
 
-        Args:
-            timeout_s: How long to wait for them; an attempt that is given up stays open.
+        An attempt that is given up stays open.
         """
         deadline = time.monotonic() + timeout_s
         self._is_wanted = True
