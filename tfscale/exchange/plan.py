@@ -267,8 +267,8 @@ class Replicated(Part):
 
 
 @dataclass(frozen=True)
-class Scatter(Part):
-    """Dense gradients of which each rank receives the sum of its own segment.
+class CutPart(Part):
+    """Gradients of parameters that are cut.
 
     Attributes:
         segment: The bucket that the variables lie in, perhaps with others.
@@ -280,6 +280,11 @@ class Scatter(Part):
     def ready(self) -> int:
         """As of the whole bucket, whichever of its gradients a step has."""
         return min(self.segment.indices)
+
+
+@dataclass(frozen=True)
+class Scatter(CutPart):
+    """Dense gradients of which each rank receives the sum of its own segment."""
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum the own segment over the ranks and cut it into the gradients of the own pieces."""
@@ -303,21 +308,14 @@ class Scatter(Part):
 
 
 @dataclass(frozen=True)
-class Partial(Part):
+class Partial(CutPart):
     """The gradient of one weight of a dense layer, of the whole batch, for this rank's piece.
 
     Attributes:
-        segment: The bucket that the variable lies in.
         has_own_rows: The gradient has this rank's rows only.
     """
 
-    segment: SegmentedBucket
     has_own_rows: bool
-
-    @property
-    def ready(self) -> int:
-        """As of the whole bucket."""
-        return min(self.segment.indices)
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Return the own piece's part."""

@@ -166,7 +166,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
         executor, inner = self._built(variables), self.__wrapped__
         self._refuse(variables)
-        reduced = executor.reduce(gradients, variables, self._skips())
+        skips = scaled_by(inner) is not None or self._self_nonfinite.policy != "ignore"
+        reduced = executor.reduce(gradients, variables, skips)
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so all of the update waits for the first gradient that is through.
         with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor.shards):
@@ -193,10 +194,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                         "tfscale.prepare and fit, or give all but one exchange='allreduce'."
                     )
         self._self_executor.publish(updated, waits=not self._self_is_attached)
-
-    def _skips(self) -> bool:
-        """Return whether a step whose gradients are not finite changes nothing."""
-        return scaled_by(self.__wrapped__) is not None or self._self_nonfinite.policy != "ignore"
 
     def _refuse(self, variables: Sequence[Any]) -> None:
         """Refuse steps that ranks would skip apart, or scale by factors of their own."""
@@ -359,17 +356,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 self._rebuild(variables, state)
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
-            self._attach(model)
+            shards, may_wait = executor.shards, executor.strategy.waits_for_gathers
+            if shards is not None and not may_wait and not self._self_is_attached:
+                self._self_is_attached = True  # steps end before the parameters have arrived
+                futures.attach(model, shards.cut, shards.refresh)
         return has_changed
-
-    def _attach(self, model: keras.Model) -> None:
-        """Let steps end before the parameters have arrived."""
-        executor = self._self_executor
-        if executor.shards is None or executor.strategy.waits_for_gathers:
-            return
-        if not self._self_is_attached:
-            self._self_is_attached = True
-            futures.attach(model, executor.shards.cut, executor.shards.refresh)
 
     # Strategies that change
 
@@ -738,7 +729,7 @@ def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
     """Return a DistributedOptimizer, or that inside of a LossScaleOptimizer; None for others."""
     if type(optimizer) is DistributedOptimizer:
         return optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
+    inner = scaled_by(optimizer)
     return inner if type(inner) is DistributedOptimizer else None
 
 

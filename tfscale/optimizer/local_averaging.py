@@ -75,9 +75,15 @@ class LocalGroups:
             _require_elementwise(self.strategy.outer)
             targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
         is_counted = shards is not None or executor.process_set.rank() == 0
-        across, compression = self._across.group(), executor.options.compression
-        self.average = GroupAverage(self.strategy, across, is_counted, compression)
-        self.average.build(rule, targets, _shared_state(rule, executor.is_local))
+        self.average = GroupAverage(
+            self.strategy,
+            self._across.group(),
+            is_counted,
+            executor.options.compression,
+            rule,
+            targets,
+            _shared_state(rule, executor.is_local),
+        )
 
     def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
         """Average in the traced step if it is due; `gradients` are this rank's own. Collective."""
@@ -109,9 +115,16 @@ class GroupAverage:
     """
 
     def __init__(
-        self, strategy: LocalSGD, across: Group, is_counted: bool, compression: Any
+        self,
+        strategy: LocalSGD,
+        across: Group,
+        is_counted: bool,
+        compression: Any,
+        rule: Any,
+        targets: Sequence[keras.Variable],
+        states: Sequence[Any],
     ) -> None:
-        """Begin with an average just taken.
+        """Begin with an average just taken. Collective.
 
         Args:
             strategy: What is averaged how.
@@ -120,11 +133,21 @@ class GroupAverage:
                 several ranks that update the same.
             compression: For changes of parameters and sums of gradients. States are always sent
                 whole: squares of gradients need the range.
+            rule: The Keras optimizer that updates.
+            targets: Whole variables or pieces; copies of them are kept where need be.
+            states: Variables of the optimizer, for `average_state`.
         """
-        self._strategy = strategy
-        self._compression = compression
+        self._strategy, self._compression, self._rule = strategy, compression, rule
         self.across = across
         self._is_counted = is_counted
+        self.targets = list(targets)
+        floating = [s for s in states if tf.as_dtype(s.dtype).is_floating]
+        self._states = floating if strategy.average_state else []
+        self._outer: Any = None
+        # Few bits say more about how far a parameter has moved than about where it is.
+        is_compressed = compression is not Compression.none
+        sums_gradients = strategy.average == "gradients"
+        needs_common = is_compressed or strategy.outer is not None or sums_gradients
         with tf.init_scope():
             self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -132,30 +155,15 @@ class GroupAverage:
             self.wants_to_stop = tf.Variable(False, trainable=False)
             self.must_stop = tf.Variable(False, trainable=False)
             self.n_averages = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.targets: list[keras.Variable] = []
-        self._states: list[Any] = []
-        self._common: list[keras.Variable] = []
-        self._sums: list[keras.Variable] = []
-        self._rule: Any = None
-        self._outer: Any = None
-
-    def build(self, rule: Any, variables: Sequence[keras.Variable], states: Sequence[Any]) -> None:
-        """Keep what this rank updates, whole variables or pieces, and copies of it. Collective."""
-        self._rule = rule
-        self.targets = list(variables)
-        if self._strategy.average_state:
-            self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
-        with tf.init_scope():
-            if self._needs_common:
-                self._common = [_like(v, self._first_of(v)) for v in self.targets]
-                for common, variable in zip(self._common, self.targets, strict=True):
-                    common.constraint = variable.constraint  # an outer optimizer obeys it
-            if self._strategy.average == "gradients":
-                self._sums = [_like(v, np.zeros(v.shape)) for v in self.targets]
-            if self._strategy.outer is not None:
+            common = self.targets if needs_common else []
+            self._common = [_like(v, self._first_of(v)) for v in common]
+            for copy, variable in zip(self._common, common, strict=True):
+                copy.constraint = variable.constraint  # an outer optimizer obeys it
+            summed = self.targets if sums_gradients else []
+            self._sums = [_like(v, np.zeros(v.shape)) for v in summed]
+            if strategy.outer is not None:
                 # One of its own: a strategy may be given to several optimizers.
-                outer = self._strategy.outer
-                self._outer = type(outer).from_config(outer.get_config())
+                self._outer = type(strategy.outer).from_config(strategy.outer.get_config())
                 self._outer.build(self._common)
 
     def _first_of(self, variable: keras.Variable) -> np.ndarray:
@@ -165,13 +173,6 @@ class GroupAverage:
             call = Call(self.across, f"common {variable.path}")
             value = runtime.backend().broadcast(value, 0, call)
         return np.array(value.numpy())
-
-    @property
-    def _needs_common(self) -> bool:
-        # Few bits say more about how far a parameter has moved than about where it is.
-        is_compressed = self._compression is not Compression.none
-        strategy = self._strategy
-        return is_compressed or strategy.outer is not None or strategy.average == "gradients"
 
     @property
     def variables(self) -> list[Any]:
