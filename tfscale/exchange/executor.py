@@ -215,7 +215,7 @@ class Executor:
             (local if self.is_local(variable) else shared).append(i)
         if self._scale_local_gradients:
             for i in local:
-                results[i] = _divide(gradients[i], group.size)
+                results[i] = _changed(gradients[i], lambda values: values / group.size)
         arrived: list[tf.Tensor] = []
         updated: frozenset[int] = frozenset()
         if shared:
@@ -259,7 +259,7 @@ class Executor:
         if not plan.overlap and not tf.executing_eagerly():
             sent = [i for i, form in forms.items() if form in ("dense", "rows")]
             with tf.control_dependencies([values_of(own[i]) for i in sent]):
-                own |= {i: _identity(own[i]) for i in sent}
+                own |= {i: _changed(own[i], tf.identity) for i in sent}
         reduced: dict[int, Any] = {}
         for part in plan.parts:
             reduced |= part.reduce(own, wire)
@@ -368,11 +368,12 @@ def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
     return Parameter(GradientSpec(name_of(variable), tuple(map(int, shape)), dtype), dtype, form)
 
 
-def _identity(gradient: Any) -> Any:
+def _changed(gradient: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a gradient with other values, sparse if it was."""
     if isinstance(gradient, tf.IndexedSlices):
-        values = tf.identity(gradient.values)
+        values = change(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient)
+    return change(gradient)
 
 
 def _last_of(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -397,9 +398,3 @@ def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
     # Each product is cast after it: a large float32 must not become infinite as float16.
     zeros = [tf.cast(tf.reduce_sum(0 * values_of(g)), last.dtype) for g in local]
     own[sent[-1]] = last + tf.add_n(zeros)
-
-
-def _divide(gradient: Any, size: int) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return gradient / size
