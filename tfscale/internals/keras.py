@@ -72,7 +72,7 @@ def built_shape(model: keras.Model) -> Any:
 def noted_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Any, Any, Any]]]:
     """Note (layer, inputs, outputs) of each call of some layers."""
     calls: list[tuple[Any, Any, Any]] = []
-    before = [(layer, vars(layer).get("call")) for layer in layers]
+    before = [(layer, replaced_call(layer)) for layer in layers]
 
     def watch(layer: Any, call: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -83,15 +83,12 @@ def noted_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Any, Any, Any]]]:
         return watched
 
     for layer in layers:
-        layer.call = watch(layer, layer.call)
+        replace_call(layer, watch(layer, layer.call))
     try:
         yield calls
     finally:
         for layer, call in before:
-            if call is None:
-                del layer.call
-            else:
-                layer.call = call
+            replace_call(layer, call)
 
 
 def is_xla_automatic(model: keras.Model) -> bool:
