@@ -91,6 +91,10 @@ class Exchange(abc.ABC):
         """
         return self
 
+    def within_group(self) -> Exchange:
+        """Return the strategy of ranks that train together: itself, unless groups train apart."""
+        return self
+
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[DenseKind, str]]:

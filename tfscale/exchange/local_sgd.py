@@ -113,11 +113,6 @@ class LocalSGD(Exchange):
                 "and outer. Leave one out."
             )
 
-    @property
-    def first_interval(self) -> int:
-        """Steps before the first average."""
-        return self.interval if isinstance(self.interval, int) else self.interval.start
-
     def members(self, size: int) -> list[list[int]]:
         """Return which of `size` ranks are in each group."""
         if size % self.groups:
@@ -129,7 +124,11 @@ class LocalSGD(Exchange):
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return the plan of a step inside of a group."""
-        return resolve(self.within).plan(table, group)
+        return self.within_group().plan(table, group)
+
+    def within_group(self) -> Exchange:
+        """Return what happens inside of a group."""
+        return resolve(self.within)
 
     def whole(self) -> Exchange:
         """Refuse: averaging needs the update, which a tape does not have."""

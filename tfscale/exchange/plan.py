@@ -40,7 +40,8 @@ class GradientOptions:
         compression: See `tfscale.Compression`.
         sparse_as_dense: Make IndexedSlices dense first.
         num_groups: Number of buckets; 0 leaves it to the strategy.
-        groups: Variables that are sent together, by object; None leaves it to the strategy.
+        groups: Variables that are sent together, by object, or a number of buckets as in Horovod,
+            which becomes `num_groups`; None leaves it to the strategy.
     """
 
     op: str = "Average"
@@ -48,10 +49,13 @@ class GradientOptions:
     compression: Any = None
     sparse_as_dense: bool = False
     num_groups: int = 0
-    groups: Sequence[Sequence[Any]] | None = None
+    groups: Any = None
 
     def __post_init__(self) -> None:
         """Check what users choose."""
+        if isinstance(self.groups, int):
+            object.__setattr__(self, "num_groups", self.groups)  # a frozen dataclass's own way
+            object.__setattr__(self, "groups", None)
         if self.op not in (runtime.Average, runtime.Sum):
             raise ConfigError(f"op must be Average or Sum for gradients. Received: op={self.op!r}.")
         if self.predivide != 1.0 and self.op != runtime.Average:
@@ -80,27 +84,6 @@ class GradientOptions:
                 "groups must be a number of 0 or more, or lists of variables that are sent "
                 f"together. Received: num_groups={self.num_groups}, groups={self.groups!r}."
             )
-
-    @classmethod
-    def of(
-        cls,
-        op: str,
-        predivide: float,
-        compression: Any,
-        sparse_as_dense: bool,
-        num_groups: int,
-        groups: Any,
-    ) -> GradientOptions:
-        """Return options from Horovod's arguments, where `groups` may be a number, too."""
-        is_number = isinstance(groups, int)
-        return cls(
-            op=op,
-            predivide=predivide,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            num_groups=groups if is_number else num_groups,
-            groups=None if is_number else groups,
-        )
 
     def factors(self) -> Scaling:
         """Return what is multiplied before and after the sum, besides the mean's division."""

@@ -124,7 +124,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """
         _check(optimizer, backward_passes_per_step)
         super().__init__(optimizer)
-        options = GradientOptions.of(
+        options = GradientOptions(
             op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
         )
         strategy = resolve(exchange)
@@ -132,7 +132,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         self._self_nonfinite = NonFinite(nonfinite, strategy)
         self._self_accumulator: Accumulator | None = None
         if backward_passes_per_step > 1:
-            refuse_replicated(inside_of_groups(strategy))
+            refuse_replicated(strategy.within_group())
             self._self_accumulator = Accumulator(
                 backward_passes_per_step, average_aggregated_gradients
             )
@@ -236,7 +236,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         strategy = executor.strategy
         if isinstance(strategy, LocalSGD) and not runtime.is_single():
             self._self_groups = LocalGroups(strategy, executor)
-        executor.strategy = inside_of_groups(strategy)
+        executor.strategy = strategy.within_group()
         self._allow_sharding()
         self._self_is_ready = True
         return executor
@@ -758,11 +758,6 @@ def passes_per_update(model: keras.Model) -> int:
     own = [o.accumulator.passes for o in accumulating(model) if o.accumulator is not None]
     keras_own = [update_rule(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
     return max([1, *own, *keras_own])
-
-
-def inside_of_groups(strategy: Exchange) -> Exchange:
-    """Return the strategy inside of a group of local SGD; others are returned as they are."""
-    return resolve(strategy.within) if isinstance(strategy, LocalSGD) else strategy
 
 
 def _follow(variables: Sequence[Any]) -> None:

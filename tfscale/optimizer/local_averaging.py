@@ -16,7 +16,7 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.exchange.plan import values_of
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by, update_rule
 from tfscale.optimizer.rules import ELEMENTWISE, sum_of
@@ -148,8 +148,10 @@ class GroupAverage:
         is_compressed = compression is not Compression.none
         sums_gradients = strategy.average == "gradients"
         needs_common = is_compressed or strategy.outer is not None or sums_gradients
+        interval = strategy.interval
+        first = interval.start if isinstance(interval, AdaptiveInterval) else interval
         with tf.init_scope():
-            self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
+            self.interval = tf.Variable(first, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.wants_to_stop = tf.Variable(False, trainable=False)

@@ -56,7 +56,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             ConfigError: An argument does not fit.
         """
         super().__init__(gradtape)
-        options = GradientOptions.of(
+        options = GradientOptions(
             op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
         )
         strategy = resolve(exchange)
