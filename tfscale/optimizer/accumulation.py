@@ -60,7 +60,7 @@ class Accumulator:
     def __init__(self, passes: int, is_mean: bool) -> None:
         """Sum over cycles of `passes` batches, or average with `is_mean`."""
         self.passes = passes
-        self._is_mean = is_mean
+        self.is_mean = is_mean
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
         self._current: _Cycle | None = None
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
@@ -105,10 +105,6 @@ class Accumulator:
         """Forget the batches since the last exchange, and return how many they were."""
         return sum(cycle.drop(self.passes) for cycle in self._cycles.values())
 
-    def copy_empty(self) -> Accumulator:
-        """Return one of the same length at the beginning of a cycle."""
-        return Accumulator(self.passes, self._is_mean)
-
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         key = tuple(map(id, variables))
         if key not in self._cycles:
@@ -144,7 +140,7 @@ class Accumulator:
         targets = [None if g is None else next(places) for g in gradients]
 
         def full() -> None:
-            factor = 1.0 / self.passes if self._is_mean else 1.0
+            factor = 1.0 / self.passes if self.is_mean else 1.0
             before = tf.convert_to_tensor(iterations)
             with averages_begin_within(rule, self.passes):
                 on_full([None if t is None else t.read_value() * factor for t in targets])

@@ -672,8 +672,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         other = DistributedOptimizer(inner)
         other._self_executor = self._self_executor.copy()
         other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
-        if self._self_accumulator is not None:
-            other._self_accumulator = self._self_accumulator.copy_empty()
+        sums = self._self_accumulator
+        if sums is not None:  # a cycle begins again
+            other._self_accumulator = Accumulator(sums.passes, sums.is_mean)
         return other
 
     def _fresh(self) -> Any:

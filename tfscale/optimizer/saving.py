@@ -76,7 +76,11 @@ def make_saves_safe(model: keras.Model) -> None:
 def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[..., Any]:
     def safe_save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
         def write() -> None:
-            with complete_for(model, filepath):
+            name = str(filepath)
+            with contextlib.ExitStack() as stack:
+                if name.endswith(_HDF5) and not name.endswith(".weights.h5"):  # it reads variables
+                    for optimizer in distributed_optimizers(model):
+                        stack.enter_context(optimizer.complete_variables())
                 save_beside(save, filepath, overwrite, *args, **kwargs)
 
         if sharded_states(model):
@@ -106,16 +110,6 @@ def save_beside(
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def complete_for(model: keras.Model, filepath: Any) -> Any:
-    """Show complete optimizer state while Keras writes its HDF5 format, which reads variables."""
-    with contextlib.ExitStack() as stack:
-        if str(filepath).endswith(_HDF5) and not str(filepath).endswith(".weights.h5"):
-            for optimizer in distributed_optimizers(model):
-                stack.enter_context(optimizer.complete_variables())
-        yield
 
 
 def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], what: str) -> None:
