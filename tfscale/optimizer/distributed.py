@@ -356,8 +356,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 self._rebuild(variables, state)
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
-            shards, may_wait = executor.shards, executor.strategy.waits_for_gathers
-            if shards is not None and not may_wait and not self._self_is_attached:
+            shards, waits = executor.shards, executor.strategy.waits_for_gathers
+            if shards is not None and not waits and not self._self_is_attached:
                 self._self_is_attached = True  # steps end before the parameters have arrived
                 futures.attach(model, shards.cut, shards.refresh)
         return has_changed
