@@ -268,7 +268,8 @@ class KeptState:
         """
 
         def save_own_variables(store: dict[str, Any]) -> None:
-            store.update({str(i): v for i, v in enumerate(self.read("saving")[first:])})
+            for i, value in enumerate(self.read("saving")[first:]):  # a store is no dict
+                store[str(i)] = value
 
         def load_own_variables(store: dict[str, Any]) -> None:
             del store  # the outer one has loaded it all
