@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kDiscardedAtOnce = 16;
 constexpr size_t kDiscardedBytes = size_t{1} << 26;
 
-// A message that nobody wants.
+// Receives a message to discard it.
 class Unwanted : public Operation {
  public:
   Unwanted(int source, int bytes) : source_(source), data_(static_cast<size_t>(bytes)) {}

@@ -1,4 +1,4 @@
-// Operations that were given up while messages were under way.
+// Operations that were given up while messages were in transfer.
 #ifndef TFSCALE_COMM_ABANDONED_H_
 #define TFSCALE_COMM_ABANDONED_H_
 
@@ -18,9 +18,9 @@ class Abandoned {
   void Add(std::unique_ptr<Operation> operation);
   // Frees those that have become quiet.
   void Step();
-  // Receives what nobody waits for and throws it away, so that its sender can
-  // end. Messages with the tag `kept_tag` stay. For a communicator on which
-  // nothing is expected any more. It does not wait for long messages either:
+  // Receives and discards messages that no operation waits for, so that their
+  // senders can end. Messages with the tag `kept_tag` stay. For a communicator
+  // on which no message is expected any more. It does not wait for long messages either:
   // their sender may have failed meanwhile, and never sends the rest.
   void Discard(const Communicator& comm, int kept_tag);
   bool is_empty() const { return operations_.empty() && discarded_.empty(); }

@@ -9,7 +9,7 @@
 
 namespace tfscale {
 
-// Binomial tree: log2(size) hops. Chunks are passed on as they arrive, so a
+// Binomial tree: log2(size) hops. Chunks are forwarded as they arrive, so a
 // long message fills all links of the tree at once.
 class Broadcast : public Operation {
  public:

@@ -1,4 +1,4 @@
-// Scratch memory that is used again in every step.
+// Scratch memory that is reused in every step.
 #ifndef TFSCALE_COMM_BUFFER_POOL_H_
 #define TFSCALE_COMM_BUFFER_POOL_H_
 

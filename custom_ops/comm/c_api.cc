@@ -16,7 +16,7 @@ using tfscale::Engine;
 
 thread_local std::string last_error;
 
-// Runs `body` and turns what it throws into `on_error` and a text.
+// Runs `body`; an exception becomes `on_error` and a text.
 template <typename Result, typename Body>
 Result Guarded(Result on_error, Body body) {
   last_error.clear();
@@ -62,7 +62,7 @@ int tfscale_start(int fortran_comm, const tfscale::EngineOptions* options) {
 
 int tfscale_stop() {
   return Guarded(-1, [] {
-    // What was posted is to arrive, also where nobody reads it before the end.
+    // Posted gathers must arrive, even if no reader waits for them before the end.
     tfscale_drain();
     const Engine::End end = Engine::Stop();
     if (!end.failure.empty()) throw CommError(end.failure);
@@ -134,7 +134,7 @@ int64_t tfscale_num_failed() { return tfscale::PendingVariables::Get().n_failed(
 
 void tfscale_drain() {
   Guarded(-1, [] {
-    // What a failed step left behind a gather that it never reached would not come.
+    // Of a failed step: gathers after one that was never posted would not start.
     const std::shared_ptr<Engine> engine = Engine::Get();
     if (engine && tfscale_num_pending() > 0) engine->GiveUpStranded();
     return 0;

@@ -1,5 +1,5 @@
-// What Python calls through ctypes. No call throws; a negative result or a
-// non-empty tfscale_last_error() tells of an error.
+// Functions that Python calls through ctypes. None throws; a negative result or
+// a non-empty tfscale_last_error() reports an error.
 #ifndef TFSCALE_COMM_C_API_H_
 #define TFSCALE_COMM_C_API_H_
 
@@ -44,9 +44,9 @@ int tfscale_start_incarnation(int incarnation);
 int64_t tfscale_num_given_up();
 int tfscale_fail(const char* why);
 
-// Variables whose gather is under way; also without an engine.
+// Number of variables with a pending gather; also without an engine.
 int64_t tfscale_num_pending();
-// Variables whose last gather failed, and that got no value since.
+// Number of variables whose last gather failed and that have no newer value.
 int64_t tfscale_num_failed();
 // Blocking until there is none. No step may be running.
 void tfscale_drain();

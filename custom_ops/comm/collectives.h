@@ -1,4 +1,4 @@
-// The collectives as their callers see them: no MPI header needed.
+// The interface of the collectives, without MPI headers.
 #ifndef TFSCALE_COMM_COLLECTIVES_H_
 #define TFSCALE_COMM_COLLECTIVES_H_
 
@@ -29,7 +29,7 @@ struct ReductionArgs {
   // Reduce-scatter: elements that rank r receives; must add up to all. Empty:
   // allreduce, every rank receives everything.
   std::vector<size_t> scatter_counts;
-  // Below this total (bytes times ranks) everyone sends everything at once.
+  // Below this total (bytes times ranks) every rank sends everything at once.
   size_t direct_bytes = 32 * 1024;
 };
 
@@ -47,7 +47,7 @@ OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate);
 OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root);
 
-// Where a collective stands in the order of its plan, and who waits for it.
+// The position of a collective in its plan, and the callback that waits for it.
 struct Call {
   std::string name;
   int group = 0;
@@ -63,12 +63,12 @@ struct Call {
 
 // Hands a collective to the engine of the process and returns at once.
 void Submit(OperationHandle operation, Call call);
-// The run of a traced function has failed on this rank: what waits for a
-// collective of it that will never come ends. Returns at once.
+// The run of a traced function has failed on this rank: ends collectives that
+// wait for one of the run that will never be posted. Returns at once.
 void GiveUpWaiting(int plan);
 
 // Adds an event without bytes to the engine's log: computation has reached a
-// point. `slot` is negative, to tell it from collectives. Without an engine
+// point. `slot` is negative, to distinguish it from collectives. Without an engine
 // nothing happens.
 void Stamp(int plan, int slot);
 

@@ -17,7 +17,7 @@ class Communicator {
   // Collective over `parent`; blocking.
   static Communicator Duplicate(MPI_Comm parent);
   // Collective over the ranks of `parent` named in `ranks`; blocking. `tag`
-  // tells apart groups that are made at the same time.
+  // distinguishes groups that are made at the same time.
   static Communicator ForRanks(const Communicator& parent, const std::vector<int>& ranks, int tag);
 
   Communicator(Communicator&& other) noexcept;
@@ -39,8 +39,8 @@ class Communicator {
   int max_tag_ = 0;
 };
 
-// Non-blocking sends and receives that an operation has under way. A transfer
-// longer than `max_message_bytes` travels as several messages; both sides cut
+// Pending non-blocking sends and receives of an operation. A transfer longer
+// than `max_message_bytes` is sent as several messages; both sides cut
 // alike. Messages between two ranks with one tag arrive in the order posted.
 class Transfers {
  public:
@@ -52,8 +52,8 @@ class Transfers {
   void Receive(void* data, size_t bytes, int peer, int tag, int key = kNoKey);
 
   // Asks MPI for progress. True if any message completed since the last call.
-  // Throws CommError, naming the peer, when a message has not the length that
-  // was asked for: ranks then do not call the same collective on the same shapes.
+  // Throws CommError, naming the peer, when a message does not have the expected
+  // length: ranks then do not call the same collective on the same shapes.
   bool Poll();
   // Keys of transfers whose last message completed, each once, in no order.
   std::vector<int> TakeCompleted();
@@ -61,9 +61,9 @@ class Transfers {
   // Takes receives back where MPI can; Poll until it is empty. Sends stay until
   // the peer takes them.
   void Cancel();
-  // Ranks from which something is still expected: those from which nothing has
-  // come yet if there are any, as the others may wait for these too. Without
-  // any, ranks that have not taken what was sent to them.
+  // Ranks from which a message is still expected: those that have sent nothing
+  // yet if there are any, as the others may wait for these too. If none is
+  // expected, ranks that have not received what was sent to them.
   std::vector<int> PendingPeers() const;
 
   static constexpr int kNoKey = -1;

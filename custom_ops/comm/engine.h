@@ -61,7 +61,7 @@ class Engine {
   // Returns the id of the group, equal on all ranks. Throws CommError, also
   // when the ranks name different members.
   int AddGroup(const std::vector<int>& ranks);
-  // Blocking until the mark is under way.
+  // Blocking until the mark has been posted.
   void Mark(MarkKind kind);
   void StartIncarnation(int incarnation);
   // Steps given up since the start of this incarnation.

@@ -10,7 +10,7 @@
 
 namespace tfscale {
 
-// A ring: when nobody takes events the oldest are overwritten. Thread-safe.
+// A ring: events that are not taken in time are overwritten. Thread-safe.
 class EventLog {
  public:
   explicit EventLog(size_t capacity) : ring_(capacity) {}

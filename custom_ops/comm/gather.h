@@ -12,8 +12,8 @@
 
 namespace tfscale {
 
-// What allgather and alltoall share: every rank tells every other how many
-// bytes it sends, and sends them without waiting for an answer.
+// Base of allgather and alltoall: every rank sends every other the number of
+// bytes, and then the bytes without waiting for an answer.
 class Exchange : public Operation {
  protected:
   explicit Exchange(AllocateOutput allocate) : allocate_(std::move(allocate)) {}

@@ -21,9 +21,9 @@ struct Group {
   std::vector<int> ranks;              // in the world, ascending
   std::unique_ptr<Communicator> comm;  // null on ranks outside
 
-  // Where messages of each kind live in the tag space of the communicator.
-  // `incarnation` changes when a step was given up, so that what is left of
-  // it on the wire meets no later step.
+  // Tag ranges of the kinds of messages of the communicator. `incarnation`
+  // changes when a step was given up, so that messages left from it are not
+  // received by a later step.
   int SlotTag(int tag_slot, int incarnation) const {
     const int64_t tag =
         (static_cast<int64_t>(tag_slot) * n_incarnations() + incarnation) * kTagsPerOperation;

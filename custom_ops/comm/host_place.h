@@ -25,7 +25,7 @@ struct HostPlace {
 // rank that no launcher has bound shares with the others.
 int CoresOfRank(const std::vector<int>& mine, const std::vector<int>& users);
 
-// Collective over `parent`. Throws CommError where the system does not tell.
+// Collective over `parent`. Throws CommError if the system does not provide it.
 HostPlace FindHostPlace(MPI_Comm parent);
 
 }  // namespace tfscale

@@ -9,7 +9,7 @@
 namespace tfscale {
 namespace {
 
-// Marks of this many generations ago are kept: collectives may be under way
+// Marks of this many generations ago are kept: collectives may be active
 // while this rank sets a mark.
 constexpr int64_t kKeptGenerations = 4;
 

@@ -1,4 +1,4 @@
-// How ranks tell each other that they will take part in no further step.
+// Marks: messages by which a rank announces that it joins no further step.
 #ifndef TFSCALE_COMM_MARKS_H_
 #define TFSCALE_COMM_MARKS_H_
 
@@ -20,9 +20,9 @@ namespace tfscale {
 
 // Values are part of the C interface, in which the first two may be set.
 // kFailed: communication failed on that rank; it takes part in nothing any more.
-// kQuiet: after kLeft, when nothing that the rank sent is under way.
-// The last three are notices, which count for nothing: a rank that waits asks
-// another whether it lives (answered by kAlive), and tells it that it waits.
+// kQuiet: after kLeft, when no message that the rank sent is pending.
+// The last three are notices and change no count: a rank that waits asks
+// another whether it lives (answered by kAlive), and reports that it waits.
 enum class MarkKind : int {
   kEpochEnd = 0,
   kStop = 1,
@@ -44,13 +44,13 @@ using PlanKey = std::pair<int, int>;
 // generation g that a peer's mark g+1 does not count will never be joined by
 // this peer: it is given up at once, with the reason, instead of waiting.
 // Giving up leaves ranks at different places; StartIncarnation, called by all,
-// counts anew. Costs one small message per peer and epoch, nothing per step.
+// resets the counts. Costs one small message per peer and epoch, none per step.
 // Used by the communication thread only.
 class Marks {
  public:
   explicit Marks(const Group& world) : world_(world) {}
 
-  // Tells all other ranks. Non-blocking. `text` says why a rank failed.
+  // Sends a mark to all other ranks. Non-blocking. `text` says why a rank failed.
   void Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text = "");
   // Receives what has arrived; true if anything did.
   bool Poll();
@@ -62,7 +62,7 @@ class Marks {
   // Marks this rank has set in this incarnation.
   int64_t generation() const { return generation_; }
   bool has_received() const { return n_received_ > 0; }
-  // Begins to count anew; marks of earlier incarnations are forgotten.
+  // Resets the counts; marks of earlier incarnations are forgotten.
   void StartIncarnation(int64_t incarnation);
 
   // Other ranks that have neither set a mark of this kind nor failed.
@@ -101,7 +101,7 @@ class Marks {
   int64_t generation_ = 0;
   int n_received_ = 0;
   std::map<int, std::deque<Mark>> received_;  // by world rank
-  // Messages under way: their data must stay in place.
+  // Pending messages: their data must stay in place.
   std::list<std::vector<int64_t>> outgoing_;
   std::optional<Transfers> sends_;
   Listener listen_;

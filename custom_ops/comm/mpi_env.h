@@ -1,4 +1,4 @@
-// The MPI library: started if nobody did, ended only if it was started here.
+// The MPI library: initialised if it is not yet, finalised only if initialised here.
 #ifndef TFSCALE_COMM_MPI_ENV_H_
 #define TFSCALE_COMM_MPI_ENV_H_
 

@@ -92,7 +92,7 @@ class Operation {
   virtual void Begin() = 0;
   // `completed` holds the keys of transfers that ended since the last call.
   virtual void Advance(const std::vector<int>& completed) = 0;
-  // Called when no transfer is under way; posts more or calls SetDone.
+  // Called when no transfer is pending; posts more or calls SetDone.
   virtual void Finish() = 0;
 
   void SetDone() { is_done_ = true; }

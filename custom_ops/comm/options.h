@@ -11,8 +11,8 @@ struct EngineOptions {
   double stall_warning_s;
   double stall_shutdown_s;
   int64_t max_message_bytes;  // longest MPI message; below 2^31
-  int64_t chunk_bytes;        // piece in which long vectors travel and are summed
-  int64_t window_bytes;       // payload of one plan that is under way at a time
+  int64_t chunk_bytes;        // size of the pieces in which long vectors are sent and summed
+  int64_t window_bytes;       // largest payload of one plan in transfer at a time
   int32_t reduce_threads;     // 1: the communication thread alone
   int32_t pin_core;           // core of the communication thread; -1: any
   // Raised on a rank that keeps others waiting: its handler writes where the

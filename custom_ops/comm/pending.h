@@ -1,4 +1,4 @@
-// Variables whose new values are on their way, and who waits for them.
+// Variables with a pending gather, and the callbacks that wait for it.
 #ifndef TFSCALE_COMM_PENDING_H_
 #define TFSCALE_COMM_PENDING_H_
 
@@ -15,9 +15,9 @@
 
 namespace tfscale {
 
-// The one list of the process. A key is the address of a variable: whoever
-// begins keeps the variable alive until it ends, so that an address never
-// stands for two. Thread-safe; callbacks run without the lock.
+// One list per process. A key is the address of a variable: the caller of
+// Begin keeps the variable alive until End, so that an address never
+// stands for two variables. Thread-safe; callbacks run without the lock.
 class PendingVariables {
  public:
   using Key = const void*;
@@ -25,7 +25,7 @@ class PendingVariables {
 
   static PendingVariables& Get();
 
-  // New values are under way; End follows exactly once. A variable may be begun
+  // New values are pending; End follows exactly once. A variable may be begun
   // again before that: it is then pending until the last End.
   void Begin(const std::vector<Key>& keys);
   // The values are in place, or never will be. A failure is what readers get
@@ -40,7 +40,7 @@ class PendingVariables {
   // The variable has a value again, or is no more.
   void Forget(Key key);
 
-  // Nothing is pending and no failure is remembered: a look that takes no lock.
+  // Nothing is pending and no failure is remembered; takes no lock.
   bool is_empty() const { return n_entries_.load(std::memory_order_acquire) == 0; }
   int64_t n_pending();
   // Variables of which a failure is remembered.

@@ -10,7 +10,7 @@
 
 namespace tfscale {
 
-// What was registered; `group` and `index` name the plan alike on all ranks of
+// A plan as registered; `group` and `index` name it alike on all ranks of
 // the group. Slot numbers are the order in which the collectives were traced,
 // which is an order the graph's own dependencies allow.
 struct PlanSpec {
@@ -19,15 +19,15 @@ struct PlanSpec {
   int index = 0;
   std::string name;
   std::vector<std::string> slots;  // what messages call them
-  // What is compared: a line for what is done, and one for each tensor that has a name.
+  // Compared over ranks: a line for the collective, and one per tensor that has a name.
   std::vector<std::string> signatures;
-  // Numbers that tell the slots of all plans of the group apart on the wire.
-  // They are given out while tracing, hence equal on ranks that trace alike.
+  // Numbers that distinguish the slots of all plans of the group on the wire.
+  // They are assigned while tracing, hence equal on ranks that trace alike.
   std::vector<int> tag_slots;
 
-  // Whoever waits here watches the clock himself, and others may never come
-  // without any harm; see tfscale/exchange/meeting.py. Ends of epochs and of
-  // training on other ranks say nothing about such a plan.
+  // The caller has a time limit of its own, and other ranks may never join; see
+  // tfscale/exchange/meeting.py. Ends of epochs and of training on other ranks
+  // do not end collectives of such a plan.
   bool is_patient() const;
   // The signatures, numbered, compared over ranks before the plan's first use.
   std::string Describe() const;

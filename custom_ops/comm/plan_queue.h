@@ -51,7 +51,7 @@ class PlanQueue {
     n_waiting_ -= tasks.size();
     return tasks;
   }
-  // The comparison of plans, if it is under way.
+  // The comparison of plans, if it is in progress.
   std::unique_ptr<Operation> TakeHandshake() { return std::move(handshake_); }
   // After a step was given up ranks stand at different slots: `why` is then the
   // end of all that comes, until Reset.
@@ -68,7 +68,7 @@ class PlanQueue {
   }
 
   bool is_waiting() const { return n_waiting_ > 0; }
-  // The next slot has arrived, but there is no room in the window beside those under way.
+  // The next slot has arrived, but the window has no room beside the active ones.
   bool is_next_here() const {
     return is_agreed_ && n_under_way_ > 0 && !waiting_[next_slot_].empty();
   }

@@ -128,7 +128,7 @@ void ReduceHalf(const std::vector<const void*>& sources, void* out, size_t count
   }
 }
 
-// Sums of 8 bits are kept in 32, so that averages do not overflow on their way. An unscaled sum
+// Sums of 8 bits are kept in 32, so that averages do not overflow. An unscaled sum
 // wraps, as those of the larger integers; a scaled one is clamped, as theirs.
 template <typename T>
 void ReduceByte(const std::vector<const void*>& sources, void* out, size_t count, ReduceOp op,

@@ -83,7 +83,7 @@ char* Reduction::Received(int sender) const {
   return received_.get() + row * own_.count * element_;
 }
 
-// Small vectors: one round, everyone adds up everything.
+// Small vectors: one round, every rank adds up everything.
 void Reduction::ExchangeWhole() {
   is_whole_ = true;
   own_ = {0, total_};

@@ -15,8 +15,8 @@ namespace tfscale {
 // all ranks get the same ones.
 //
 // Large vectors ([T] chapter 4 applied to whole gradients): rank r receives
-// segment r of everyone, adds them up and sends the sum to everyone. Segments
-// travel in chunks, so adding chunk c overlaps the transfer of chunk c+1 and of
+// segment r of every rank, adds them up and sends the sum to all. Segments are
+// sent in chunks, so adding chunk c overlaps the transfer of chunk c+1 and of
 // the sums before it. 2 * (size-1)/size * bytes sent per rank, as the best
 // allreduce algorithms, in 2 rounds.
 // Inputs and outputs must not overlap.
@@ -62,7 +62,7 @@ class Reduction : public Operation {
   BufferPool::Buffer received_{nullptr, {}};
   std::vector<Segment> segments_;
   Segment own_{0, 0};
-  bool is_whole_ = false;       // everyone reduces everything
+  bool is_whole_ = false;       // every rank reduces everything
   std::vector<int> n_missing_;  // per chunk of the own segment: ranks not yet here
   size_t n_results_sent_ = 0;   // chunks
 };

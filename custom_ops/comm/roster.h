@@ -1,4 +1,4 @@
-// Who the ranks are: what messages call them, and whether they fit together.
+// Hosts of the ranks, their names in messages, and a check of their versions.
 #ifndef TFSCALE_COMM_ROSTER_H_
 #define TFSCALE_COMM_ROSTER_H_
 

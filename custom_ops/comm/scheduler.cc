@@ -193,7 +193,7 @@ bool Scheduler::StepQueues() {
     if (queue->StepHandshake(base)) has_moved = true;
     while (auto task = queue->TakeNext(options_.window_bytes)) {
       const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
-      // Who waits patiently may have begun before this incarnation, and his peers come later.
+      // A patient plan may have begun before this incarnation, and its peers come later.
       const int incarnation = queue->is_patient() ? 0 : incarnation_;
       Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation));
       has_moved = true;

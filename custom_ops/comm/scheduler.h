@@ -1,4 +1,4 @@
-// Decides which collectives are under way, and ends those that cannot succeed.
+// Decides which collectives are active, and ends those that cannot succeed.
 #ifndef TFSCALE_COMM_SCHEDULER_H_
 #define TFSCALE_COMM_SCHEDULER_H_
 
@@ -24,7 +24,7 @@ namespace tfscale {
 
 // Lives on the communication thread; no method blocks, except AddGroup, which
 // waits for the other members of the group. Collectives of different plans and
-// eager ones progress side by side: every message has a tag of its own, so no
+// eager ones progress concurrently: every message has a tag of its own, so no
 // order among them is needed.
 class Scheduler {
  public:
@@ -37,37 +37,37 @@ class Scheduler {
   void Accept(Task task);
   // Moves everything forward; true if anything happened.
   bool Step();
-  // Something is under way or waits for another rank.
+  // A collective is active or waits for another rank.
   bool is_busy() const;
   // And others are known to come soon; see PlanSpec::is_patient.
   bool is_urgent() const;
   // Ends all collectives, these and later ones, with the first failure, and
-  // tells the other ranks.
+  // notifies the other ranks.
   void Fail(const std::string& why);
   bool has_failed() const { return !failure_.ok(); }
 
   void AddGroup(int id, const std::vector<int>& ranks);
   void Mark(MarkKind kind);
-  // All ranks call this together after a step was given up: what is left of it
-  // on the wire is separated from what comes. A number that was used before is
+  // All ranks call this together after a step was given up: messages left from it
+  // are separated from later ones. A number that was used before is
   // replaced by the next one. Throws CommError when there were too many or when
-  // collectives of a plan are under way, unless it is patient.
+  // collectives of a plan are active, unless it is patient.
   void StartIncarnation(int incarnation);
-  // The run of a plan has failed on this rank: slots that wait for one that will
-  // never come end. Those under way go on, since the other ranks join them.
+  // The run of a plan has failed on this rank: ends slots that wait for one that
+  // will never come. Active ones continue, since the other ranks join them.
   void GiveUpWaiting(int plan);
-  // No step runs on this rank: what it posted without waiting for it, and what
-  // would begin behind a slot that never came, ends.
+  // No step runs on this rank: ends collectives that were posted without a waiting
+  // op but would start only after a slot that never came.
   void GiveUpStranded();
   // Collectives given up since the start of this incarnation.
   int64_t n_given_up() const { return n_given_up_; }
 
-  // Tells the others that this rank calls no further collective. Then StepLeave
+  // Announces that this rank calls no further collective. Then StepLeave
   // takes the place of Step, until it has left or failed. Throws nothing. Fails
   // when a rank that has not left gives no sign of life for too long.
   void Leave();
   bool StepLeave();
-  // All ranks have left and nothing is under way among them.
+  // All ranks have left and no message among them is pending.
   bool has_left() const { return has_left_; }
   // Another rank has failed since this one began to leave: most likely because it
   // counted on this one. There is nothing left to wait for.

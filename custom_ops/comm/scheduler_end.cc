@@ -1,4 +1,4 @@
-// How collectives end that do not succeed, and how a rank leaves the job.
+// The end of collectives that do not succeed, and the leaving of a rank.
 #include <algorithm>
 #include <exception>
 #include <string>
@@ -13,7 +13,7 @@ void Scheduler::Fail(const std::string& why) {
   if (has_failed()) return;
   failure_ = Status::Failed(why);
   try {
-    // First of all, so that the others hear the cause before they see its effects.
+    // First of all, so that the others receive the cause before they see its effects.
     marks_.Send(MarkKind::kFailed, {}, why);
   } catch (const std::exception& error) {
     failure_.message += std::string(" The other ranks could not be told: ") + error.what();
@@ -25,13 +25,13 @@ void Scheduler::Fail(const std::string& why) {
 void Scheduler::StepFailed() {
   if (!can_answer_) return;
   try {
-    // The others have yet to hear why, to see that this rank lives, and to be rid
-    // of what they sent: they wait for that before they leave.
+    // The others still have to receive the reason, to see that this rank lives, and
+    // to complete their sends: they wait for that before they leave.
     marks_.Poll();
     abandoned_.Step();
     DiscardAll();
   } catch (const std::exception&) {
-    can_answer_ = false;  // The first failure is the one that is told.
+    can_answer_ = false;  // The first failure is the one that is reported.
   }
 }
 
@@ -128,7 +128,7 @@ bool Scheduler::StepLeave() {
     EndAll(Status::Failed("tfscale has been shut down."));
     DiscardAll();
     if (!abandoned_.is_empty()) {
-      // What is left of a step with a rank whose communication failed never ends.
+      // Messages of a step with a rank whose communication failed never end.
       stalls_.LookAtEnd(Clock::now(), Others());
       return has_moved;
     }
@@ -136,7 +136,7 @@ bool Scheduler::StepLeave() {
     is_quiet_ = true;
     const std::vector<int> unquiet = marks_.Without(MarkKind::kQuiet);
     has_left_ = unquiet.empty() && marks_.is_sent();
-    // Who has not taken a mark has not left: others must not be asked any more.
+    // A rank that has not received a mark has not left: others must not be asked any more.
     if (!has_left_) {
       stalls_.LookAtEnd(Clock::now(), unquiet.empty() ? marks_.Untaken() : unquiet);
     }
@@ -154,7 +154,7 @@ std::optional<Status> Scheduler::WhyGivenUp(const Task& task) {
 }
 
 void Scheduler::GiveUp(Task& task, const Status& why) {
-  // Nobody has to start anew because of a meeting.
+  // A meeting that was given up requires no new incarnation.
   if (!is_patient(task)) ++n_given_up_;
   if (task.plan != kEager) queues_.at(task.plan)->Interrupt(why);
   abandoned_.Add(std::move(task.operation));
@@ -163,8 +163,8 @@ void Scheduler::GiveUp(Task& task, const Status& why) {
 
 Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
 
-// All ranks give this step up, and in it what some of them have not begun. What
-// members of a smaller group have begun together must end on all of them.
+// All ranks give this step up, with all collectives that some of them have not
+// begun. Those that a smaller group has begun together must end on all its members.
 bool Scheduler::is_stopping() const {
   return std::any_of(queues_.begin(), queues_.end(), [](const auto& entry) {
     return entry.second->interruption().code == StatusCode::kStopped;

@@ -1,4 +1,4 @@
-// What a rank waits for, and for how long it may.
+// The ranks and collectives that this rank waits for, and the limits of the wait.
 #include <algorithm>
 #include <string>
 
@@ -50,7 +50,7 @@ void Scheduler::CheckStalls() {
   if (!stalls_.IsDue(now)) return;
   const Task* oldest = nullptr;
   bool is_active = false;
-  // What moves is not stalled, however long it takes.
+  // A transfer that makes progress is not stalled, however long it takes.
   const auto since = [](const Task& task) { return std::max(task.posted, task.moved); };
   const auto look = [&](const Task& task, bool is_task_active) {
     if (oldest != nullptr && since(task) >= since(*oldest)) return;

@@ -40,8 +40,8 @@ double StallWatch::WarningTime() const {
 void StallWatch::Rest() { last_step_ = Clock::time_point::max(); }
 
 void StallWatch::NoteGap(Clock::time_point& last, Clock::time_point now) {
-  // Never so long in between but where the process was stopped: then the others
-  // may have been, too, and all have their time anew.
+  // A gap this long means that the process was stopped: then the others may have
+  // been, too, and the time limits of all start again.
   const bool was_stopped = last < now && now - last > FromSeconds(kStoppedS);
   last = now;
   if (!was_stopped) return;
@@ -84,7 +84,7 @@ void StallWatch::LookAtEnd(Clock::time_point now, const std::vector<int>& ranks)
   if (next_end_report_ == Clock::time_point::max()) {
     next_end_report_ = now + FromSeconds(options_.stall_warning_s);
   }
-  // A clock of its own: a save that others never joined is looked at in between.
+  // A clock of its own: a save that others never joined is checked in between.
   NoteGap(last_end_step_, now);
   if (now - last_end_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return;
   last_end_look_ = now;

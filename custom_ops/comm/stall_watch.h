@@ -1,4 +1,4 @@
-// Tells the user what keeps a rank waiting, and ends waits that are too long.
+// Reports what keeps a rank waiting, and ends waits that are too long.
 #ifndef TFSCALE_COMM_STALL_WATCH_H_
 #define TFSCALE_COMM_STALL_WATCH_H_
 
@@ -28,17 +28,17 @@ struct Wait {
   std::string reason;      // what is waited for where it is no rank
 };
 
-// Half a warning time before it complains, a rank asks those it waits for
-// whether they live: their communication threads answer. With the complaint they
-// are told that they keep others waiting, and show where their program is. A
-// process that was stopped or has died, or whose host cannot be reached, does
-// not answer, and is named so. Used by the communication thread only.
+// Half a warning time before the warning, a rank asks those it waits for
+// whether they live: their communication threads answer. With the warning they
+// are notified that they keep others waiting, and show where their program is.
+// A process that was stopped or has died, or whose host cannot be reached, does
+// not answer, and the warning says so. Used by the communication thread only.
 class StallWatch {
  public:
   // All references must outlive the watch.
   StallWatch(const EngineOptions& options, int rank, const Roster& roster, Marks& marks);
 
-  // True a few times per second at most: looking is not free.
+  // True a few times per second at most: a check is not free.
   bool IsDue(Clock::time_point now);
   // Nothing is waited for: IsDue may not be called for a long time.
   void Rest();

@@ -1,4 +1,4 @@
-// Where a rank leaves what it did last, for who looks at it after its death.
+// File with the last state of a rank, read by its launcher after its death.
 #ifndef TFSCALE_COMM_STATUS_FILE_H_
 #define TFSCALE_COMM_STATUS_FILE_H_
 
@@ -7,10 +7,10 @@
 
 namespace tfscale {
 
-// Owns a mapping of the file that tfscale/comm/process.py describes; it holds
-// whatever ends this process. Used by the communication thread only; writing is
-// a copy in memory. Without a file, or where it cannot be opened, nothing is
-// done: a job does not fail for want of last words.
+// Owns a mapping of the file that tfscale/comm/process.py describes; the
+// contents survive any end of this process. Used by the communication thread
+// only; writing is a copy in memory. Without a file, or where it cannot be
+// opened, nothing is done: a job must not fail because of its report.
 class StatusFile {
  public:
   // `path` may be null or empty.

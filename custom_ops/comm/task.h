@@ -1,4 +1,4 @@
-// A collective on its way through the engine.
+// A collective inside the engine.
 #ifndef TFSCALE_COMM_TASK_H_
 #define TFSCALE_COMM_TASK_H_
 

@@ -1,4 +1,4 @@
-// The element types and reductions the engine knows, and what went wrong.
+// Element types, reductions and status codes of the engine.
 #ifndef TFSCALE_COMM_TYPES_H_
 #define TFSCALE_COMM_TYPES_H_
 

@@ -1,4 +1,4 @@
-// The way from any thread to the communication thread.
+// Queue of tasks and commands from any thread to the communication thread.
 #ifndef TFSCALE_COMM_WORK_QUEUE_H_
 #define TFSCALE_COMM_WORK_QUEUE_H_
 

@@ -19,7 +19,7 @@ size_t Share(int from, int to, size_t unit) {
   return static_cast<size_t>((from * 3 + to * 5) % 4) * unit;
 }
 
-// Receives into a vector of its own and remembers the sizes that were told.
+// Receives into a vector of its own and remembers the announced sizes.
 struct Receiver {
   std::shared_ptr<Bytes> data = std::make_shared<Bytes>();
   std::shared_ptr<std::vector<int64_t>> sizes = std::make_shared<std::vector<int64_t>>();

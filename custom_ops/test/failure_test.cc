@@ -107,8 +107,8 @@ TEST(WarningsAreNoFailures) {
   Sum(All(job), job.rank(), 1000, 0, {}).Check();
 }
 
-// The last rank is alive and late: it is told that it keeps the others waiting, so
-// that it shows where it is.
+// The last rank is alive and late: it is notified that it keeps the others waiting,
+// so that it shows where it is.
 TEST(AWaitIsToldToTheRankThatIsLate) {
   EngineOptions options = ShortLimits();
   options.stall_shutdown_s = 60;

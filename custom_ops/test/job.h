@@ -1,4 +1,4 @@
-// A job of engines for the C++ tests: one engine per rank, calls on it, and data.
+// A job of engines for the C++ tests: one engine per rank, collectives, and data.
 #ifndef TFSCALE_TEST_JOB_H_
 #define TFSCALE_TEST_JOB_H_
 
@@ -20,7 +20,7 @@
 namespace tfscale {
 namespace testing {
 
-// Long vectors travel as many messages, and a test ends long before a stall does.
+// Long vectors are sent as many messages, and a test ends long before a stall does.
 inline EngineOptions SmallOptions() {
   EngineOptions options{};
   options.stall_warning_s = 30;

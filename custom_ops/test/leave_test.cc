@@ -25,7 +25,7 @@ void Deafen(int ms) {
 
 }  // namespace
 
-// Whom nobody joined at a meeting does not wait for ever for a rank that has died.
+// A rank alone at a meeting does not wait for ever for a rank that has died.
 TEST(ADeadRankIsNoticedBesideAnOpenMeeting) {
   Job job(ShortLimits());
   if (job.size() == 1) return;
@@ -40,7 +40,7 @@ TEST(ADeadRankIsNoticedBesideAnOpenMeeting) {
   CHECK_TRUE(!open.Wait().ok());
 }
 
-// What fails while a rank leaves is told, wherever it is found.
+// A failure while a rank leaves is reported, wherever it is found.
 TEST(AFailureOfWorkUnderWayWhileLeaving) {
   Job job(ShortLimits());
   if (job.size() == 1) return;
@@ -102,7 +102,7 @@ TEST(ASlowTransferIsNotStalled) {
   slow.Check();
 }
 
-// Long messages to a rank that has failed are taken by it, while its program goes on.
+// A failed rank still receives long messages while its program continues.
 TEST(AFailedRankLetsTheOthersEnd) {
   EngineOptions options = ShortLimits();
   options.max_message_bytes = 1 << 30;

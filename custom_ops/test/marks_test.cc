@@ -1,4 +1,4 @@
-// Ranks that end an epoch, stop or leave while others go on.
+// Ranks that end an epoch, stop or leave while others continue.
 #include <string>
 #include <vector>
 
@@ -29,7 +29,7 @@ void CheckGivenUp(const Job& job, const SumPlan& plan, int early, MarkKind kind,
                                        : who + " ended its epoch after step 3 in all");
   }
   CHECK_EQ(job.engine().NumGivenUp(), int64_t{kSlots});
-  // Until all ranks start anew this function cannot run: they stand at different slots.
+  // Until all ranks start an incarnation this function cannot run: their slots differ.
   CHECK_TRUE(!plan.Post(0, 4).Wait().ok());
   job.engine().Mark(MarkKind::kEpochEnd);
 }

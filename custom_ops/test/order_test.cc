@@ -116,7 +116,7 @@ TEST(Groups) {
       Sum(ranks, job.rank(), 1000, 1, place).Check();
       continue;
     }
-    // A call from outside is refused and disturbs nobody.
+    // A call from outside is refused and disturbs no member.
     Place place;
     place.group = groups[g];
     std::vector<Sum> sums;
@@ -151,7 +151,7 @@ TEST(UnknownPlacesAreRefused) {
   plan.Run(1);
 }
 
-// Nobody is harmed by ranks that never come there; see tfscale/exchange/meeting.py.
+// Ranks that never join a meeting do no harm; see tfscale/exchange/meeting.py.
 TEST(AMeetingMayWaitForEver) {
   EngineOptions options = SmallOptions();
   options.stall_warning_s = 0.1;

@@ -126,7 +126,7 @@ TEST(ShortLastChunks) {
   }
 }
 
-// The same bits however a vector travels, and with any number of threads.
+// The same bits however a vector is sent, and with any number of threads.
 TEST(CutsDoNotChangeTheResult) {
   const Case c{DType::kFloat16, ReduceOp::kSum, {1000, 9001}, 0.3, 0.7};
   for (int64_t chunk_bytes : {100, 1000, 16384, 1 << 20}) {

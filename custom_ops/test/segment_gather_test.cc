@@ -23,7 +23,7 @@ std::string Failure() {
   return message;
 }
 
-// A buffer cut among the ranks; every byte tells whose it is.
+// A buffer cut among the ranks; every byte identifies its owner.
 struct Parts {
   std::shared_ptr<Bytes> buffer;
   std::vector<size_t> cuts;
@@ -120,7 +120,7 @@ TEST(AGatherThatAPeerNeverPosts) {
   CHECK_TRUE(Pending().is_empty());
 }
 
-// A step failed on rank 0 behind its second gather and before the first.
+// A step failed on rank 0 after its second gather and before the first.
 TEST(AGatherBehindOneThatNeverComesEndsWithTheDrain) {
   Job job;
   if (job.size() == 1) return;

@@ -13,7 +13,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
 // Stateful with the variables' handles: TensorFlow orders all later users of
-// them behind it, and nothing else.
+// them after it, and nothing else.
 REGISTER_OP("TfscaleAwait")
     .Input("variables: n * resource")
     .Attr("n: int >= 1")
@@ -36,7 +36,7 @@ class AwaitOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "variables", &variables), done);
     std::vector<PendingVariables::Key> keys = KeysOf(variables);
     const bool is_write = is_write_;
-    // No reference is held: whoever waits for a variable has its handle.
+    // No reference is held: the op that waits for a variable has its handle.
     pending.Await(keys, [context, done, keys, is_write](const Status& status) {
       if (is_write) {
         for (PendingVariables::Key key : keys) PendingVariables::Get().Forget(key);

@@ -53,7 +53,7 @@ REGISTER_OP("TfscaleAlltoall")
         "Sends splits[r] rows to rank r, the first rows to rank 0, and puts what it receives one "
         "after another in rank order. `rows` tells how many rows came from each rank.");
 
-// Rows of no width travel as one byte each, so that their number arrives.
+// Rows of no width are sent as one byte each, so that their number arrives.
 int64_t TravellingBytes(const Tensor& tensor) { return std::max<int64_t>(1, RowBytes(tensor)); }
 
 // What is sent of `input`.

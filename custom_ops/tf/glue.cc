@@ -66,8 +66,8 @@ void CollectiveKernel::Submit(OpKernelContext* context, DoneCallback done,
   Call call = MakeCall();
   call.memory = std::move(tensors);
   call.shapes = ShapesOf(context);
-  // TensorFlow returns from a step whose op has failed once all others have
-  // ended: those that wait for an earlier slot must not do so for ever.
+  // TensorFlow returns from a step with a failed op only when all others have
+  // ended: those that wait for an earlier slot must not wait for ever.
   CancellationManager* manager = plan_ < 0 ? nullptr : context->cancellation_manager();
   const CancellationToken token = manager ? manager->get_cancellation_token() : 0;
   call.is_cancelled = manager ? std::make_shared<std::atomic<bool>>(false) : nullptr;

@@ -1,4 +1,4 @@
-// What the op kernels share: from TensorFlow's types to the engine's and back.
+// Base of the op kernels: conversion between TensorFlow's and the engine's types.
 #ifndef TFSCALE_TF_GLUE_H_
 #define TFSCALE_TF_GLUE_H_
 
@@ -21,9 +21,9 @@ DType ToDType(tensorflow::DataType dtype);
 // Tensors that an operation reads and writes; copies share the memory.
 using TensorList = std::vector<tensorflow::Tensor>;
 
-// The attributes every collective has: where it stands in the order of its plan.
+// The attributes of every collective: its position in its plan.
 //   plan: id, or -1 for a collective called eagerly;  slot: number in the plan;
-//   group: process set;  label: what logs and errors call it;
+//   group: process set;  label: its name in logs and errors;
 //   compares: "nothing" where all shapes were compared with the plans; else, at run
 //   time, "shapes", or "rows" where the first dimension may differ.
 class CollectiveKernel : public tensorflow::AsyncOpKernel {
@@ -35,7 +35,7 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   // as long as the operation. `done` runs on the communication thread.
   void Submit(tensorflow::OpKernelContext* context, DoneCallback done, OperationHandle operation,
               std::shared_ptr<TensorList> tensors);
-  // The call without memory and without anyone who waits.
+  // The call, still without memory and callback.
   Call MakeCall() const;
   // Ranks of the group, as far as the kernel needs to know: given by Python.
   int group_size() const { return group_size_; }

@@ -32,7 +32,7 @@ REGISTER_OP("TfscalePostGather")
 
 constexpr size_t kAlignment = 64;  // of every tensor, in bytes
 
-// Where everything lies in the buffer, in elements.
+// Positions in the buffer, in elements.
 struct Layout {
   tensorflow::DataType dtype;
   std::vector<int64_t> piece_offsets;
@@ -83,7 +83,7 @@ class Buffers {
     }
     TF_RETURN_IF_ERROR(
         context->allocate_temp(layout.dtype, TensorShape({layout.length()}), buffer));
-    // What no piece covers travels too.
+    // Gaps between pieces are sent too.
     std::memset(buffer->data(), 0, static_cast<size_t>(layout.length()) * layout.element());
     if (kept_.size() < kMax) kept_.emplace_back();
     kept_[next_++ % kept_.size()] = *buffer;
@@ -144,7 +144,7 @@ class PostGatherOp : public CollectiveKernel {
     OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
     OP_REQUIRES_OK_ASYNC(context, CheckInputs(context, *delivery), done);
     const auto keys = KeysOf(delivery->variables);
-    // Values on their way come first; whether they arrive matters no more.
+    // Wait for pending values first; it no longer matters whether they arrive.
     PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
       OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
       done();

@@ -1,4 +1,4 @@
-// TensorFlow's variables as the list of pending ones knows them.
+// Access to TensorFlow's variables by the list of pending ones.
 #ifndef TFSCALE_TF_VARIABLES_H_
 #define TFSCALE_TF_VARIABLES_H_
 
