@@ -1,6 +1,7 @@
 """What all recipes do alike: their common flags, the optimizer's rate, the callbacks of a run."""
 
 import ast
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -211,6 +212,8 @@ def fit(
         callbacks=[*_callbacks(folder, train, batch), *stopping, *last],
         verbose=command_line.verbosity() if is_first else 0,
     )
+    if FLAGS.resume and is_first:  # the run is over: nothing is left to go on with
+        shutil.rmtree(folder / "backup", ignore_errors=True)
     return history.history
 
 
@@ -228,7 +231,7 @@ def _callbacks(
     """Return tfscale's callbacks in the order they need."""
     callbacks: list[Any] = []
     if FLAGS.resume:
-        callbacks.append(tfscale.callbacks.BackupAndRestore(folder / "backup"))
+        callbacks.append(tfscale.callbacks.Checkpoint(folder / "backup", keep=1, shared=False))
     if FLAGS.average_every:
         consistent: dict[str, Any] = {"consistency_check": False, "non_trainable": "local"}
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0, **consistent))

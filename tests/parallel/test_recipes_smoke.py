@@ -134,12 +134,12 @@ import os, sys, keras
 sys.argv[0] = {script!r}
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 import tfscale
-begin = tfscale.callbacks.BackupAndRestore.on_train_batch_begin
+begin = tfscale.callbacks.Checkpoint.on_train_batch_begin
 def interrupted(self, batch, logs=None):
     begin(self, batch, logs)
     if self._position.epoch == 2:
         raise SystemExit(0)
-tfscale.callbacks.BackupAndRestore.on_train_batch_begin = interrupted
+tfscale.callbacks.Checkpoint.on_train_batch_begin = interrupted
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {{"__name__": "__main__"}})
 """
     script = tmp_path / "stopped.py"

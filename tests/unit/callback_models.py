@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.checkpoints import state as model_state
-from tfscale.fit import building
+from tfscale.internals.keras import is_built
 
 
 class Deferred(keras.Model):
@@ -51,7 +51,7 @@ class FirstWeights(keras.callbacks.Callback):
         step = self.model.train_function
 
         def first(iterator):
-            if self.seen is None and building.is_built(self.model):
+            if self.seen is None and is_built(self.model):
                 self.seen = snapshot(self.model)
             return step(iterator)
 

@@ -19,7 +19,7 @@ from tests.unit.checkpoint_model import (
 )
 from tfscale import preemption
 from tfscale.callbacks import Checkpoint
-from tfscale.checkpoints import agreement
+from tfscale.checkpoints import saver as module
 from tfscale.checkpoints.files import Part, folder_name, write_part
 from tfscale.checkpoints.saver import Saver
 from tfscale.data import GlobalBatches
@@ -68,14 +68,14 @@ def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):
 
 def test_what_one_rank_says_counts_for_all(monkeypatch):
     """Each sees its own share of the data, and some have weights of their own."""
-    agree = agreement.agree_on_end
+    agree = module.agree_on_end
     for others, expected in {
         (True, False, False): (True, False),
         (True, False, True): (False, False),
         (False, True, True): (False, True),
     }.items():
         monkeypatch.setattr(
-            agreement.objects,
+            module.objects,
             "allgather_object",
             lambda own, name, others=others: [own, others],
         )

@@ -29,8 +29,8 @@ from tfscale.checkpoints.files import (
     set_aside,
     write_part,
 )
-from tfscale.checkpoints.restore import Reader
 from tfscale.checkpoints.saver import Saver
+from tfscale.checkpoints.snapshot import Reader
 
 RUN = "0123abcd"
 

@@ -15,8 +15,8 @@ from tests.unit.checkpoint_model import (
 )
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints.files import Part
-from tfscale.checkpoints.restore import Reader
 from tfscale.checkpoints.resumable import read_counters, restore_counters
+from tfscale.checkpoints.snapshot import Reader
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 

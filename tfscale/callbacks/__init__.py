@@ -1,11 +1,9 @@
 """Keras callbacks for training on several ranks."""
 
 from tfscale.callbacks.adaptive_batch_size import AdaptiveBatchSize
-from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
 from tfscale.callbacks.batch_size_schedule import BatchSizeSchedule
-from tfscale.callbacks.best_model_checkpoint import BestModelCheckpoint
-from tfscale.callbacks.checkpoint import Checkpoint
+from tfscale.callbacks.checkpoint import BackupAndRestore, Checkpoint
 from tfscale.callbacks.communication_report import CommunicationReport
 from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.learning_rate import (
@@ -15,7 +13,7 @@ from tfscale.callbacks.learning_rate import (
 )
 from tfscale.callbacks.local_models import ModelDistance
 from tfscale.callbacks.metric_average import MetricAverageCallback
-from tfscale.callbacks.model_checkpoint import ModelCheckpoint
+from tfscale.callbacks.model_checkpoint import BestModelCheckpoint, ModelCheckpoint
 from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.callbacks.parameter_averaging import ParameterAveraging
 from tfscale.callbacks.rank_zero import RankZero

@@ -23,8 +23,8 @@ from tfscale.config import ConfigError
 from tfscale.data.control import put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
-from tfscale.internals.keras import n_updates, print_msg, rate_of, steps_until
-from tfscale.internals.optimizers import update_rule
+from tfscale.internals.keras import print_msg, steps_until
+from tfscale.internals.optimizers import n_updates, rate_of, update_rule
 from tfscale.measure.growth import (
     GrowthControl,
     GrowthSettings,

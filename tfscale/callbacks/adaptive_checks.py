@@ -7,17 +7,17 @@ from typing import Any
 
 import keras
 
-from tfscale.callbacks.backup_and_restore import BackupAndRestore
 from tfscale.callbacks.base import Callback
+from tfscale.callbacks.checkpoint import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.control import use_active_ranks
 from tfscale.data.slices import count_active
-from tfscale.fit import building
+from tfscale.fit.preparation import build
 from tfscale.fit.session import FitSession
-from tfscale.internals.keras import batch_spec_of, rate_of, serve_again, symbol_of
-from tfscale.internals.optimizers import update_rule
+from tfscale.internals.keras import batch_spec_of, is_built, serve_again, symbol_of
+from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import judge_before_averages
 from tfscale.measure.growth import GrowthSettings
 from tfscale.optimizer.distributed import distributed_of
@@ -63,9 +63,8 @@ def check_rate_and_order(callback: Callback, warmup_epochs: int) -> None:
         warmup_epochs: Epochs in which another callback may set the learning rate.
     """
     name, model = type(callback).__name__, callback.model
-    if not building.is_built(model):  # the first parameters must be known
-        building.build_from_data(model)
-        building.build_optimizer(model)
+    if not is_built(model):  # the first parameters must be known
+        build(model)
     rate = rate_of(update_rule(model.optimizer))
     if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
         raise ConfigError(

@@ -9,8 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.callbacks import save_points
-from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
+from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
 from tfscale.checkpoints.resumable import Resumable, resumables
 from tfscale.checkpoints.state import non_trainable_state
 from tfscale.comm import runtime
@@ -72,7 +71,7 @@ class Callback(Traits):
         if not runtime.is_single():
             _refuse_plain_backup(session.callbacks)
         if agreement.begin(session, self.params or {}):
-            save_points.agree(session)
+            agree_on_saves(session)
             if accumulating(self.model):
                 session.stop_together()
             warn_if_unsynchronised(self.model, session.callbacks)

@@ -13,8 +13,7 @@ from tfscale.config import ConfigError
 from tfscale.data.control import keep_settings, put_back_settings
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_integer
-from tfscale.internals.keras import rate_of
-from tfscale.internals.optimizers import update_rule
+from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import own_of
 
 

@@ -9,28 +9,20 @@ from typing import Any
 
 from tfscale.callbacks.base import Callback
 from tfscale.checkpoints import preemption
-from tfscale.checkpoints.agreement import (
-    Requests,
-    StepRounds,
-    agree_on_end,
-    all_are_at,
-    make_directory,
-    name_run,
-    newest_sound,
-)
-from tfscale.checkpoints.restore import Reader, Restore
+from tfscale.checkpoints.files import delete_all
 from tfscale.checkpoints.resumable import begun, restore_callbacks, restore_counters
-from tfscale.checkpoints.saver import Saver, Schedule
-from tfscale.checkpoints.state import Position, group_of, is_broken, take_snapshot
+from tfscale.checkpoints.saver import Saver, Schedule, agree_on_end
+from tfscale.checkpoints.snapshot import Position, Reader, Restore, is_broken, take_snapshot
+from tfscale.checkpoints.state import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError
 from tfscale.data.control import continue_epoch, restore_data
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_integer
-from tfscale.fit import building
 from tfscale.fit.agreement import compare_weights
+from tfscale.fit.preparation import build, build_from_data
 from tfscale.fit.session import running_session, session_for
-from tfscale.internals.keras import begin_at_epoch, steps_until
+from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
 
 logger = logging.getLogger("tfscale")
 
@@ -95,7 +87,7 @@ class Checkpoint(Callback):
         self._saver.wait()  # for what a `fit` that ended by an error began
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
-        self._rounds = StepRounds()
+        self._schedule.restart()
         self._reader: Reader | None = None  # until it is restored
         self._restored: Restore | None = None  # until the first step begins
         self._is_cut = False  # the epoch ended before its last step
@@ -108,11 +100,10 @@ class Checkpoint(Callback):
         self._require_order(early)
         self._restart()
         begin_at_epoch(self.model, None)
-        self._run = name_run()
-        self._saver.runs.add(self._run)  # before any other rank begins to write under this name
+        self._run = self._saver.name_run()
         self._first_epoch = self.session.call.initial_epoch
-        make_directory(self.directory, self._run, self.shared)
-        parts = newest_sound(self.directory, self.shared)
+        self._saver.make_directory(self._run)
+        parts = self._saver.newest_sound()
         if parts is not None:
             self._reader = Reader(parts)
             self._position = Position(**self._reader.info["position"])
@@ -135,9 +126,8 @@ class Checkpoint(Callback):
         self._session = session_for(self.model)  # of this `fit`, which it has not joined yet
         callbacks = self.session.callbacks
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
-        if before:  # in a new list: the present one is being walked through
-            rest = [c for c in callbacks if c is not self]
-            self.session.call.callback_list.callbacks = [self, *rest]
+        if before:
+            self.session.put_first(self)
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
         return own or begun(before)
@@ -166,13 +156,14 @@ class Checkpoint(Callback):
         restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
         first_step = position.step if epoch == position.epoch else 0
         restore_data(self.session.data, position.data, first_step)
-        building.when_built(self.model, lambda: self._restore(reader))
+        self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
         if rank == 0:
             logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
 
     def _restore(self, reader: Reader) -> None:
+        build(self.model)
         self._restored = Restore(self.model, reader)
         self._restored.run()
 
@@ -182,7 +173,7 @@ class Checkpoint(Callback):
         if self._restored is not None:
             self._restored.finish()
             if self._position.step > 0:
-                building.build_from_data(self.model)  # the variables of metrics
+                build_from_data(self.model)  # the variables of metrics
                 self._restored.restore_metrics()
             self._restored = None
         if self._is_stopping:
@@ -202,8 +193,7 @@ class Checkpoint(Callback):
         self._position.n_steps += step - self._position.step
         self._position.step = step
         is_due = self._schedule.is_due_after_steps(before, self._position.n_steps)
-        own = Requests(preemption.is_requested(), self._saver.has_failed, self._schedule.is_time())
-        every = self._rounds.end_step(own)
+        every = self._schedule.end_step(preemption.is_requested(), self._saver.has_failed)
         self._is_stopping |= every.stops
         if is_due or every.is_time:
             self._make_due()
@@ -229,10 +219,14 @@ class Checkpoint(Callback):
         if not self.session.asks_before_epochs:
             self._agree_on_due("end")
         super().on_train_end(logs)
-        reader = self._reader
-        if reader is not None:  # there was no epoch to begin
-            building.require_built(self.model)
-            building.when_built(self.model, lambda: self._restore(reader))
+        if self._reader is not None:  # there was no epoch to begin
+            if not is_built(self.model):
+                raise ConfigError(
+                    "A model must be built where nothing is left to train. Received: "
+                    f"model={self.model.name!r} and a checkpoint of the end of training. "
+                    f"{how_to_build(self.model)}"
+                )
+            self._restore(self._reader)
             restore_data(self.session.data, self._position.data, None)
         begin_at_epoch(self.model, None)
         self._save_last(self._position.n_steps > self._saved and not self._is_cut, is_end=True)
@@ -248,7 +242,8 @@ class Checkpoint(Callback):
         """
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
-            self._is_due = not is_over and all_are_at(place)
+            places = [] if is_over else objects.allgather_object(place, name="place in fit")
+            self._is_due = len(set(places)) == 1
 
     def _save(self, run: str, is_end: bool = False) -> None:
         """Copy this rank's part and begin to write it. Collective if the folder is not shared."""
@@ -266,7 +261,7 @@ class Checkpoint(Callback):
         is_new, stops = agree_on_end(is_new, preemption.is_requested(), is_broken(self.model))
         self._is_stopping |= stops
         if is_new:  # under another name: some rank may have begun a checkpoint of this step
-            self._save(name_run(), is_end)
+            self._save(self._saver.name_run(), is_end)
             self._saver.finish()
             self._is_stopping |= agree_on_end(False, preemption.is_requested())[1]
         self._handler.remove()
@@ -275,3 +270,55 @@ class Checkpoint(Callback):
             if runtime.rank() == 0:
                 logger.warning("Saved and stopped, as requested: start the job again to go on.")
             raise SystemExit(PREEMPTED)
+
+
+class BackupAndRestore(Checkpoint):
+    """`keras.callbacks.BackupAndRestore` on any number of ranks.
+
+    A `tfscale.callbacks.Checkpoint` with Keras's arguments: rank 0 writes and reads the parts of
+    all ranks, so only rank 0 needs the folder, and a run may go on with another number of ranks.
+    A backup is written when the first step after it begins: all callbacks have then ended the epoch
+    before. A run goes on with the next step, and bit by bit where operations are deterministic.
+
+    Collective: all ranks must pass it to `fit`, before other callbacks of tfscale and those with a
+    state of their own. Keras's own would write and delete the same files on every rank.
+
+    Args:
+        backup_dir: Folder that is used for nothing else.
+        save_freq: "epoch", or the number of batches between two backups.
+        double_checkpoint: Keep the backup before, too, in case the newest one gets damaged.
+        delete_checkpoint: Delete the backups, and the folder if nothing else is in it, when
+            training has ended.
+
+    Raises:
+        ConfigError: An argument does not fit; see `Checkpoint`, too.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+    ) -> None:
+        if not backup_dir:
+            raise ConfigError(f"backup_dir must name a folder. Received: {backup_dir!r}.")
+        is_epoch = save_freq == "epoch"
+        super().__init__(
+            backup_dir,
+            None if is_epoch else check_integer("save_freq", save_freq, 1),
+            every_n_epochs=1 if is_epoch else None,
+            keep=2 if double_checkpoint else 1,
+            asynchronous=False,
+            shared=False,
+        )
+        self.backup_dir = backup_dir
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+
+    def _save_last(self, is_new: bool, is_end: bool) -> None:
+        is_deleted = is_end and self.delete_checkpoint
+        super()._save_last(is_new and not is_deleted, is_end)
+        if is_deleted and runtime.rank() == 0:
+            delete_all(self.directory)

@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfscale.callbacks.base import Callback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.internals.keras import print_msg, rate_of
-from tfscale.internals.optimizers import update_rule
+from tfscale.internals.keras import print_msg
+from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.optimizer.lars import LARS
 
 Multiplier = Callable[[float], float]

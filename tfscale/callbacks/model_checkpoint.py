@@ -1,16 +1,23 @@
-"""Checkpoints of which one rank writes one file."""
+"""Model files written by Keras's `ModelCheckpoint` and its kin, of which one rank writes each.
+
+Ranks must know of each other's callbacks that save, to gather sharded state in time:
+`agree_on_saves` tells them when a `fit` begins.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 
-from tfscale.callbacks import save_points
-from tfscale.comm import runtime
-from tfscale.internals.keras import shown_to, wrap_saves
+from tfscale.comm import objects, runtime
+from tfscale.config import ConfigError
+from tfscale.fit.session import FitSession, session_of
+from tfscale.internals.keras import batches_of, saves_after, wrap_saves, writing_nothing
+from tfscale.optimizer.distributed import distributed_optimizers, sharded_states
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -22,34 +29,170 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        save = super()._save_model
         if runtime.rank() == 0:
-            save(epoch, batch, logs)
-        else:
-            _decide(self, lambda: save(epoch, batch, logs))
+            super()._save_model(epoch, batch, logs)
+        elif not _is_given_up(_saves_of(self)):
+            with writing_nothing(self):
+                super()._save_model(epoch, batch, logs)
 
 
-class _NeverSaved:
-    """Stands in for the model on ranks that decide but do not write."""
+class BestModelCheckpoint(ModelCheckpoint):
+    """Write the model whenever the monitored quantity improves; rank 0 writes.
 
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Write nothing."""
+    All ranks take the same decisions, given logs equal on all ranks: `MetricAverageCallback`
+    comes first.
 
-    save_weights = save
+    Args:
+        monitor: Key of the logs to watch.
+        verbose: 1 writes a line for each decision.
+        mode: `"min"`, `"max"` or `"auto"`, which infers the direction from the metric.
+        save_freq: `"epoch"` or a number of batches.
+        filepath: Path ending in `.keras`; may contain `{epoch}` and keys of the logs.
+        initial_value_threshold: Only better values than this one are saved.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str = "best_model.keras",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        super().__init__(
+            filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            mode=mode,
+            save_freq=save_freq,
+            initial_value_threshold=initial_value_threshold,
+        )
+
+
+# What the ranks of a `fit` agree on.
+
+
+class SavePoints(keras.callbacks.Callback):
+    """Gathers the complete state of sharded optimizers where a callback of any rank will save.
+
+    `agree_on_saves` puts it in front of the callbacks of each rank. Ranks that write keep the state
+    until the next step.
+
+    Attributes:
+        silent: Callbacks of this rank for which another one writes.
+        is_given_up: The last step, or the epoch that ends, was given up: nothing may be saved.
+    """
+
+    def __init__(
+        self, session: FitSession, points: list[dict[str, Any]], silent: list[Any], is_keeper: bool
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._points = [SimpleNamespace(**point) for point in points]  # one for each rhythm
+        self._is_keeper = is_keeper  # a callback of this rank writes
+        self.silent = silent
+        self.is_given_up = False
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Drop what the step makes outdated."""
+        for kept in sharded_states(self.model):
+            kept.forget()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gather, if a callback saves after this batch; not after a step that was given up."""
+        self.is_given_up = self._session.is_given_up
+        due = [saves_after(point, batch) for point in self._points]
+        if any(due) and not self.is_given_up:
+            self._gather()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gather, if a callback saves at the end of epochs."""
+        self._session.end_epoch(epoch)  # Ranks that wait in a step must learn of it.
+        self.is_given_up = self._session.is_void  # else all ranks have this epoch, if not the step
+        if not self.is_given_up and any(point.save_freq == "epoch" for point in self._points):
+            self._gather()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Let saves outside of `fit` be agreed on one by one."""
+        self._session.saves = None
+
+    def _gather(self) -> None:
+        for kept in sharded_states(self.model):
+            kept.gather(is_kept=self._is_keeper)
+
+
+def agree_on_saves(session: FitSession) -> None:
+    """Tell the ranks of each other's callbacks that save, if they share optimizer state.
+
+    Collective: all ranks, when a `fit` begins.
+    """
+    callbacks = [getattr(c, "callback", c) for c in session.callbacks]  # those inside of RankZero
+    saving = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+    swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+    if session.has_groups:
+        _require_averages_saved(saving, swaps)
+    optimizers = distributed_optimizers(session.model)
+    sharing = [o for o in optimizers if o.shares_state]
+    later = [o for o in optimizers if o.may_share_state]
+    if not sharing and not later:
+        return
+    # When a callback saves, and where; it may have counted batches before.
+    own = [{"save_freq": c.save_freq, "path": c.filepath, **batches_of(c)} for c in saving]
+    process_set = (sharing or later)[0].sharing_set
+    every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
+    if sharing and any(rank_swaps for rank_swaps, _ in every):
+        raise ConfigError(
+            "Averages of sharded parameters are held in parts. Received: SwapEMAWeights. Use "
+            "ema_overwrite_frequency, or exchange='allreduce'."
+        )
+    points = [point for _, rank_points in every for point in rank_points]
+    if points:
+        writers: dict[str, int] = {}
+        for place, (_, rank_points) in enumerate(every):
+            for point in rank_points:
+                writers.setdefault(point["path"], place)
+        place = process_set.rank()
+        silent = [c for c in saving if writers[c.filepath] != place]
+        session.saves = SavePoints(session, points, silent, place in writers.values())
+        session.saves.set_model(session.model)
+        session.put_first(session.saves)
+
+
+def _require_averages_saved(saving: list[Any], swaps: bool) -> None:
+    """Refuse callbacks that would show or save one group's model as that of all. Collective."""
+    text = ""
+    if swaps:
+        text = "SwapEMAWeights, which knows one group's averages over time. Leave it out."
+    for callback in saving:
+        if callback.save_freq != "epoch":
+            text = (
+                f"{type(callback).__name__}(save_freq={callback.save_freq}). Use "
+                "save_freq='epoch', or tfscale.callbacks.Checkpoint, which keeps all models."
+            )
+    every = objects.allgather_object(text, "callbacks that see groups")
+    if any(every):
+        raise ConfigError(
+            "Groups that train apart have a common model where epochs end. Received: "
+            f"{next(filter(None, every))}"
+        )
 
 
 def make_checkpoints_safe() -> None:
-    """Let Keras's own callback keep to what the ranks agreed on, see `save_points`."""
+    """Let Keras's own callback keep to what the ranks agreed on."""
     wrap_saves(_agreed)
 
 
 def _agreed(save_model: Any) -> Any:
     @functools.wraps(save_model)
     def save_as_agreed(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
-        if save_points.is_given_up(self):
+        saves = _saves_of(self)
+        if _is_given_up(saves):
             return
-        if save_points.is_silent(self):
-            _decide(self, lambda: save_model(self, epoch, batch, logs))
+        if saves is not None and any(callback is self for callback in saves.silent):
+            with writing_nothing(self):
+                save_model(self, epoch, batch, logs)
             return
         folder = os.path.dirname(self.filepath)
         if folder and "{" not in folder and "://" not in folder:
@@ -59,7 +202,11 @@ def _agreed(save_model: Any) -> Any:
     return save_as_agreed
 
 
-def _decide(callback: Any, decide: Any) -> None:
-    """Let a callback take its decision, and write and print nothing."""
-    with shown_to(callback, _NeverSaved()):
-        decide()
+def _saves_of(callback: Any) -> SavePoints | None:
+    session = session_of(callback.model)
+    return None if session is None else session.saves
+
+
+def _is_given_up(saves: SavePoints | None) -> bool:
+    """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
+    return saves is not None and saves.is_given_up

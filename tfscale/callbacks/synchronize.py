@@ -16,7 +16,8 @@ from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.fit import adapted_layers, building
+from tfscale.fit import adapted_layers
+from tfscale.fit.preparation import build
 
 
 class Synchronize(Container):
@@ -89,7 +90,8 @@ class Synchronize(Container):
                 f"Received: root_rank={self.root_rank}. Pass 0 if in doubt."
             )
         if runtime.size() > 1:
-            building.when_built(self.model, self._broadcast)
+            build(self.model)
+            self._broadcast()
         for part in self.parts():
             part.on_train_begin(logs)
 

@@ -32,7 +32,7 @@ MANIFEST = ".manifest"
 # EIO is not among them: network file systems report it in passing, of files that are sound.
 _DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{8})")
-_MARK = re.compile(r"\.[0-9a-f]{8}")  # see agreement.make_directory
+_MARK = re.compile(r"\.[0-9a-f]{8}")  # see Saver.make_directory
 _PART = re.compile(rf"rank-(\d{{5}}){re.escape(MANIFEST)}")
 _CODES = {
     "bool": "BOOL", "complex64": "C64",
@@ -59,7 +59,6 @@ class Part:
     """
 
     def __init__(self, info: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep both."""
         self.info = info
         self.arrays = arrays
 
@@ -72,15 +71,7 @@ def write_part(folder: Path, rank: int, part: Part) -> None:
     """Write a part: first the arrays, then the manifest with their checksum.
 
     Each file is written under another name, forced to the disk and renamed, so it is complete
-    where it appears. A part without a manifest does not count.
-
-    Args:
-        folder: Of the checkpoint; made if need be.
-        rank: Whose part this is.
-        part: The contents.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written.
+    where it appears. A part without a manifest does not count. The folder is made if need be.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}{ARRAYS}"
@@ -116,9 +107,8 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
         if array.dtype.hasobject:
             raise TypeError(f"Arrays of objects cannot be saved. Received: {name}.")
         code, shape = _CODES.get(array.dtype.name), list(array.shape)
-        if (
-            code is None or not array.dtype.isnative
-        ):  # no such type in this format: bytes, and the type beside
+        # No such type in this format: bytes, and the type beside them.
+        if code is None or not array.dtype.isnative:
             type_name = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
             header["__metadata__"][name] = type_name
             code, shape = "U8", [*shape, array.dtype.itemsize]
@@ -136,12 +126,6 @@ class StoredPart(Part):
     """A part in its files; arrays are read when they are asked for."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Read nothing yet.
-
-        Args:
-            folder: Of the checkpoint.
-            manifest: See `read_manifest`.
-        """
         super().__init__(manifest["info"], _Arrays(folder / manifest["file"]))
 
     def slice(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -204,12 +188,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what `write_part` wrote beside the arrays.
-
-    Raises:
-        DamagedError: It is missing, cut or changed, of another format, or another rank's.
-        UnreadableError: The system does not let it be read.
-    """
+    """Return what `write_part` wrote beside the arrays."""
     path = folder / f"rank-{rank:05d}{MANIFEST}"
     with reading(path):
         content = path.read_bytes()
@@ -224,30 +203,14 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
     return manifest
 
 
-def check_size(folder: Path, manifest: dict[str, Any]) -> None:
-    """Require that a part's arrays are there and as long as its manifest says.
-
-    Raises:
-        DamagedError: They are not.
-        UnreadableError: The system does not tell.
-    """
+def check_file(folder: Path, manifest: dict[str, Any], is_read: bool = True) -> None:
+    """Compare the length of a part's arrays with its manifest, and the checksum if asked to."""
     path = folder / manifest["file"]
     with reading(path):
         n_bytes = path.stat().st_size
+        digest = sha256(path) if is_read and n_bytes == manifest["bytes"] else manifest["sha256"]
     if n_bytes != manifest["bytes"]:
         raise DamagedError(f"{path.name} has {n_bytes} bytes instead of {manifest['bytes']}")
-
-
-def check_file(folder: Path, manifest: dict[str, Any]) -> None:
-    """Compare a part's arrays with the checksum in its manifest; reads all of the file.
-
-    Raises:
-        DamagedError: They differ.
-        UnreadableError: The system does not let it be read.
-    """
-    path = folder / manifest["file"]
-    with reading(path):
-        digest = sha256(path)
     if digest != manifest["sha256"]:
         raise DamagedError(f"{path.name} does not match its checksum")
 
@@ -314,10 +277,8 @@ class Found:
         for rank, manifest in enumerate(manifests):
             if any(manifest["info"].get(k) != manifests[0]["info"].get(k) for k in keys):
                 raise DamagedError(f"the parts of ranks 0 and {rank} do not belong together")
-        for manifest in manifests:
-            check_size(self.path, manifest)
-        for manifest in manifests[share[0] :: share[1]]:
-            check_file(self.path, manifest)
+        for rank, manifest in enumerate(manifests):
+            check_file(self.path, manifest, is_read=rank % share[1] == share[0])
         return manifests
 
     def why_unfinished(self) -> str:
@@ -332,10 +293,8 @@ class Found:
 def folder_name(step: int, run: str) -> str:
     """Return the name of a checkpoint's folder.
 
-    Args:
-        step: Training steps before it.
-        run: 8 hexadecimal digits, others for each start of the job: what a run left behind
-            unfinished is never completed by parts of another one.
+    Each start of the job is another run: what one left unfinished is never completed by parts of
+    another one.
     """
     return f"step-{step:010d}-{run}"
 
@@ -350,11 +309,12 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
         UnreadableError: The system does not let it be listed.
     """
     found = []
-    for name in _names_in(Path(directory)):
-        path, match = Path(directory) / name, _NAME.fullmatch(name)
-        status = _status_of(path) if match else None
-        if match and status and stat.S_ISDIR(status.st_mode):
-            found.append((int(match[1]), status.st_mtime, path))
+    for match in filter(None, map(_NAME.fullmatch, _names_in(Path(directory)))):
+        path = Path(directory) / match[0]
+        with contextlib.suppress(DamagedError), reading(path):  # it is gone since it was listed
+            status = path.stat()
+            if stat.S_ISDIR(status.st_mode):
+                found.append((int(match[1]), status.st_mtime, path))
     return [_look(path, step) for step, _, path in sorted(found, reverse=True)]
 
 
@@ -362,13 +322,8 @@ def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
     """Delete all but the newest finished checkpoints, and what other runs left unfinished.
 
     What the system does not let be read or deleted stays until the next time. Links are left
-    alone, and not counted: their targets are not the run's.
-
-    Args:
-        directory: Where they are.
-        keep: How many stay.
-        runs: Names of this job's; a newest checkpoint of theirs that is unfinished is being
-            written, or its files are not seen here yet.
+    alone, and not counted: their targets are not the run's. A newest checkpoint of one of `runs`
+    that is unfinished is being written, or its files are not seen here yet.
     """
     n_finished = 0
     with contextlib.suppress(UnreadableError, OSError):  # there will be a next time
@@ -403,11 +358,7 @@ def delete_all(directory: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a damaged checkpoint, so that it is not looked at again.
-
-    Returns:
-        The new path; None where the system does not let it be renamed.
-    """
+    """Rename a damaged checkpoint, so that it is not looked at again; None if it cannot be."""
     numbers = itertools.chain(("",), (f"{n}-" for n in itertools.count(2)))
     paths = (path.with_name(f"damaged-{number}{path.name}") for number in numbers)
     new = next(candidate for candidate in paths if not os.path.lexists(candidate))
@@ -418,20 +369,10 @@ def set_aside(path: Path) -> Path | None:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return what a folder holds; nothing if it is not there. `glob` hides all other errors, too.
-
-    Raises:
-        UnreadableError: The system does not let it be listed.
-    """
+    """Return what a folder holds; nothing if it is not there. `glob` hides other errors, too."""
     with contextlib.suppress(DamagedError), reading(folder):  # there is no such folder
         return os.listdir(folder)
     return []
-
-
-def _status_of(path: Path) -> os.stat_result | None:
-    with contextlib.suppress(DamagedError), reading(path):  # it is gone since it was listed
-        return path.stat()
-    return None
 
 
 def _look(path: Path, step: int) -> Found:

@@ -48,9 +48,8 @@ class TermHandler:
     def __init__(self, is_heard: Callable[[], bool]) -> None:
         """Install nothing yet.
 
-        Args:
-            is_heard: Whether a request would be fulfilled now. Otherwise, as after a `fit` that
-                ended by an error, the former handler gets the signal.
+        If `is_heard` says that no request would be fulfilled now, as after a `fit` that ended by an
+        error, the former handler gets the signal.
         """
         self._is_heard = is_heard
         self._former: Any = None

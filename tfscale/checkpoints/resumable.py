@@ -57,7 +57,6 @@ class OnRankZero:
     """A `Resumable` of which only rank 0 has a state: other ranks do not call it."""
 
     def __init__(self, callback: Resumable) -> None:
-        """Wrap a callback."""
         self.callback = callback
 
     def backup_state(self) -> State:
@@ -100,15 +99,8 @@ def begun(callbacks: Sequence[Any]) -> list[str]:
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
     """Give callbacks their states, before their `on_train_begin`.
 
-    At another number of ranks than before each gets rank 0's state, or the merged one.
-
-    Args:
-        callbacks: Of the running `fit`.
-        parts: Of the checkpoint, in rank order.
-        leader: The rank that wrote the arrays of this one's group.
-
-    Raises:
-        ConfigError: They are not those of before.
+    At another number of ranks than before each gets rank 0's state, or the merged one. `leader` is
+    the rank that wrote the arrays of this one's group.
     """
     own = resumables(callbacks)
     written = [state["kind"] for state in parts[0].info["callbacks"]]
@@ -147,31 +139,22 @@ _COUNTERS = {
 def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]:
     """Return class and numbers of Keras's callbacks in a list, as JSON.
 
-    Args:
-        callbacks: Of the running `fit`.
-        is_end: Training ends, and the optimizer has made weights of averages: none are exchanged.
+    Where training ends the optimizer has made weights of averages: none are exchanged.
     """
-    return [
-        {
-            "kind": type(callback).__name__,
-            "numbers": {
-                name: 0 if is_end and name == _SWAPPED else _plain(getattr(callback, name, None))
-                for name in names
-            },
-        }
-        for callback, names in _counting(callbacks)
-    ]
+    states = []
+    for callback, names in _counting(callbacks):
+        numbers = {name: _plain(getattr(callback, name, None)) for name in names}
+        if is_end and _SWAPPED in numbers:
+            numbers[_SWAPPED] = 0
+        states.append({"kind": type(callback).__name__, "numbers": numbers})
+    return states
 
 
 def restore_counters(callbacks: Sequence[Any], states: Sequence[State], is_own: bool) -> None:
     """Give the k-th callback of each class the numbers of the k-th of that class.
 
-    Ranks may have different callbacks, so each warns of its own that find no partner.
-
-    Args:
-        callbacks: Of the running `fit`.
-        states: What `read_counters` returned.
-        is_own: On this rank. Another one may have had callbacks that this one never had.
+    Ranks may have different callbacks, so each warns of its own that find no partner. `is_own`:
+    `states` are this rank's. Another one may have had callbacks that this one never had.
     """
     left = list(states)
     for callback, _ in _counting(callbacks):

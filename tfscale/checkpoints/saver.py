@@ -1,38 +1,143 @@
-"""Write the parts of checkpoints in the background, and say when checkpoints are due."""
+"""The checkpoints of a directory: find the newest sound one, and write others when they are due.
+
+Ranks share the directory, and each writes its own files, or rank 0 writes and reads for all.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
+import os
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tfscale.checkpoints.agreement import raise_together
-from tfscale.checkpoints.files import Part, folder_name, prune, write_part
-from tfscale.comm import objects, runtime
-from tfscale.config import ConfigError
+import numpy as np
+
+from tfscale.checkpoints.files import (
+    DamagedError,
+    Found,
+    Part,
+    StoredPart,
+    UnreadableError,
+    folder_name,
+    list_checkpoints,
+    prune,
+    set_aside,
+    write_part,
+)
+from tfscale.comm import collectives, objects, runtime
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.slices import check_integer
+
+logger = logging.getLogger("tfscale")
+
+ROUND_S = 1.0
 
 
 class Saver:
-    """Writes one checkpoint at a time, and keeps what went wrong until it is asked for."""
+    """Writes one checkpoint at a time, and keeps what went wrong until it is asked for.
+
+    Attributes:
+        directory: For checkpoints; on rank 0 only if it is not shared.
+        keep: Number of finished checkpoints that stay.
+        is_shared: Each rank writes its part. Otherwise all are sent to rank 0.
+        runs: Names of this job's runs; rank 0 deletes what others left unfinished.
+    """
 
     def __init__(self, directory: Path, keep: int, is_shared: bool, uses_thread: bool) -> None:
-        """Do nothing yet.
-
-        Args:
-            directory: For checkpoints; on rank 0 only if it is not shared.
-            keep: Number of finished checkpoints that stay.
-            is_shared: Each rank writes its part. Otherwise all are sent to rank 0.
-            uses_thread: False writes the files before `start` returns.
-        """
         self.directory = directory
         self.keep = keep
         self.is_shared = is_shared
-        self.runs: set[str] = set()  # names of this job's; rank 0 deletes what others left
+        self.runs: set[str] = set()
         # An interpreter that ends waits for it, until the files are complete.
         self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint") if uses_thread else None
         self._job: Future[None] | None = None
+
+    def name_run(self) -> str:
+        """Return 8 hexadecimal digits, equal on all ranks, that no other run has. Collective."""
+        own = uuid.uuid4().hex[:8] if runtime.rank() == 0 else None
+        run: str = objects.broadcast_object(own, 0, name="name of a run")
+        self.runs.add(run)  # before any other rank begins to write under this name
+        return run
+
+    def make_directory(self, run: str) -> None:
+        """Make the directory, and require that all ranks see it if they share it. Collective."""
+        mark, error = self.directory / f".{run}", ""
+        if runtime.rank() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as failure:
+                error = f"rank 0: {failure}"
+        error = objects.broadcast_object(error, 0, name="directory of checkpoints")
+        if self.is_shared and not error and not os.path.exists(mark):  # which raises nothing
+            error = f"rank {runtime.rank()} does not see what rank 0 wrote there"
+        errors = [text for text in objects.allgather_object(error, name="see directory") if text]
+        if runtime.rank() == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+        if errors:
+            need, way = "a directory that rank 0 can write to", "Pass another folder."
+            if self.is_shared:
+                need = "a directory that all ranks write to and read from"
+                way = (
+                    "Pass a folder on a shared file system, or shared=False: rank 0 writes for all."
+                )
+            raise ConfigError(
+                f"Checkpoints need {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
+            )
+
+    def newest_sound(self) -> list[Part] | None:
+        """Return the parts of the newest checkpoint that is sound; None if there never was one.
+
+        Each file is checked by one rank, and each rank reads what it needs; if the directory is not
+        shared, rank 0 checks all and sends them. Damaged ones that are passed over are renamed,
+        unfinished ones are left to be deleted later. Collective.
+
+        Raises:
+            ConfigError: There are some, and all are damaged, or the system does not let the
+                directory or the newest be read; on all ranks.
+        """
+        damaged: list[tuple[Path, str]] = []
+        share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
+        for listed in _list_together(self.directory):
+            path = self.directory / listed.path.name  # as seen from here
+            found = dataclasses.replace(listed, path=path)
+            parts: list[Part] = []
+            error, unreadable = "", ""
+            if not found.is_finished and not found.unreadable:
+                _warn("Checkpoint %s is passed over: %s.", path, found.why_unfinished())
+                continue
+            try:
+                if self.is_shared or runtime.rank() == 0:
+                    parts = [StoredPart(path, manifest) for manifest in found.check(share)]
+            except DamagedError as failure:
+                error = str(failure)
+            except UnreadableError as failure:
+                unreadable = f"rank {runtime.rank()}: {failure}"
+            every = objects.allgather_object((error, unreadable), name="check")
+            _require_readable(path, [text for _, text in every if text])
+            errors = [text for text, _ in every if text]
+            if not errors:
+                for other, _ in damaged if runtime.rank() == 0 else ():
+                    text = "%s is renamed to %s."
+                    logger.warning(text, other.name, set_aside(other) or "nothing")
+                return parts if self.is_shared else _send(found, parts)
+            damaged.append((path, errors[0]))
+            _warn("Checkpoint %s is passed over: %s.", path, errors[0])
+        if damaged:
+            reasons = "; ".join(f"{path.name}: {error}" for path, error in damaged)
+            raise ConfigError(
+                "A run goes on from a checkpoint that is sound. Received: "
+                f"{str(self.directory)!r} with damaged ones only: {reasons}. Remove them, or pass "
+                "another directory, to start over."
+            )
+        return None
 
     @property
     def has_failed(self) -> bool:
@@ -49,30 +154,29 @@ class Saver:
         folder = self.directory / folder_name(part.info["step"], run)
         self.runs.add(run)
         parts = {runtime.rank(): part}
-        if not self.is_shared:
-            for rank in range(1, runtime.size()):
-                own = part if rank == runtime.rank() else None
-                received = objects.broadcast_object(own, rank, name="part of a checkpoint")
-                if runtime.rank() == 0:
-                    parts[rank] = received
-
-        def write() -> None:
-            for rank, each in parts.items():
-                write_part(folder, rank, each)
-            if not self.is_shared:  # it is finished, and others may go
-                prune(self.directory, self.keep, self.runs)
-
+        for rank in range(1, 1 if self.is_shared else runtime.size()):
+            own = part if rank == runtime.rank() else None
+            received = objects.broadcast_object(own, rank, name="part of a checkpoint")
+            if runtime.rank() == 0:
+                parts[rank] = received
         if self.is_shared or runtime.rank() == 0:
-            self._run(write)
+            self._job = self._run(self._write, folder, parts)
 
-    def finish(self) -> None:
-        """Wait for the files of all ranks; rank 0 then deletes old ones. Collective.
+    def _run(self, job: Callable[..., None], *args: Any) -> Future[None]:
+        if self._executor is not None:
+            return self._executor.submit(job, *args)
+        ended: Future[None] = Future()
+        try:
+            job(*args)
+            ended.set_result(None)
+        except Exception as error:  # told by `wait`, to all ranks
+            ended.set_exception(error)
+        return ended
 
-        Raises:
-            ExchangeError: Some rank could not write, on all ranks.
-        """
-        raise_together(self.wait(), self.is_shared)
-        if runtime.rank() == 0:
+    def _write(self, folder: Path, parts: dict[int, Part]) -> None:
+        for rank, part in parts.items():
+            write_part(folder, rank, part)
+        if not self.is_shared:  # it is finished, and others may go
             prune(self.directory, self.keep, self.runs)
 
     def wait(self) -> str:
@@ -81,32 +185,87 @@ class Saver:
         error = None if job is None else job.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
 
-    def _run(self, job: Callable[[], None]) -> None:
-        if self._executor is not None:
-            self._job = self._executor.submit(job)
-            return
-        self._job = Future()
+    def finish(self) -> None:
+        """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
+        every = objects.allgather_object(self.wait(), name="parts of a checkpoint")
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
+        if texts:
+            need = (
+                "Each rank must write its part" if self.is_shared else "Rank 0 must write all parts"
+            )
+            raise ExchangeError(
+                f"{need} of a checkpoint. Received: {'; '.join(texts)}. The checkpoints before are "
+                "still there. Make room, then start the job again."
+            )
+        if runtime.rank() == 0:
+            prune(self.directory, self.keep, self.runs)
+
+
+def _list_together(directory: Path) -> list[Found]:
+    listed: list[Found] = []
+    error = ""
+    if runtime.rank() == 0:
         try:
-            job()
-            self._job.set_result(None)
-        except Exception as error:  # told by `wait`, to all ranks
-            self._job.set_exception(error)
+            listed = list_checkpoints(directory)
+        except UnreadableError as failure:
+            error = f"rank 0: {failure}"
+    listed, error = objects.broadcast_object((listed, error), 0, name="checkpoints")
+    _require_readable(directory, [error] if error else [])
+    return listed
+
+
+def _send(found: Found, parts: list[Part]) -> list[Part]:
+    """Return on all ranks the parts that rank 0 reads."""
+    sent: list[Part] = []
+    for rank in range(found.size):
+        part: Any = None
+        if runtime.rank() == 0:
+            try:
+                part = Part(parts[rank].info, dict(parts[rank].arrays))
+            except (DamagedError, UnreadableError) as failure:
+                part = f"rank 0: {failure}"
+        part = objects.broadcast_object(part, 0, name="part of a checkpoint")
+        _require_readable(found.path, [part] if isinstance(part, str) else [])
+        sent.append(part)
+    return sent
+
+
+def _require_readable(path: Path, errors: list[str]) -> None:
+    """Refuse to begin: with an older checkpoint than the newest, steps would be lost."""
+    if errors:
+        raise ConfigError(
+            f"All ranks must be able to read a checkpoint. Received: {str(path)!r}, "
+            f"{errors[0]}. It may be sound, and nothing was changed: mend this, or move it away, "
+            "then start again."
+        )
+
+
+def _warn(text: str, *values: object) -> None:
+    if runtime.rank() == 0:
+        logger.warning(text, *values)
+
+
+# When checkpoints are due.
+
+
+class Requests(NamedTuple):
+    """Requests of some rank, after a round; before it, those of this one."""
+
+    stops: bool = False
+    has_failed: bool = False
+    is_time: bool = False
 
 
 class Schedule:
-    """Counts steps and epochs, which are equal on all ranks, and seconds, which are not."""
+    """Counts steps and epochs, which are equal on all ranks, and seconds, which are not.
+
+    About once a second ranks tell each other at the end of a step whose seconds are over. The
+    number of steps between two such rounds follows from the slowest rank's times, which are sent
+    too, so it is the same on all ranks. One process asks itself in every step.
+    """
 
     def __init__(self, n_steps: int | None, n_epochs: int | None, seconds: float | None) -> None:
-        """Choose; without any number a checkpoint is due after each epoch.
-
-        Args:
-            n_steps: Training steps between two, 1 or more.
-            n_epochs: Epochs between two, 1 or more.
-            seconds: Seconds between two, above 0.
-
-        Raises:
-            ConfigError: A number is out of its range.
-        """
+        """Choose; without any number a checkpoint is due after each epoch."""
         if n_steps is None and n_epochs is None and seconds is None:
             n_epochs = 1
         self._n_steps = None if n_steps is None else check_integer("every_n_steps", n_steps, 1)
@@ -114,29 +273,57 @@ class Schedule:
         if seconds is not None and not seconds > 0:
             raise ConfigError(f"every_seconds must be above 0. Received: every_seconds={seconds}.")
         self._seconds = seconds
-        self._start = time.monotonic()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with a round after the first step."""
+        self._interval = 1  # steps between two rounds
+        self._n_waited = 0
+        self._round_start = time.monotonic()
+        self.start_clock()
 
     def start_clock(self) -> None:
         """Count seconds from now on."""
         self._start = time.monotonic()
 
     def is_due_after_steps(self, before: int, after: int) -> bool:
-        """Return whether a multiple of the steps was reached.
-
-        Args:
-            before: Steps of the run before those that have ended.
-            after: And with them.
-        """
+        """Return whether a multiple of the steps was reached between two numbers of steps."""
         return self._n_steps is not None and after // self._n_steps > before // self._n_steps
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Return whether this was the last of so many epochs.
-
-        Args:
-            epoch: Counted from 0.
-        """
+        """Return whether this was the last of so many epochs."""
         return self._n_epochs is not None and (epoch + 1) % self._n_epochs == 0
 
-    def is_time(self) -> bool:
-        """Return whether the seconds are over on this rank."""
-        return self._seconds is not None and time.monotonic() - self._start >= self._seconds
+    def end_step(self, stops: bool, has_failed: bool) -> Requests:
+        """Return the requests of all ranks, given those of this one.
+
+        Collective where a round is due.
+        """
+        now = time.monotonic()
+        is_time = self._seconds is not None and now - self._start >= self._seconds
+        if runtime.is_single():
+            return Requests(stops, has_failed, is_time)
+        self._n_waited += 1
+        if self._n_waited < self._interval:
+            return Requests()
+        own = np.array([stops, has_failed, is_time, max(now - self._round_start, 1e-6)], np.float64)
+        every = collectives.allreduce(own, op=runtime.Max, name="requests for checkpoints")
+        *requests, longest_s = np.asarray(every).tolist()
+        wanted = int(self._interval * ROUND_S / longest_s)
+        self._interval = max(1, min(2 * self._interval, wanted))
+        self._n_waited, self._round_start = 0, time.monotonic()
+        return Requests(*map(bool, requests))
+
+
+def agree_on_end(is_new: bool, stops: bool, is_broken: bool = False) -> tuple[bool, bool]:
+    """Return whether there is something to save, and whether some rank was asked to stop.
+
+    There is where some rank has steps that are not saved, and no rank's model is broken: it would
+    take the place of a sound one. Collective: all ranks must call this.
+    """
+    every = objects.allgather_object((is_new, stops, is_broken), name="end of training")
+    is_new, stops = any(new for new, _, _ in every), any(stop for _, stop, _ in every)
+    broken = [rank for rank, (_, _, is_so) in enumerate(every) if is_so]
+    if is_new and broken:
+        _warn("The last steps are not saved: weights of ranks %s are not finite.", broken)
+    return is_new and not broken, stops

@@ -1,25 +1,26 @@
-"""The state of a model: its variables by who has which values, and a snapshot of them."""
+"""The state of a model: its variables, and which ranks have the same values of them."""
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 
-from tfscale.checkpoints.files import Part
-from tfscale.checkpoints.resumable import kind_of, read_counters, resumables
 from tfscale.comm import runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.fit import adapted_layers
-from tfscale.internals.keras import gradient_sums, layers_of, state_of, trained_by, weights_of
-from tfscale.internals.keras import seeds_of as seeds_of_layer
-from tfscale.internals.optimizers import optimizer_of, optimizers_of, slots_of, update_rule
+from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
+from tfscale.internals.optimizers import (
+    gradient_sums,
+    optimizer_of,
+    optimizers_of,
+    slots_of,
+    trained_by,
+    update_rule,
+)
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
@@ -36,20 +37,21 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def local_ids(model: keras.Model, variables: Iterable[keras.Variable] | None = None) -> set[int]:
-    """Collect the ids of trained variables that belong to one rank only.
+def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
+    """Collect the ids of trained variables that belong to one rank only, and of their slots.
 
-    Args:
-        model: The model whose optimizers may have had variables registered as local.
-        variables: Further local variables given by the user.
-
-    Returns:
-        `id` of each local variable and of the optimizer slots that belong to it.
+    They are those that were registered with an optimizer, and `variables`.
     """
     # Those that are frozen now stay local; a model's `trainable_variables` leave them out.
     kept = [v for layer in layers_of(model) for v in weights_of(layer)]
-    local = [*(variables or ()), *_registered(model, kept)]
-    return slot_ids(model, local) | {id(variable) for variable in local}
+    local = {id(v) for v in [*variables, *_registered(model, kept)]}
+    slots: set[int] = set()
+    for optimizer in optimizers_of(model) if local else ():
+        rule = update_rule(optimizer)
+        trainable = trained_by(rule)
+        owners = slots_of(rule) if trainable else {}
+        slots |= {slot for slot, index in owners.items() if id(trainable[index]) in local}
+    return local | slots
 
 
 def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
@@ -58,31 +60,16 @@ def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list
 
 
 def common_variables(
-    model: keras.Model, variables: Iterable[keras.Variable] | None = None
+    model: keras.Model, variables: Iterable[keras.Variable] = ()
 ) -> list[keras.Variable]:
-    """Return weights and optimizer state without those of local layers and variables.
+    """Return weights and optimizer state of a built model, without those of local layers.
 
-    States of seed generators are no weights: each rank keeps its own.
-
-    Args:
-        model: A built model.
-        variables: Local variables given by the user, besides those registered with optimizers.
+    `variables` are further local ones. States of seed generators are no weights: each rank keeps
+    its own.
     """
     local = local_ids(model, variables) | {id(v) for v in _registered(model, model.weights)}
     state = distinct([*model.weights, *optimizer_variables(model)])
     return [variable for variable in state if id(variable) not in local]
-
-
-def slot_ids(model: keras.Model, variables: Iterable[keras.Variable]) -> set[int]:
-    """Collect the ids of the optimizer slots that belong to `variables`."""
-    wanted = {id(variable) for variable in variables}
-    slots: set[int] = set()
-    for optimizer in optimizers_of(model) if wanted else ():
-        rule = update_rule(optimizer)
-        trainable = trained_by(rule)
-        owners = slots_of(rule) if trainable else {}
-        slots |= {slot for slot, index in owners.items() if id(trainable[index]) in wanted}
-    return slots - wanted
 
 
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
@@ -102,15 +89,7 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
-    """Give all ranks their parts of the sharded state that one rank loaded. Collective.
-
-    Args:
-        model: With or without sharded optimizers.
-        root_rank: Who may have loaded some.
-
-    Raises:
-        ExchangeError: Another rank has loaded a state, and the root none.
-    """
+    """Give all ranks their parts of the sharded state that one rank may have loaded. Collective."""
     for optimizer in distributed_optimizers(model):
         if optimizer.kept_state is not None:
             optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)
@@ -134,20 +113,8 @@ def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
-def seeds_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the states of the layers' random numbers: uint32 (seed, numbers drawn) each.
-
-    Keras does not save them with the weights.
-    """
-    return [state for layer in layers_of(model) for state in seeds_of_layer(layer)]
-
-
 def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
-    """Return each state variable of the metrics, how it is reduced over ranks, and its label.
-
-    Raises:
-        ConfigError: A metric's `tfscale_reduce` is unknown.
-    """
+    """Return each state variable of the metrics, how it is reduced over ranks, and its label."""
     states: dict[int, tuple[keras.Variable, str, str]] = {}
     for metric in metrics_of(model):
         mode = getattr(metric, "tfscale_reduce", "sum")
@@ -178,7 +145,7 @@ class Variables:
     Attributes:
         weights: Equal within a group of ranks.
         state: Kept by layers beside their weights, such as moving statistics: each rank's own.
-        seeds: Of the layers' random numbers: each rank's own.
+        seeds: Of the layers' random numbers, uint32 (seed, numbers drawn): each rank's own.
         local: Registered as local, and their slots: each rank's own.
     """
 
@@ -198,7 +165,7 @@ class Variables:
         return Variables(
             weights=[v for v in weights if id(v) not in own | ids],
             state=state,
-            seeds=seeds_of(model),
+            seeds=[state for layer in layers_of(model) for state in seeds_of(layer)],
             local=[v for v in distinct([*weights, *slots]) if id(v) in ids],
         )
 
@@ -219,145 +186,3 @@ def groups_of(model: keras.Model) -> list[list[int]]:
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
     """Return the group that a rank belongs to."""
     return next(group for group in groups if rank in group)
-
-
-def rule_of(optimizer: Any) -> dict[str, Any]:
-    """Return number and meaning of an optimizer's variables, as JSON: shapes do not tell.
-
-    Names of layers are left out, as Keras numbers them.
-    """
-    names, inner = [], optimizer
-    while inner is not None:
-        names.append(inner.__class__.__name__)  # not `type`: that of a proxy is its own
-        inner = getattr(inner, "inner_optimizer", None)
-    slots = [_last_word(v.path) for v in optimizer.variables]
-    return {"class": " of ".join(names), "n": len(slots), "slots": slots}
-
-
-def _last_word(path: str) -> str:
-    """Return "momentum" of "adam/dense_3_kernel_momentum", "variable" of "variable_2"."""
-    words = [word for word in re.split("[/_]", path) if not word.isdigit()]
-    return words[-1] if words else ""
-
-
-def read_random_state() -> dict[str, Any]:
-    """Return the states of the global generators of Python and numpy, as JSON."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set both generators to what `read_random_state` returned."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
-
-
-@dataclass
-class Position:
-    """A place in a run.
-
-    Attributes:
-        epoch: That runs, or comes next; counted from 0.
-        step: Number of the next step within it.
-        n_steps: Training steps since the beginning of the run.
-        data: State of the `GlobalBatches` that is trained on, or None.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    n_steps: int = 0
-    data: dict[str, int] | None = None
-
-
-def take_snapshot(
-    model: keras.Model, callbacks: Sequence[Any], position: Position, run: str, is_end: bool
-) -> Part:
-    """Copy this rank's part of a checkpoint. Nothing is sent.
-
-    The first rank of each group copies what is equal in it. `restore.Restore` reads the arrays.
-
-    Args:
-        model: Built; between two steps.
-        callbacks: Of the running `fit`.
-        position: Between the same steps.
-        run: See `files.folder_name`.
-        is_end: Training ends, so no callback has begun the epoch that comes next.
-    """
-    groups, rank = groups_of(model), runtime.rank()
-    is_leader = group_of(rank, groups)[0] == rank
-    variables, optimizers = Variables.of(model), optimizers_of(model)
-    metrics = metric_states(model) if position.step else []
-    arrays: dict[str, np.ndarray] = {}
-    info: dict[str, Any] = {
-        "run": run,
-        "step": position.n_steps,
-        "size": runtime.size(),
-        "groups": groups,
-        "position": dict(vars(position)),
-        "is_end": is_end,
-        "random": read_random_state(),
-        "weights": [[v.path, list(v.shape)] for v in variables.weights],
-        "rules": [rule_of(o) for o in optimizers],
-        "ranges": {},
-        "accumulated": [],
-        "metrics": [[mode, list(v.shape)] for v, mode, _ in metrics],
-        "callbacks": [],
-        "keras_callbacks": read_counters(callbacks, is_end),
-    }
-
-    def add(name: str, of: Sequence[Any]) -> None:
-        arrays.update({f"{name}/{i}": copy_of(variable) for i, variable in enumerate(of)})
-
-    if is_leader:
-        add("weight", variables.weights)
-    add("state", variables.state)
-    add("seed", variables.seeds)
-    add("local", variables.local)
-    add("metric", [variable for variable, _, _ in metrics])
-    local = {id(v) for v in variables.local}
-    for k, optimizer in enumerate(optimizers):
-        distributed = distributed_of(optimizer)
-        kept = None if distributed is None else distributed.kept_state
-        shared = kept.shared if kept else frozenset()
-        if is_leader:
-            for i, variable in enumerate(optimizer.variables):
-                if i not in shared and id(variable) not in local:
-                    arrays[f"optimizer{k}/{i}"] = copy_of(variable)
-        for i, (part, held) in (kept.own_parts() if kept else {}).items():
-            arrays[f"part{k}/{i}"] = copy_of(part)
-            info["ranges"][f"{k}/{i}"] = held
-        average = None if distributed is None else distributed.group_average
-        if average is not None and (kept or is_leader):
-            add(f"average{k}", average.variables)
-        accumulator = None if distributed is None else distributed.accumulator
-        count, sums = (accumulator and accumulator.state()) or (0, [])
-        info["accumulated"].append(count)
-        arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}
-    for j, callback in enumerate(resumables(callbacks)):
-        state = dict(callback.backup_state())
-        own = state.pop("arrays", [])
-        info["callbacks"].append({"kind": kind_of(callback), "state": state})
-        if is_leader:
-            arrays |= {f"callback{j}/{i}": np.array(array) for i, array in enumerate(own)}
-    return Part(info, arrays)
-
-
-def is_broken(model: keras.Model) -> bool:
-    """Return whether a weight that is trained is not finite on this rank.
-
-    A loss that is not finite does not tell: such steps may have been skipped.
-    """
-    weights = distinct(model.trainable_variables)
-    return not all(np.all(np.isfinite(np.asarray(v.numpy()))) for v in weights)
-
-
-def copy_of(variable: Any) -> np.ndarray:
-    """Return a copy of a variable's value that nothing else writes to."""
-    value = np.asarray(variable.numpy())
-    return value if value.flags.owndata and value.flags.writeable else np.array(value)

@@ -26,8 +26,7 @@ from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
-from tfscale.internals.keras import replace_call, replaced_call
-from tfscale.internals.optimizers import layers_of, own_weights
+from tfscale.internals.keras import layers_of, replace_call, replaced_call, weights_of
 from tfscale.internals.trace import (
     context_of,
     current_graph,
@@ -55,7 +54,7 @@ _WORDS = {
 def shared_weights(model: keras.Model) -> frozenset[int]:
     """Return the `id` of each weight of several layers, or of one within TimeDistributed."""
     layers = layers_of(model)
-    owners = Counter(id(v) for layer in layers for v in own_weights(layer))
+    owners = Counter(id(v) for layer in layers for v in weights_of(layer))
     # It vectorises the layer's call, and drops the gradient that goes with it.
     held = [x.layer for x in layers if isinstance(x, keras.layers.TimeDistributed)]
     owners.update(id(v) for layer in held for v in layer.trainable_variables)
@@ -75,7 +74,7 @@ def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> 
         return "a regularizer reads its weights"
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
         return "it is quantized or has LoRA weights"
-    if any(id(v) in shared for v in own_weights(layer)):
+    if any(id(v) in shared for v in weights_of(layer)):
         return "another layer has its weights too, or vectorises its call"
     return ""
 
@@ -395,7 +394,7 @@ class DenseCalls:
         described = []
         for layer in layers:
             reason = why_not(layer, shared)
-            if not reason and any(is_local(v) for v in own_weights(layer)):
+            if not reason and any(is_local(v) for v in weights_of(layer)):
                 reason = "they are this rank's own"
             described.append(_describe(layer, reason, why_uncut))
         kinds = strategy.dense_kinds(described, process_set.size(), self._global_batch)

@@ -26,7 +26,7 @@ from tfscale.exchange.plan import (
     values_of,
 )
 from tfscale.exchange.shards import Shards, name_of
-from tfscale.internals.optimizers import layers_of
+from tfscale.internals.keras import layers_of
 from tfscale.plan.buckets import GradientSpec
 
 Observer = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], None]

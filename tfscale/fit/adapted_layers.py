@@ -30,13 +30,11 @@ def refresh(model: keras.Model) -> bool:
 def trace_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
     """Drop traced functions if any rank's layers have changed: collectives are numbered by trace.
 
-    Args:
-        model: Its train function is made again if there was one: `fit` may be about to call it.
-        has_changed: What `refresh` returned on each rank.
+    `has_changed` is what `refresh` returned on each rank.
     """
     if any(has_changed):
         model.test_function = model.predict_function = None
-        if model.train_function is not None:
+        if model.train_function is not None:  # `fit` may be about to call it
             model.make_train_function(force=True)
 
 

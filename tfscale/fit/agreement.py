@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -42,19 +42,13 @@ _HINTS = {
     "vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
     "versions": "Install the same packages on every host.",
 }
-_COMPARED = (
-    *("versions", "tfscale callbacks", "model", "vocabularies", "optimizer", "exchange"),
-    *("batch size", "step"),
-)
 _HINT = "Run the same code with the same settings on every rank."
 
 
 def begin(session: FitSession, params: dict[str, Any]) -> bool:
     """Agree on what will be run; return whether this is the first call of a `fit`. Collective.
 
-    Args:
-        session: That of the `fit`.
-        params: Keras's: "steps" per epoch (None if unknown) and "epochs".
+    `params` are Keras's: "steps" per epoch (None if unknown) and "epochs".
 
     Raises:
         ConfigError: A rank cannot use its data, on every rank; or groups are never united.
@@ -107,21 +101,22 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
 def describe(session: FitSession) -> dict[str, Any]:
     """Describe this rank's part of a `fit` that begins.
 
-    Args:
-        session: That of the `fit`.
-
-    Returns:
-        Texts by topic, in the order of comparison, None if not known yet; "ranks": those that
-        train the same model; "first samples": a digest, or "" where the data is elsewhere;
-        "first weights": a digest, or "" where another one looks after them.
+    "topics" are texts that must be equal, None if not known yet; "ranks" those that train the same
+    model; "first samples" a digest, or "" where the data is elsewhere; "first weights" a digest, or
+    "" where another one looks after them.
     """
     model: Any = session.model
     optimizer = optimizer_of(model)
     distributed = distributed_of(optimizer)
     callbacks = [c for c in own_of(session.callbacks) if _name(c) not in _SILENT]
     names = _names(callbacks)
-    shared = [v for v in model.weights if not (distributed and distributed.is_local_var(v))]
-    weights = [_Variable.of(v) for v in shared]
+    weights = [
+        _Variable(v.path, f"{tuple(v.shape)} {v.dtype} trainable={v.trainable}")
+        for v in model.weights
+        if not (distributed and distributed.is_local_var(v))
+    ]
+    # These look themselves, if there is nothing to restore.
+    is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     topics = {
         "versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
@@ -132,10 +127,8 @@ def describe(session: FitSession) -> dict[str, Any]:
         "batch size": _batch_size(session.data, session.call.batch_size),
         "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
     }
-    # These look themselves, if there is nothing to restore.
-    is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     return {
-        **topics,
+        "topics": topics,
         "ranks": _ranks_of(model),
         "first samples": _first_samples(session.data),
         "first weights": _first_weights(model, names) if is_compared else "",
@@ -143,23 +136,19 @@ def describe(session: FitSession) -> dict[str, Any]:
 
 
 def require_equal(every: Sequence[dict[str, Any]]) -> None:
-    """Compare ranks that train the same model; warn where they were given the same samples.
+    """Compare what `describe` returned on ranks that train the same model.
 
-    Args:
-        every: What `describe` returned on each rank.
-
-    Raises:
-        ExchangeError: Two ranks differ; with the same text on every rank.
+    Warns where they were given the same samples, or begin with other weights.
     """
     for rank, other in enumerate(every):
-        first_rank = other["ranks"][0] if rank in other["ranks"] else rank
+        first_rank = _first_of(other, rank)
         first = every[first_rank]
         if first["ranks"] != other["ranks"]:
             continue
-        for topic in _COMPARED:
-            is_known = first[topic] is not None and other[topic] is not None
-            if is_known and first[topic] != other[topic]:
-                mine, theirs = _difference(first[topic], other[topic])
+        for topic, text in first["topics"].items():
+            other_text = other["topics"][topic]
+            if None not in (text, other_text) and text != other_text:
+                mine, theirs = _difference(text, other_text)
                 raise ExchangeError(
                     f"All ranks must train with the same {topic}. Received: {mine} on rank "
                     f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
@@ -169,15 +158,16 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
 
 
 def compare_weights(model: Any) -> None:
-    """Warn where ranks begin the running `fit` with different weights. Collective.
-
-    Args:
-        model: Compiled.
-    """
+    """Warn where ranks begin the running `fit` with different weights. Collective."""
     if not runtime.is_single():
         names = _names(own_of(session_for(model).callbacks))
         own = {"ranks": _ranks_of(model), "first weights": _first_weights(model, names)}
         _warn_of_unequal_weights(objects.allgather_object(own, name="first weights"))
+
+
+def _first_of(described: dict[str, Any], rank: int) -> int:
+    """Return the first rank that trains the same model as one that was described."""
+    return described["ranks"][0] if rank in described["ranks"] else rank
 
 
 def _name(callback: Traits) -> str:
@@ -190,10 +180,8 @@ def _names(callbacks: Sequence[Traits]) -> set[str]:
 
 
 def _classes(callback: Traits) -> list[str]:
-    mro = type(callback).__mro__
-    return [c.__name__ for c in mro if c.__module__.startswith("tfscale.callbacks.")] or [
-        "Callback"
-    ]
+    own = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
+    return [c.__name__ for c in own] or ["Callback"]
 
 
 def _callback(callback: Traits) -> str:
@@ -207,11 +195,6 @@ class _Variable:
 
     path: str = dataclasses.field(compare=False)
     kind: str
-
-    @staticmethod
-    def of(variable: Any) -> _Variable:
-        kind = f"{tuple(variable.shape)} {variable.dtype} trainable={variable.trainable}"
-        return _Variable(variable.path, kind)
 
     def __str__(self) -> str:
         return f"{self.path} {self.kind}"
@@ -228,11 +211,8 @@ def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
     texts = {key: json.dumps(value, default=_text) for key, value in config.items()}
     below = {} if inner is None else _optimizer(inner, with_rate)
     # The class that Keras sees: that of what a DistributedOptimizer wraps.
-    return {
-        "class": optimizer.__class__.__name__,
-        **texts,
-        **{f"inner {k}": v for k, v in below.items()},
-    }
+    own_texts = {"class": optimizer.__class__.__name__, **texts}
+    return {**own_texts, **{f"inner {key}": text for key, text in below.items()}}
 
 
 def _exchange(optimizer: Any) -> dict[str, str]:
@@ -267,9 +247,8 @@ def _text(value: Any) -> str:
 
 def _batch_size(data: Any, given: int | None) -> str:
     if isinstance(data, tf.data.Dataset):
-        shapes = [
-            spec.shape for spec in tf.nest.flatten(data.element_spec) if hasattr(spec, "shape")
-        ]
+        specs = tf.nest.flatten(data.element_spec)
+        shapes = [spec.shape for spec in specs if hasattr(spec, "shape")]
         first = shapes[0][0] if shapes and shapes[0].rank else None
         return "of a dataset" if first is None else str(first)
     is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
@@ -278,20 +257,20 @@ def _batch_size(data: Any, given: int | None) -> str:
 
 def _difference(first: Any, other: Any) -> tuple[str, str]:
     """Return what differs first, on either side."""
-    for key, mine, theirs in _pairs(first, other):
+    if isinstance(first, list) and isinstance(other, list):
+        first, other = (
+            {f"number {i}: ": entry for i, entry in enumerate(entries)}
+            for entries in (first, other)
+        )
+    elif isinstance(first, dict) and isinstance(other, dict):
+        first, other = ({f"{key}=": text for key, text in d.items()} for d in (first, other))
+    else:
+        return str(first), str(other)
+    for key in {**first, **other}:
+        mine, theirs = first.get(key, "nothing"), other.get(key, "nothing")
         if mine != theirs:
             return f"{key}{mine}", f"{key}{theirs}"
     return str(first), str(other)
-
-
-def _pairs(first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(first, dict) and isinstance(other, dict):
-        for key in {**first, **other}:
-            yield f"{key}=", first.get(key, "nothing"), other.get(key, "nothing")
-    elif isinstance(first, list) and isinstance(other, list):
-        for i in range(max(len(first), len(other))):
-            mine = first[i] if i < len(first) else "nothing"
-            yield f"number {i}: ", mine, other[i] if i < len(other) else "nothing"
 
 
 # The first samples and weights of ranks.
@@ -319,13 +298,8 @@ def _ranks_of(model: Any) -> list[int]:
 def _first_weights(model: Any, callbacks: set[str]) -> str:
     """Return a digest of what a new model begins with, for comparison with that of other ranks.
 
-    Args:
-        model: Compiled.
-        callbacks: Names of the classes of tfscale among the callbacks of `fit`.
-
-    Returns:
-        "" where nothing is to be compared: the model trains alone, or a callback looks after its
-        weights. The same text for all models that have trained.
+    "" where nothing is to be compared: the model trains alone, or one of the callbacks, by the
+    names of their classes, looks after its weights. The same text for all models that have trained.
     """
     distributed = distributed_of(optimizer_of(model))
     if distributed is None or callbacks & _EQUALISING:
@@ -356,7 +330,7 @@ def _warn_of_equal_samples(digests: list[str]) -> None:
 
 def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(every):
-        first_rank = other["ranks"][0] if rank in other["ranks"] else rank
+        first_rank = _first_of(other, rank)
         digests = every[first_rank]["first weights"], other["first weights"]
         is_unknown = _NOT_BUILT in digests
         if rank == first_rank or not all(digests) or (digests[0] == digests[1] and not is_unknown):
@@ -364,8 +338,7 @@ def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
         if runtime.rank() == first_rank:
             logger.warning(
                 "%s, and no callback makes them equal: models would stay different. Give fit "
-                "tfscale.callbacks.Synchronize(), which also compares them "
-                "later.",
+                "tfscale.callbacks.Synchronize(), which also compares them later.",
                 "Models that are built in the first step begin with weights of their own on each "
                 "rank, unless seeds are equal" if is_unknown
                 else f"Rank {rank} begins with other weights than rank {first_rank}",
@@ -392,14 +365,7 @@ def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
 
 
 def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
-    """Refuse data that a rank cannot use.
-
-    Args:
-        every: What all ranks have described.
-
-    Raises:
-        ConfigError: A rank cannot use its data; on all ranks.
-    """
+    """Refuse on all ranks data that one cannot use."""
     for rank, described in enumerate(every):
         for name, one in described.items():
             if one and one["error"]:
@@ -413,13 +379,6 @@ def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | No
     """Begin with the same epoch of the same data on all ranks.
 
     Validation data is compared where it is given: a rank may have none, or share it out by hand.
-
-    Args:
-        data: What this rank trains on.
-        every: What all ranks have described, and can use.
-
-    Raises:
-        ExchangeError: They differ; on all ranks.
     """
     trained, validated = ([rank[name] for rank in every] for name in ("x", "validation_data"))
     if any(trained):
@@ -447,12 +406,7 @@ def _require_equal_batches(described: Sequence[dict[str, Any] | None], name: str
 def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:
     """Refuse a share of the samples on each rank, of which each would use a share again.
 
-    Args:
-        probes: What the sources of the ranks returned; None where there is none.
-        name: The argument of `fit`.
-
-    Raises:
-        ExchangeError: They differ by more than rounding: ranks may have computed them.
+    `probes` are what the sources of the ranks returned; None where there is none.
     """
     given = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
     for rank, probe in given:
@@ -469,6 +423,5 @@ def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x"
 
 def _is_alike(one: Any, other: Any) -> bool:
     if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    is_close = len(one) == len(other) and np.allclose(one, other, 1e-2, 1e-4, equal_nan=True)
-    return bool(is_close)
+        return bool(one == other)
+    return len(one) == len(other) and np.allclose(one, other, 1e-2, 1e-4, equal_nan=True)

@@ -24,12 +24,6 @@ class GuardedStep:
     """A model's train function that ends quietly when another rank has stopped."""
 
     def __init__(self, model: keras.Model, train_function: Any) -> None:
-        """Wrap what Keras made.
-
-        Args:
-            model: The model.
-            train_function: Takes an iterator, runs a step, returns logs.
-        """
         self._model = weakref.ref(model)
         self._train_function = train_function
         self._last_logs: Any = None
@@ -37,17 +31,7 @@ class GuardedStep:
         self._lookahead: Lookahead | None = None
 
     def __call__(self, iterator: Any) -> Any:
-        """Run a step.
-
-        Args:
-            iterator: The data.
-
-        Returns:
-            The step's logs; those of the last step where another rank has stopped.
-
-        Raises:
-            ExchangeError: Communication failed, or another rank has no data for this step.
-        """
+        """Run a step; return its logs, or those of the last step where another rank has stopped."""
         model = self._model()
         assert model is not None
         session = session_of(model)
@@ -75,11 +59,7 @@ class GuardedStep:
         return self._last_logs
 
     def _look_ahead(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
-        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does.
-
-        Raises:
-            OutOfRangeError: There is none; Keras then ends the epoch.
-        """
+        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does."""
         if self._source is not iterator:
             self._source, self._lookahead = iterator, Lookahead(iterator)
         assert self._lookahead is not None
@@ -101,12 +81,7 @@ class Lookahead:
     """
 
     def __init__(self, source: tf.data.Iterator) -> None:
-        """Take over an iterator.
-
-        Args:
-            source: Iterator of a tf.data.Dataset, which is not used elsewhere from now on.
-        """
-        self._source = source
+        self._source = source  # not used elsewhere from now on
         self._pending: deque[Any] = deque()
         options = tf.data.Options()
         # Nothing may fetch a batch before it is asked for.

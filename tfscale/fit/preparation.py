@@ -1,4 +1,4 @@
-"""Prepare a compiled model for several ranks; repeated calls cost nothing."""
+"""Prepare a compiled model for several ranks, and act on it once its variables exist."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization
 from tfscale.fit.guarded_step import GuardedStep
+from tfscale.fit.session import session_for
 from tfscale.internals.keras import (
+    batch_spec_of,
+    build_from_spec,
+    is_built,
     is_xla_automatic,
     layers_of,
-    trained_by,
     wrap_train_function,
 )
-from tfscale.internals.optimizers import optimizers_of
-from tfscale.internals.stack import data_of_fit
+from tfscale.internals.optimizers import optimizer_of, optimizers_of, trained_by
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of, is_distributed
 from tfscale.optimizer.saving import make_saves_safe
 
@@ -31,10 +33,10 @@ logger = logging.getLogger("tfscale")
 def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     """Make a compiled model ready. All tfscale callbacks but model checkpoints call this.
 
-    Builds the model if a batch is given, switches XLA off where "auto" switched it on, puts
-    compile()'s automatic loss scaling inside of the distributed optimizer, lets the exchange change
-    layers, drops functions traced before, so that they are traced again, and lets several ranks
-    save to one path.
+    Repeated calls cost nothing. Builds the model if a batch is given, switches XLA off where "auto"
+    switched it on, puts compile()'s automatic loss scaling inside of the distributed optimizer,
+    lets the exchange change layers, drops functions traced before, so that they are traced again,
+    and lets several ranks save to one path.
 
     Args:
         model: A compiled Keras model.
@@ -59,10 +61,10 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = _switch_off_xla(model)
     has_changed = _repair_loss_scale(model) or has_changed
     if type(model.optimizer) is DistributedOptimizer:
-        has_changed = wire(model.optimizer, model) or has_changed
+        has_changed = _wire(model.optimizer, model) or has_changed
     else:
         has_changed = _restore_layers(model) or has_changed
-    has_changed = share_statistics(model) or has_changed
+    has_changed = _share_statistics(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
     wrap_train_function(model, lambda step: GuardedStep(model, step), GuardedStep)
@@ -70,15 +72,10 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     return model
 
 
-def wire(optimizer: DistributedOptimizer, model: keras.Model) -> bool:
-    """Let the exchange change the model's layers, given the batch size of the running `fit`.
-
-    Returns:
-        Whether functions of the model must be traced again.
-    """
-    data = data_of_fit()
-    batch = data.batch_size if isinstance(data, GlobalBatches) else None
-    return optimizer.wire(model, batch)
+def _wire(optimizer: DistributedOptimizer, model: keras.Model) -> bool:
+    """Let the exchange change the model's layers; return whether to trace functions again."""
+    data = session_for(model).data
+    return optimizer.wire(model, data.batch_size if isinstance(data, GlobalBatches) else None)
 
 
 def _switch_off_xla(model: keras.Model) -> bool:
@@ -96,7 +93,7 @@ def _switch_off_xla(model: keras.Model) -> bool:
 
 def _repair_loss_scale(model: keras.Model) -> bool:
     """Turn LossScaleOptimizer(DistributedOptimizer(inner)) inside out."""
-    scaler: Any = getattr(model, "optimizer", None)
+    scaler: Any = optimizer_of(model)
     if type(scaler) is not keras.optimizers.LossScaleOptimizer:
         return False
     distributed = scaler.inner_optimizer
@@ -120,9 +117,31 @@ def _restore_layers(model: keras.Model) -> bool:
     return any([dense.restore(layer) for layer in layers_of(model)])
 
 
-def share_statistics(model: keras.Model) -> bool:
+def _share_statistics(model: keras.Model) -> bool:
     """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
-    distributed = distributed_of(getattr(model, "optimizer", None))
+    distributed = distributed_of(optimizer_of(model))
     process_set = global_process_set if distributed is None else distributed.sharing_set
     layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
     return any([layer.follow(process_set) for layer in layers])
+
+
+def build(model: keras.Model) -> None:
+    """Make all variables of a compiled model and its optimizer, before its first update.
+
+    A model that does not know its shapes yet gets them from the data of the running `fit`.
+    """
+    if not is_built(model):
+        build_from_data(model)
+    optimizer = optimizer_of(model)
+    distributed = distributed_of(optimizer)
+    if type(optimizer) is DistributedOptimizer and is_built(model):
+        _wire(optimizer, model)  # where the layers did not exist yet when the model was prepared
+        _share_statistics(model)
+    is_shared = bool(distributed and distributed.shares_state) and len(optimizers_of(model)) > 1
+    if optimizer is not None and not optimizer.built and not is_shared:
+        optimizer.build(model.trainable_variables)
+
+
+def build_from_data(model: keras.Model) -> None:
+    """Build model, losses and metrics from the element spec of the data of the running `fit`."""
+    build_from_spec(model, lambda: batch_spec_of(session_for(model).call.epochs))

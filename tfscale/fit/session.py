@@ -15,7 +15,7 @@ from tfscale.comm.eager import Header, exchange_headers
 from tfscale.config import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals import stack
-from tfscale.internals.keras import put_first, put_last
+from tfscale.internals.keras import set_callbacks
 from tfscale.internals.optimizers import optimizer_of, optimizers_of
 from tfscale.internals.traits import train_apart
 from tfscale.optimizer.distributed import DistributedOptimizer, accumulating, distributed_of
@@ -40,21 +40,24 @@ class FitSession:
     if they stop in the middle of a cycle.
 
     Attributes:
-        model: The model.
         call: What `fit` was given; empty outside of a `fit`, where hooks are called by hand.
+        has_begun: A callback has called `begin`.
+        saves: The `SavePoints` of this `fit`, if there are any.
         is_over: The ranks have agreed to run no further step.
         asks_each_step: All ranks run a step or none.
         wants_to_stop: This rank waits for a moment in which all can stop.
     """
 
-    def __init__(self, model: keras.Model, call: stack.FitCall | None) -> None:
+    def __init__(self, model: keras.Model, call: stack.FitCall) -> None:
         self.model = model
-        self.call = call or stack.FitCall()
+        self.call = call
         self.is_over = False
         self.asks_each_step = False
         self.wants_to_stop = False
+        self.has_begun = False
+        self.saves: Any = None
         self._joined: list[Any] = []
-        self._has_begun = self._stops_together = False
+        self._stops_together = False
         self._steps: Any = None
         self._n_epochs = 0
         self._marked_epoch = -1
@@ -93,8 +96,9 @@ class FitSession:
         return distributed_of(optimizer_of(self.model))
 
     def put_first(self, callback: keras.callbacks.Callback) -> None:
-        """Put a callback before all others, from the next hook on."""
-        put_first(self.call.callback_list, callback)
+        """Put a callback before all others, or move it there, from the next hook on."""
+        others = [other for other in self.callbacks if other is not callback]
+        set_callbacks(self.call.callback_list, [callback, *others])
 
     def stop_together(self) -> None:
         """Put a `StopTogether` after all callbacks, once."""
@@ -102,21 +106,17 @@ class FitSession:
             self._stops_together = True
             stop = StopTogether(self)
             stop.set_model(self.model)
-            put_last(self.call.callback_list, stop)
+            set_callbacks(self.call.callback_list, [*self.callbacks, stop])
 
     # Where the ranks stand.
 
     def begin(self, steps: Any, n_epochs: int) -> None:
-        """Note what will be run.
-
-        Args:
-            steps: Per epoch; None if unknown.
-            n_epochs: Number of the last epoch.
+        """Note what will be run: steps per epoch, None if unknown, and the last epoch's number.
 
         Raises:
             ExchangeError: The number of steps must be known, and is not.
         """
-        self._has_begun = True
+        self.has_begun = True
         self._steps, self._n_epochs = steps, n_epochs
         self.asks_each_step = self._must_ask()
         self._is_apart = self.has_groups or self.trains_apart or bool(accumulating(self.model))
@@ -125,11 +125,6 @@ class FitSession:
     def asks_before_epochs(self) -> bool:
         """Whether ranks ask each other before each epoch, so that all begin it or none."""
         return self._is_apart and not runtime.is_single()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a callback has called `begin`."""
-        return self._has_begun
 
     @property
     def is_given_up(self) -> bool:
@@ -175,7 +170,9 @@ class FitSession:
             own = "stop" if self.model.stop_training or wants_to else "end"
             if "stop" in ask(own, self._n_steps):
                 self.is_over = self.model.stop_training = True
-                self._end_cycles()
+                cycles = self.cycles()
+                if cycles:
+                    self.drop_cycles(objects.allgather_object(cycles, name="end of training"))
 
     def end_training(self) -> None:
         """Tell the others that this rank's `fit` is over; the first call counts."""
@@ -213,11 +210,7 @@ class FitSession:
     # What the guarded step calls.
 
     def may_run_step(self) -> bool:
-        """Return whether all ranks run the next step; asks them where it cannot be given up.
-
-        Raises:
-            ExchangeError: Another rank has no data for this step.
-        """
+        """Return whether all ranks run the next step; asks them where it cannot be given up."""
         self._n_steps += 1
         if not self.is_over:
             if not self.asks_each_step or "stop" not in ask("run", self._n_steps):
@@ -232,11 +225,7 @@ class FitSession:
         return self.asks_each_step and not runtime.backend().has_marks and self._steps is None
 
     def end_of_data(self) -> None:
-        """Count no step without data; raise where the others cannot learn that it ends too early.
-
-        Raises:
-            ExchangeError: The steps per epoch were known and are not over.
-        """
+        """Count no step without data; raise where others cannot learn that it ends too early."""
         steps, has_marks = self._steps, runtime.backend().has_marks
         if not self.asks_each_step or has_marks or steps is None or self._n_steps > steps:
             self._n_steps -= 1  # the one that was begun has no data
@@ -256,23 +245,13 @@ class FitSession:
         return [0 if self.asks_each_step else runtime.num_given_up(), *counts] if counts else []
 
     def drop_cycles(self, every: list[list[int]]) -> None:
-        """Drop the batches since the last exchange if ranks are not at the same one.
-
-        Args:
-            every: `cycles` of each rank.
-        """
+        """Drop the batches since the last exchange if `cycles` differ between ranks."""
         if any(own != every[0] for own in every):
             for optimizer in accumulating(self.model):
                 optimizer.drop_cycle()
             logger.info(
                 "Gradients of batches since the last exchange are dropped: ranks have stopped."
             )
-
-    def _end_cycles(self) -> None:
-        if accumulating(self.model):
-            counts = [optimizer.n_accumulated for optimizer in accumulating(self.model)]
-            own = [runtime.num_given_up(), *counts]
-            self.drop_cycles(objects.allgather_object(own, name="end of training"))
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -363,17 +342,15 @@ _sessions: weakref.WeakValueDictionary[int, FitSession] = weakref.WeakValueDicti
 
 
 def session_for(model: keras.Model, joining: Any = None) -> FitSession:
-    """Return the session of the `fit` that runs around the caller.
+    """Return the session of the `fit` of a model that runs around the caller.
 
-    Outside of a `fit`, callbacks of one model whose hooks are called by hand share one.
-
-    Args:
-        model: The model.
-        joining: A callback whose training begins; it joins a session once.
+    Outside of a `fit`, callbacks of one model whose hooks are called by hand share one. `joining`
+    is a callback whose training begins; it joins a session once.
     """
     call, session = stack.running_fit(), _sessions.get(id(model))
-    call = call if call is not None and call.model is model else None
-    is_same = session is not None and session.call.callback_list is (call and call.callback_list)
+    if call.model is not model:
+        call = stack.FitCall()
+    is_same = session is not None and session.call.callback_list is call.callback_list
     if session is None or not is_same or (joining is not None and joining in session._joined):
         session = FitSession(model, call)
         _sessions[id(model)] = session
@@ -390,6 +367,6 @@ def session_of(model: Any) -> FitSession | None:
 def running_session() -> FitSession | None:
     """Return the session of the innermost `fit` that runs around the caller, of any model."""
     call = stack.running_fit()
-    session = None if call is None else _sessions.get(id(call.model))
-    is_its = session is not None and session.call.callback_list is call.callback_list  # type: ignore[union-attr]
+    session = _sessions.get(id(call.model))
+    is_its = session is not None and session.call.callback_list is call.callback_list
     return session if is_its else None

@@ -5,8 +5,7 @@ them is said where it is used. A name that goes away fails here and nowhere else
 
 Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
 `_seed_generators`, `_build_shapes_dict`; `Model._resolve_auto_jit_compile`, `_symbolic_build`,
-`_initial_epoch`, `_get_metrics_result_or_logs`; `Optimizer._learning_rate`, `_iterations`,
-`_trainable_variables`, `_accumulated_gradients`; `TextVectorization._lookup_layer`;
+`_initial_epoch`, `_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`;
 `CallbackList._async_train`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
 `_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
 `_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
@@ -32,7 +31,6 @@ from keras.src.utils.io_utils import print_msg
 
 from tfscale.config import ConfigError
 from tfscale.internals import stack
-from tfscale.internals.optimizers import has_call
 
 __all__ = ["class_weight_to_sample_weights", "print_msg"]
 
@@ -40,7 +38,7 @@ __all__ = ["class_weight_to_sample_weights", "print_msg"]
 _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
 
 
-# Layers, models and optimizers.
+# Layers and models.
 
 
 def layers_of(model: keras.Model) -> list[Any]:
@@ -91,6 +89,20 @@ def noted_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Any, Any, Any]]]:
             replace_call(layer, call)
 
 
+def has_call(layer: Any) -> bool:
+    """Return whether a layer or model can be called."""
+    return getattr(type(layer), "call", None) is not keras.Model.call
+
+
+def is_built(model: keras.Model) -> bool:
+    """Return whether all weights of a model exist.
+
+    A model without a `call`, as of a GAN with a `train_step` alone, is never called, so Keras never
+    counts it as built: its layers tell.
+    """
+    return all(layer.built or not has_call(layer) for layer in layers_of(model))
+
+
 def is_xla_automatic(model: keras.Model) -> bool:
     """Return whether jit_compile="auto" may switch XLA on for a model, not the user."""
     return bool(model._resolve_auto_jit_compile())
@@ -105,14 +117,11 @@ def how_to_build(model: keras.Model) -> str:
 
 
 def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
-    """Build model, losses and metrics.
+    """Build model, losses and metrics of a compiled model.
 
     Args:
         model: A compiled model.
         spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
-
-    Raises:
-        ConfigError: These do not suffice.
     """
     try:
         batch = keras.tree.map_structure(symbol_of, spec_of_data())
@@ -137,45 +146,11 @@ def lookup_layer(layer: Any) -> Any:
     return getattr(layer, "_lookup_layer", None)
 
 
-def rate_of(optimizer: Any) -> Any:
-    """Return the learning rate as it is held: a variable, a schedule or a function."""
-    return optimizer._learning_rate
-
-
-def set_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate; Keras refuses a number in the place of a schedule."""
-    if isinstance(optimizer._learning_rate, keras.Variable):
-        optimizer.learning_rate = rate
-    else:
-        optimizer._learning_rate = keras.Variable(rate, name="learning_rate", trainable=False)
-
-
-def n_updates(optimizer: Any) -> int:
-    """Return the number with which a schedule is called; micro-batches, where these add up."""
-    return int(keras.ops.convert_to_numpy(optimizer._iterations))
-
-
-def trained_by(optimizer: Any) -> list[keras.Variable]:
-    """Return the variables on which an optimizer was built; none before."""
-    return list(getattr(optimizer, "_trainable_variables", ()))
-
-
-def gradient_sums(optimizer: Any) -> list[keras.Variable]:
-    """Return Keras's sums of gradients under `gradient_accumulation_steps`."""
-    return list(getattr(optimizer, "_accumulated_gradients", None) or ())
-
-
 # Patches of a model.
 
 
 def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: type) -> None:
-    """Let all train functions of a model be wrapped, once each.
-
-    Args:
-        model: Compiled.
-        wrap: Returns an instance of `kind` that calls its argument.
-        kind: Tells a function that is wrapped.
-    """
+    """Let all train functions of a model be wrapped, once each, in an instance of `kind`."""
     if isinstance(model.train_function, kind):
         return
     if model.train_function is not None:
@@ -224,14 +199,10 @@ def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
-    """Let the running `evaluate` return other results.
+    """Let the running `evaluate` return other results: what `change` makes of Keras's.
 
     Keras gives `on_test_end` a copy of what `evaluate` returns, so that changes made there would be
-    lost.
-
-    Args:
-        model: Whose `evaluate` runs; nothing is done if it does not.
-        change: Takes the results of Keras, returns those to be returned.
+    lost. Nothing is done where no `evaluate` runs.
     """
     if stack.current_pass().caller != "evaluate":
         return
@@ -257,20 +228,13 @@ def give_back_results(model: keras.Model) -> None:
 # The callbacks of a `fit`.
 
 
-def put_first(callback_list: Any, callback: keras.callbacks.Callback) -> None:
-    """Put a callback in front of the others; it gets the hooks that come after the present one.
+def set_callbacks(callback_list: Any, callbacks: list[Any]) -> None:
+    """Let a list have other callbacks; new ones get the hooks that come after the present one.
 
     Hooks of batches then run on the main thread, where Keras would otherwise use others if all
     callbacks let it.
     """
-    # A new list: the present one is being walked through.
-    callback_list.callbacks = [callback, *callback_list.callbacks]
-    callback_list._async_train = False
-
-
-def put_last(callback_list: Any, callback: keras.callbacks.Callback) -> None:
-    """Put a callback after the others; see `put_first`."""
-    callback_list.callbacks = [*callback_list.callbacks, callback]
+    callback_list.callbacks = callbacks  # a new list: the present one is being walked through
     callback_list._async_train = False
 
 
@@ -281,11 +245,18 @@ def wrap_saves(wrap: Callable[[Any], Any]) -> None:
         plain._save_model = wrap(plain._save_model)
 
 
+class _NeverSaved:
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    save_weights = save
+
+
 @contextlib.contextmanager
-def shown_to(callback: Any, model: Any) -> Iterator[None]:
-    """Show a `ModelCheckpoint` another model, and let it print nothing."""
+def writing_nothing(callback: Any) -> Iterator[None]:
+    """Let a `ModelCheckpoint` take its decisions within a block, and write and print nothing."""
     before = callback._model, callback.filepath, callback.verbose
-    callback._model, callback.verbose = model, 0
+    callback._model, callback.verbose = _NeverSaved(), 0
     callback.filepath = os.path.basename(callback.filepath)
     try:
         yield
@@ -302,9 +273,7 @@ def batches_of(callback: Any) -> dict[str, int]:
 def saves_after(point: Any, batch: int) -> bool:
     """Return whether a `ModelCheckpoint` saves after a batch, and count it.
 
-    Args:
-        point: Has `save_freq` and the attributes that `batches_of` returned.
-        batch: As in `on_train_batch_end`.
+    `point` has `save_freq` and the attributes that `batches_of` returned.
     """
     return bool(keras.callbacks.ModelCheckpoint._should_save_on_batch(point, batch))
 
@@ -323,10 +292,7 @@ def batch_spec_of(epochs: Any) -> Any:
 
 
 def serve_again(epochs: Any) -> None:
-    """Look again at the parts of a batch.
-
-    Keras looks at two batches when `fit` is called, before any callback may change the data.
-    """
+    """Look again at the parts of a batch, which Keras did before any callback changed the data."""
     adapter = epochs.data_adapter
     adapter._output_signature = None
     epochs._distributed_dataset = adapter.get_tf_dataset()

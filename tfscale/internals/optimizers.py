@@ -1,27 +1,27 @@
 """Keras optimizers from inside: variables, slots, settings, and methods replaced in a step.
 
 Names that Keras does not document, each checked with Keras 3.10 and 3.15:
-`Optimizer._trainable_variables`, `_variables`, `_get_variable_index`,
-`_iterations`, `_learning_rate`, `_var_key`,
-`_clip_gradients`, `_use_weight_decay`, `_exclude_from_weight_decay`,
+`Optimizer._trainable_variables`, `_variables`, `_get_variable_index`, `_iterations`,
+`_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
+`_exclude_from_weight_decay`,
 `_exclude_from_weight_decay_pattern`, `_model_variables_moving_average`,
-`_update_model_variables_moving_average`; `LossScaleOptimizer.check_finite`;
-`Variable.overwrite_with_gradient`, `Variable._path`; `Layer._trainable_variables`;
-`Model._flatten_layers`.
+`_update_model_variables_moving_average`; `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 import wrapt
+
+from tfscale.internals import stack
+from tfscale.internals.keras import is_built
 
 _MAX_FRAMES = 32  # between LossScaleOptimizer.apply and here, those of tf.cond included
 _DECAY_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
@@ -42,14 +42,8 @@ def update_rule(optimizer: Any) -> Any:
 
 def has_outer_scaler(distributed: type) -> bool:
     """Return whether a LossScaleOptimizer around an optimizer of a class calls the caller."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return False
-        if type(scaled_by(frame.f_locals.get("self"))) is distributed:
-            return True
-        frame = frame.f_back
-    return False
+    owners = itertools.islice(stack.owners_around(), _MAX_FRAMES)
+    return any(type(scaled_by(owner)) is distributed for owner in owners)
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -58,7 +52,7 @@ def is_wrapped(optimizer: Any) -> bool:
 
 
 def trained_by(rule: Any) -> list[Any]:
-    """Return the variables that an update rule was built on."""
+    """Return the variables that an update rule was built on; none before."""
     return list(rule._trainable_variables)
 
 
@@ -77,9 +71,27 @@ def iterations_of(optimizer: Any) -> Any:
     return update_rule(optimizer)._iterations
 
 
+def n_updates(optimizer: Any) -> int:
+    """Return the number with which a schedule is called; micro-batches, where these add up."""
+    return int(keras.ops.convert_to_numpy(optimizer._iterations))
+
+
 def rate_of(rule: Any) -> Any:
-    """Return the learning rate's variable, or the schedule in its place."""
+    """Return the learning rate as it is held: a variable, a schedule or a function."""
     return rule._learning_rate
+
+
+def set_rate(rule: Any, rate: float) -> None:
+    """Set the learning rate; Keras refuses a number in the place of a schedule."""
+    if isinstance(rule._learning_rate, keras.Variable):
+        rule.learning_rate = rate
+    else:
+        rule._learning_rate = keras.Variable(rate, name="learning_rate", trainable=False)
+
+
+def gradient_sums(rule: Any) -> list[Any]:
+    """Return Keras's sums of gradients under `gradient_accumulation_steps`."""
+    return list(getattr(rule, "_accumulated_gradients", None) or ())
 
 
 def own_variables(optimizer: Any) -> list[Any]:
@@ -92,9 +104,6 @@ def slots_of(rule: Any) -> dict[int, int]:
 
     Keras keeps every kind of slot in a list as long as that of the trainable variables and in the
     same order, so position identifies a slot and names are not needed.
-
-    Args:
-        rule: A built Keras optimizer, not one that scales the loss.
     """
     trainable = rule._trainable_variables
     found: dict[int, int] = {}
@@ -112,14 +121,10 @@ def overwrites_with_gradient(variable: Any) -> bool:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """List the optimizers of a model, those of a custom train_step included.
+    """List the optimizers of a model, compiled or not, those of a custom train_step included.
 
-    Args:
-        model: Any Keras model, compiled or not.
-
-    Returns:
-        `model.optimizer` first, then other optimizers that are attributes of the model or in a
-        list, tuple or dict among them, in the order of the attributes, which is equal on all ranks.
+    `model.optimizer` comes first, then other optimizers that are attributes of the model or in a
+    list, tuple or dict among them, in the order of the attributes, which is equal on all ranks.
     """
     unique: dict[int, Any] = {}
     for item in _items([getattr(model, "optimizer", None), *vars(model).values()], set()):
@@ -138,20 +143,6 @@ def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             yield from _items(value.values() if isinstance(value, dict) else value, seen)
 
 
-def is_built(model: keras.Model) -> bool:
-    """Return whether all weights of a model exist.
-
-    A model without a `call`, as of a GAN with a `train_step` alone, is never called, so Keras never
-    counts it as built: its layers tell.
-    """
-    return all(layer.built or not has_call(layer) for layer in model._flatten_layers())
-
-
-def has_call(layer: Any) -> bool:
-    """Return whether a layer or model can be called."""
-    return getattr(type(layer), "call", None) is not keras.Model.call
-
-
 def trains_all(model: keras.Model) -> bool:
     """Return whether the one optimizer of a model can be built on all its variables.
 
@@ -160,23 +151,10 @@ def trains_all(model: keras.Model) -> bool:
     return len(optimizers_of(model)) == 1 and is_built(model)
 
 
-def own_weights(layer: keras.layers.Layer) -> list[Any]:
-    """Return the trainable weights of a layer without those of layers inside of it."""
-    return list(getattr(layer, "_trainable_variables", ()))
-
-
-def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return a model and all layers in it, at any depth."""
-    return list(model._flatten_layers())
-
-
 def piece_of(variable: keras.Variable, value: Any, is_whole: bool) -> keras.Variable:
     """Return a variable for a part of another one, with its name, path and role.
 
-    Args:
-        variable: A model's.
-        value: Of the part.
-        is_whole: Constraints hold for the part as for the variable.
+    With `is_whole` its constraint holds for the part as well.
     """
     piece = keras.Variable(value, dtype=variable.dtype, name=variable.name)
     piece._path = variable.path
@@ -189,12 +167,7 @@ def piece_of(variable: keras.Variable, value: Any, is_whole: bool) -> keras.Vari
 
 @contextlib.contextmanager
 def replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of one object within a block.
-
-    Args:
-        target: The object; its class keeps its own.
-        **methods: By name.
-    """
+    """Replace methods of one object within a block; its class keeps its own."""
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
     target.__dict__.update(methods)
     try:
@@ -209,11 +182,8 @@ def replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Let variables decay where those in whose place they are would, by the rule's own word.
 
-    A piece lacks the name of its variable's layer, by which Keras may know the variable.
-
-    Args:
-        rule: Built on the pieces.
-        originals: Pairs of piece and variable.
+    A piece lacks the name of its variable's layer, by which Keras may know the variable. The rule
+    was built on the pieces; `originals` are pairs of piece and variable.
     """
     ask = type(rule)._use_weight_decay
     known = {rule._var_key(_raw(piece)): variable for piece, variable in originals}
@@ -233,12 +203,8 @@ def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[Non
 def averages_begin_within(rule: Any, n_steps: int) -> Iterator[None]:
     """Let moving averages begin with the first update, where several batches make one.
 
-    Keras begins them where `iterations` is 0, which it is in no batch that ends a cycle: the
-    averages would begin with zeros.
-
-    Args:
-        rule: An update rule.
-        n_steps: Batches per update.
+    Keras begins them where `iterations` is 0, which it is in no batch that ends a cycle of
+    `n_steps` batches: the averages would begin with zeros.
     """
     if not rule.use_ema:
         yield
@@ -257,14 +223,10 @@ def averages_begin_within(rule: Any, n_steps: int) -> Iterator[None]:
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's settings, also where its learning rate cannot be serialized.
+    """Return the `get_config` of an optimizer, without an inner one.
 
-    Args:
-        optimizer: A Keras optimizer.
-
-    Returns:
-        The result of `get_config`, without an inner optimizer; of a schedule or a function its
-        class, and its settings if it has any: Keras asks for none as long as nothing is saved.
+    Of a schedule or a function in place of the learning rate that cannot be serialized: its class,
+    and its settings if it has any. Keras asks for none as long as nothing is saved.
     """
     if type(optimizer) is keras.optimizers.LossScaleOptimizer:  # which would ask its inner one, too
         own = ("name", "initial_scale", "dynamic_growth_steps")

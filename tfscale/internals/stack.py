@@ -7,7 +7,8 @@ The call stack is the one place where this is known exactly.
 
 Read are the local variables `self`, `x`, `batch_size`, `validation_data`, `class_weight`,
 `initial_epoch`, `callbacks`, `epoch_iterator` and `epoch` of `Model.fit`, `callbacks` and
-`epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters.
+`epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters and of a
+LossScaleOptimizer.
 Checked with Keras 3.10 and 3.15.
 """
 
@@ -37,11 +38,7 @@ class FitCall:
     """A running `fit`: what it was given, and what Keras made of it.
 
     Attributes:
-        model: The model.
         data: Its `x`.
-        batch_size: As given.
-        validation_data: As given.
-        class_weight: As given.
         initial_epoch: As given, until the first epoch begins.
         epochs_of: Returns Keras's iterator of epochs; None before it is made, and after the `fit`.
             One that lived until Python ends would wait for ever for threads that need Python.
@@ -89,21 +86,12 @@ class KerasPass:
     fit: FitCall | None = None
 
     def keep_order(self) -> None:
-        """Stop Keras from shuffling the steps: it would do so differently on each rank.
-
-        Keras 3.5 decides when it builds its pipeline, later versions in each pass: this
-        is called at the earliest and at the last moment, when Keras asks for the number
-        of batches and when a pass begins.
-        """
+        """Stop Keras from shuffling the steps: it would do so differently on each rank."""
         if self.adapter is not None:
             self.adapter.shuffle = False
 
     def require_whole_epochs(self) -> None:
-        """Raise where an argument of `fit` contradicts the data.
-
-        Raises:
-            ConfigError: It cuts batches or epochs of its own.
-        """
+        """Raise where an argument of `fit` contradicts the data."""
         if self.refused is not None:
             raise ConfigError(
                 "An epoch is one pass over the data, in the data's own batches. Received: "
@@ -121,7 +109,8 @@ class KerasPass:
 def current_pass() -> KerasPass:
     """Return the innermost adapter, trainer method and `fit` that run around the caller."""
     adapter: Any = None
-    found: dict[str, Any] = {"fit": running_fit()}
+    fit = running_fit()
+    found: dict[str, Any] = {"fit": None if fit.model is None else fit}
     for frame in _frames():
         name = _TRAINERS.get(frame.f_code)
         if name is not None:
@@ -134,39 +123,36 @@ def current_pass() -> KerasPass:
     return KerasPass(adapter, **found)
 
 
-def running_fit() -> FitCall | None:
-    """Return the innermost `fit` that runs around the caller; None without one."""
+def running_fit() -> FitCall:
+    """Return the innermost `fit` that runs around the caller; an empty one outside of any."""
     for frame in _frames():
         if _TRAINERS.get(frame.f_code) == "fit":
             given = frame.f_locals
             epochs = given.get("epoch_iterator")
             return FitCall(
-                given["self"],
-                given.get("x"),
-                given.get("batch_size"),
-                given.get("validation_data"),
-                given.get("class_weight"),
-                given.get("initial_epoch") or 0,
-                (lambda: None) if epochs is None else weakref.ref(epochs),
-                given.get("callbacks"),
+                model=given["self"],
+                data=given.get("x"),
+                batch_size=given.get("batch_size"),
+                validation_data=given.get("validation_data"),
+                class_weight=given.get("class_weight"),
+                initial_epoch=given.get("initial_epoch") or 0,
+                epochs_of=(lambda: None) if epochs is None else weakref.ref(epochs),
+                callback_list=given.get("callbacks"),
             )
-    return None
+    return FitCall()
 
 
 def running_passes() -> list[Any]:
-    """Return Keras's iterators of epochs of all that runs, the innermost first.
-
-    Each belongs to one call of `fit`, `evaluate` or `predict`.
-    """
+    """Return Keras's iterators of epochs, one for each running trainer method, innermost first."""
     running = [frame for frame in _frames() if frame.f_code in _TRAINERS]
     found = [frame.f_locals.get("epoch_iterator") for frame in running]
     return [iterator for iterator in found if iterator is not None]
 
 
-def data_of_fit() -> Any:
-    """Return the `x` that the innermost running `fit` was given, or None outside of one."""
-    fit = running_fit()
-    return None if fit is None else fit.data
+def owners_around() -> Iterator[Any]:
+    """Yield the `self` of each function that runs around the caller, None where there is none."""
+    for frame in _frames():
+        yield frame.f_locals.get("self")
 
 
 def _frames() -> Iterator[FrameType]:

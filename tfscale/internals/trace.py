@@ -94,14 +94,8 @@ def run_either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], N
 def drop_traces(variables: Sequence[Any]) -> list[str]:
     """Let every tf.function that was traced with some variables be traced again at its next call.
 
-    TensorFlow has no such call: the functions are found among all objects of the process.
-    Concrete functions that a user keeps are left as they are.
-
-    Args:
-        variables: TensorFlow variables.
-
-    Returns:
-        Names of the functions.
+    TensorFlow has no such call: the functions are found among all objects of the process, and their
+    names are returned. Concrete functions that a user keeps are left as they are.
     """
     handles = {id(v.handle) for v in variables}
     dropped = []
@@ -110,7 +104,8 @@ def drop_traces(variables: Sequence[Any]) -> list[str]:
         if type(thing) is not Function:
             continue
         # `_list_all_concrete_functions` would trace those that have an input signature.
-        if any(_captures(concrete, handles) for concrete in thing._function_cache.values()):
+        concrete = thing._function_cache.values()
+        if any(id(tensor) in handles for each in concrete for tensor in each.captured_inputs):
             with thing._lock:
                 thing._created_variables = None
                 thing._variable_creation_config = None
@@ -118,7 +113,3 @@ def drop_traces(variables: Sequence[Any]) -> list[str]:
                 thing._function_cache = FunctionCache()
             dropped.append(thing.name)
     return sorted(dropped)
-
-
-def _captures(concrete: Any, handles: set[int]) -> bool:
-    return any(id(tensor) in handles for tensor in concrete.captured_inputs)

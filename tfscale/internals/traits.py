@@ -45,11 +45,7 @@ def show_averages(callbacks: Iterable[Any]) -> bool:
 
 
 def judge_before_averages(callbacks: Iterable[Any]) -> str | None:
-    """Return the name of the first callback that judges by metrics of this rank alone.
-
-    Args:
-        callbacks: In the order of their calls.
-    """
+    """Return the name of the first callback that judges by metrics of this rank alone, if any."""
     judges = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
     for callback in callbacks:
         if isinstance(callback, Traits) and callback.averages_metrics:

@@ -21,8 +21,7 @@ from tfscale.config import ConfigError
 from tfscale.data.control import read_batches
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.files import write_findings
-from tfscale.internals.keras import build_from_spec
-from tfscale.internals.optimizers import is_built
+from tfscale.internals.keras import build_from_spec, is_built
 from tfscale.measure.growth import noise_scale
 from tfscale.plan.forecast import grid
 

@@ -28,8 +28,8 @@ from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.internals.keras import rate_of, set_rate, steps_until
-from tfscale.internals.optimizers import update_rule
+from tfscale.internals.keras import steps_until
+from tfscale.internals.optimizers import rate_of, set_rate, update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
 

@@ -1,23 +1,21 @@
-"""Restore a model from a checkpoint, at the number of ranks that wrote it or another one."""
+"""A snapshot of a run: each rank copies its part, any number of ranks goes on from the parts."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import keras
 import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError
-from tfscale.checkpoints.state import (
-    Variables,
-    group_of,
-    groups_of,
-    metric_states,
-    restore_random_state,
-    rule_of,
-)
+from tfscale.checkpoints.resumable import kind_of, read_counters, resumables
+from tfscale.checkpoints.state import Variables, distinct, group_of, groups_of, metric_states
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError
@@ -26,10 +24,168 @@ from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import optimizers_of
 from tfscale.optimizer.distributed import distributed_of
+from tfscale.optimizer.state import KeptState
 
 logger = logging.getLogger("tfscale")
 
 Range = tuple[int, int]
+
+
+@dataclass
+class Position:
+    """A place in a run.
+
+    Attributes:
+        epoch: That runs, or comes next; counted from 0.
+        step: Number of the next step within it.
+        n_steps: Training steps since the beginning of the run.
+        data: State of the `GlobalBatches` that is trained on, or None.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    n_steps: int = 0
+    data: dict[str, int] | None = None
+
+
+# Copies.
+
+
+def take_snapshot(
+    model: keras.Model, callbacks: Sequence[Any], position: Position, run: str, is_end: bool
+) -> Part:
+    """Copy this rank's part of a checkpoint, between two steps. Nothing is sent.
+
+    The first rank of each group copies what is equal in it. Where training ends (`is_end`) no
+    callback has begun the epoch that comes next.
+    """
+    groups, rank = groups_of(model), runtime.rank()
+    is_leader = group_of(rank, groups)[0] == rank
+    variables, optimizers = Variables.of(model), optimizers_of(model)
+    metrics = metric_states(model) if position.step else []
+    arrays: dict[str, np.ndarray] = {}
+    info: dict[str, Any] = {
+        "run": run,
+        "step": position.n_steps,
+        "size": runtime.size(),
+        "groups": groups,
+        "position": asdict(position),
+        "is_end": is_end,
+        "random": _read_random_state(),
+        "weights": [[v.path, list(v.shape)] for v in variables.weights],
+        "rules": [_rule_of(o) for o in optimizers],
+        "ranges": {},
+        "accumulated": [],
+        "metrics": [[mode, list(v.shape)] for v, mode, _ in metrics],
+        "callbacks": [],
+        "keras_callbacks": read_counters(callbacks, is_end),
+    }
+
+    def add(name: str, of: Sequence[Any]) -> None:
+        arrays.update({f"{name}/{i}": _copy_of(variable) for i, variable in enumerate(of)})
+
+    if is_leader:
+        add("weight", variables.weights)
+    add("state", variables.state)
+    add("seed", variables.seeds)
+    add("local", variables.local)
+    add("metric", [variable for variable, _, _ in metrics])
+    for k, optimizer in enumerate(optimizers):
+        whole, parts = _slots_of(optimizer, variables.local)
+        if is_leader:
+            arrays |= {f"optimizer{k}/{i}": _copy_of(variable) for i, variable in whole.items()}
+        for i, (part, held) in parts.items():
+            arrays[f"part{k}/{i}"] = _copy_of(part)
+            info["ranges"][f"{k}/{i}"] = held
+        distributed = distributed_of(optimizer)
+        average = None if distributed is None else distributed.group_average
+        if average is not None and (is_leader or _kept_state_of(optimizer) is not None):
+            add(f"average{k}", average.variables)
+        accumulator = None if distributed is None else distributed.accumulator
+        count, sums = (accumulator and accumulator.state()) or (0, [])
+        info["accumulated"].append(count)
+        arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}
+    for j, callback in enumerate(resumables(callbacks)):
+        state = dict(callback.backup_state())
+        own = state.pop("arrays", [])
+        info["callbacks"].append({"kind": kind_of(callback), "state": state})
+        if is_leader:
+            arrays |= {f"callback{j}/{i}": np.array(array) for i, array in enumerate(own)}
+    return Part(info, arrays)
+
+
+def is_broken(model: keras.Model) -> bool:
+    """Return whether a weight that is trained is not finite on this rank.
+
+    A loss that is not finite does not tell: such steps may have been skipped.
+    """
+    weights = distinct(model.trainable_variables)
+    return not all(np.all(np.isfinite(np.asarray(v.numpy()))) for v in weights)
+
+
+def _copy_of(variable: Any) -> np.ndarray:
+    """Return a copy of a variable's value that nothing else writes to."""
+    value = np.asarray(variable.numpy())
+    return value if value.flags.owndata and value.flags.writeable else np.array(value)
+
+
+def _slots_of(
+    optimizer: Any, local: Sequence[Any]
+) -> tuple[dict[int, Any], dict[int, tuple[Any, Range | None]]]:
+    """Return the variables that are equal in a group, and this rank's parts, by their numbers.
+
+    Local variables are left out. Of a part its range of the flat variable comes with it; None: all.
+    """
+    kept = _kept_state_of(optimizer)
+    shared = kept.shared if kept else frozenset()
+    ids = {id(variable) for variable in local}
+    known = enumerate(optimizer.variables)
+    whole = {i: v for i, v in known if i not in shared and id(v) not in ids}
+    return whole, kept.own_parts() if kept else {}
+
+
+def _kept_state_of(optimizer: Any) -> KeptState | None:
+    distributed = distributed_of(optimizer)
+    return None if distributed is None else distributed.kept_state
+
+
+def _rule_of(optimizer: Any) -> dict[str, Any]:
+    """Return number and meaning of an optimizer's variables, as JSON: shapes do not tell.
+
+    Names of layers are left out, as Keras numbers them.
+    """
+    names, inner = [], optimizer
+    while inner is not None:
+        names.append(inner.__class__.__name__)  # not `type`: that of a proxy is its own
+        inner = getattr(inner, "inner_optimizer", None)
+    slots = [_last_word(v.path) for v in optimizer.variables]
+    return {"class": " of ".join(names), "n": len(slots), "slots": slots}
+
+
+def _last_word(path: str) -> str:
+    """Return "momentum" of "adam/dense_3_kernel_momentum", "variable" of "variable_2"."""
+    words = [word for word in re.split("[/_]", path) if not word.isdigit()]
+    return words[-1] if words else ""
+
+
+def _read_random_state() -> dict[str, Any]:
+    """Return the states of the global generators of Python and numpy, as JSON."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+
+
+# Reads.
 
 
 class Reader:
@@ -37,18 +193,14 @@ class Reader:
 
     Attributes:
         parts: Of all ranks, in their order.
+        info: What rank 0 wrote beside its arrays.
         groups: Ranks whose models were equal; one group but for local SGD.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """Read nothing yet."""
         self.parts = parts
-        self.groups: list[list[int]] = parts[0].info["groups"]
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What rank 0 wrote beside its arrays."""
-        return self.parts[0].info
+        self.info = parts[0].info
+        self.groups: list[list[int]] = self.info["groups"]
 
     @property
     def source(self) -> int:
@@ -60,12 +212,15 @@ class Reader:
         return name in self.parts[rank].arrays
 
     def get(self, rank: int, name: str) -> np.ndarray:
-        """Return an array.
-
-        Raises:
-            DamagedError: There is none.
-        """
+        """Return an array."""
         return self.parts[rank].arrays[name]
+
+    def series(self, rank: int, name: str) -> list[str]:
+        """Return the names "name/0", "name/1" and so on of the arrays that a rank wrote."""
+        names: list[str] = []
+        while self.has(rank, f"{name}/{len(names)}"):
+            names.append(f"{name}/{len(names)}")
+        return names
 
     def mean(self, ranks: Sequence[int], get: Callable[[int], np.ndarray]) -> np.ndarray:
         """Return the mean of what `get` returns for some ranks; the value itself if all are equal.
@@ -79,6 +234,17 @@ class Reader:
             return first
         return np.mean(np.asarray(values, np.float64), axis=0).astype(first.dtype)
 
+    def share(self, name: str, mode: str) -> np.ndarray:
+        """Return this rank's share of what all ranks had, so that it reduces to the same."""
+        values = np.asarray([part.arrays[name] for part in self.parts])
+        if mode != "sum":
+            reduce: Any = {"mean": np.mean, "max": np.max, "min": np.min}[mode]
+            return np.asarray(reduce(values, axis=0)).astype(values.dtype)
+        total = np.sum(values.astype(np.float64), axis=0)
+        if values.dtype.kind in "iub":
+            return (total if runtime.rank() == 0 else 0 * total).astype(values.dtype)
+        return (total / runtime.size()).astype(values.dtype)
+
     def slot(self, name: str, group: Sequence[int], want: Range | None) -> np.ndarray:
         """Return an optimizer's variable as a group held it, or a range of its flat elements.
 
@@ -89,9 +255,6 @@ class Reader:
 
         Returns:
             An array; flat where ranks held ranges.
-
-        Raises:
-            DamagedError: Parts do not fit together.
         """
         if want is not None and want[0] == want[1]:
             return np.zeros(0)
@@ -138,9 +301,6 @@ class Restore:
         Args:
             model: Built, its optimizers too.
             reader: The checkpoint.
-
-        Raises:
-            ConfigError: It comes from another model.
         """
         self._model = model
         self._reader = reader
@@ -164,11 +324,7 @@ class Restore:
             logger.warning("Groups are others than before: they begin with the average of those.")
 
     def run(self) -> None:
-        """Take over weights, optimizer state, layers' state and random state.
-
-        Raises:
-            ExchangeError: A file cannot be read any more.
-        """
+        """Take over weights, optimizer state, layers' state and random state."""
         try:
             leaders = [group[0] for group in self._groups]
             for i, variable in enumerate(self._variables.weights):
@@ -185,7 +341,7 @@ class Restore:
                 f"{error}. Start the job again."
             ) from error
         if self._is_exact:
-            restore_random_state(self._reader.parts[self._rank].info["random"])
+            _restore_random_state(self._reader.parts[self._rank].info["random"])
         variables = (v for optimizer in self._optimizers for v in optimizer.variables)
         self._scalars = [(v, np.array(v.numpy())) for v in variables if tuple(v.shape) == ()]
 
@@ -207,13 +363,15 @@ class Restore:
             logger.warning("The metrics are others than before: they begin again in this epoch.")
             return
         for i, (variable, mode, _) in enumerate(states):
-            if self._is_exact:
-                variable.assign(self._reader.get(self._rank, f"metric/{i}"))
-            else:
-                variable.assign(self._share(f"metric/{i}", mode))
+            variable.assign(self._own_or_share(f"metric/{i}", mode))
 
     def _assign_mean(self, variable: Any, ranks: Sequence[int], name: str) -> None:
         variable.assign(self._reader.mean(ranks, lambda rank: self._reader.get(rank, name)))
+
+    def _own_or_share(self, name: str, mode: str) -> np.ndarray:
+        if self._is_exact:
+            return self._reader.get(self._rank, name)
+        return self._reader.share(name, mode)
 
     def _restore_own(self) -> None:
         """Restore the values of which each rank has its own."""
@@ -231,16 +389,13 @@ class Restore:
             variable.assign(seed)
 
     def _restore_optimizer(self, k: int, optimizer: Any) -> None:
-        distributed = distributed_of(optimizer)
-        kept = None if distributed is None else distributed.kept_state
-        local = {id(v) for v in self._variables.local}
-        shared = kept.shared if kept else frozenset()
-        for i, variable in enumerate(optimizer.variables):
-            if i not in shared and id(variable) not in local:
-                self._assign_slot(variable, f"{k}/{i}", None)
-        if kept:
-            for i, (part, held) in kept.own_parts().items():
-                self._assign_slot(part, f"{k}/{i}", held)
+        whole, parts = _slots_of(optimizer, self._variables.local)
+        for i, variable in whole.items():
+            self._assign_slot(variable, f"{k}/{i}", None)
+        for i, (part, held) in parts.items():
+            self._assign_slot(part, f"{k}/{i}", held)
+        kept = _kept_state_of(optimizer)
+        if kept is not None:
             kept.note_load()
 
     def _assign_slot(self, variable: Any, name: str, want: Range | None) -> None:
@@ -256,27 +411,9 @@ class Restore:
         count = self._reader.info["accumulated"][k]
         if accumulator is None or not count:
             return
-        n_sums = 0
-        while self._reader.has(0, f"sum{k}/{n_sums}"):
-            n_sums += 1
-        names = [f"sum{k}/{i}" for i in range(n_sums)]
-        if self._is_exact:
-            sums = [self._reader.get(self._rank, name) for name in names]
-        else:
-            mode = "sum" if optimizer.options.op == Sum else "mean"
-            sums = [self._share(name, mode) for name in names]
-        accumulator.restore(count, sums)
-
-    def _share(self, name: str, mode: str) -> np.ndarray:
-        """Return this rank's share of what all ranks had, so that it reduces to the same."""
-        values = np.asarray([part.arrays[name] for part in self._reader.parts])
-        if mode != "sum":
-            reduce: Any = {"mean": np.mean, "max": np.max, "min": np.min}[mode]
-            return np.asarray(reduce(values, axis=0)).astype(values.dtype)
-        total = np.sum(values.astype(np.float64), axis=0)
-        if values.dtype.kind in "iub":
-            return (total if self._rank == 0 else 0 * total).astype(values.dtype)
-        return (total / runtime.size()).astype(values.dtype)
+        mode = "sum" if optimizer.options.op == Sum else "mean"
+        names = self._reader.series(0, f"sum{k}")
+        accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
 
     def _restore_average(self, name: str, optimizer: Any) -> None:
         """Resume local SGD inside an interval, or begin one from the groups' average. Collective.
@@ -296,9 +433,13 @@ class Restore:
         if not self._is_exact:  # all groups hold the average already
             average.start_from_here()
             return
-        kept = self._kept_average(name, average, leader)
-        fits = collectives.allreduce(np.int64(kept is not None), op=Sum, name="restored averages")
-        if kept is not None and int(fits) == runtime.size():
+        # Each rank has written what it keeps of a segment; what is equal in a group its first one.
+        names = self._reader.series(self._rank, name)
+        source = self._rank if names else leader
+        kept = [self._reader.get(source, each) for each in self._reader.series(source, name)]
+        fits = [value.shape for value in kept] == [tuple(v.shape) for v in average.variables]
+        n_fit = collectives.allreduce(np.int64(fits), op=Sum, name="restored averages")
+        if int(n_fit) == runtime.size():
             for variable, value in zip(average.variables, kept, strict=True):
                 variable.assign(value)
             if not adapts:
@@ -311,34 +452,16 @@ class Restore:
             text = "Groups average in another way than before: they begin with their average."
             logger.warning(text)
 
-    def _kept_average(self, name: str, average: Any, leader: int) -> list[np.ndarray] | None:
-        """Return a value for each of an average's variables, or None where others were written.
-
-        Each rank has written what it keeps of a segment; what is equal in a group its first one.
-        """
-        reader = self._reader
-        source = self._rank if reader.has(self._rank, f"{name}/0") else leader
-        n = len(average.variables)
-        names = [f"{name}/{i}" for i in range(n)]
-        if not reader.has(source, names[-1]) or reader.has(source, f"{name}/{n}"):
-            return None
-        kept = [np.asarray(reader.get(source, each)) for each in names]
-        shapes = [tuple(variable.shape) for variable in average.variables]
-        return kept if [value.shape for value in kept] == shapes else None
-
 
 def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequence[Any]) -> None:
     own = [[v.path, list(v.shape)] for v in weights]
-    written = info["weights"]
-    for i in range(max(len(own), len(written))):
-        mine = own[i] if i < len(own) else None
-        theirs = written[i] if i < len(written) else None
+    for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
             raise ConfigError(
                 f"A run goes on with the model it began with. Received: weight {i} is {mine}; in "
                 f"the checkpoint it is {theirs}. Build the same model, or pass another directory."
             )
-    rules = [rule_of(optimizer) for optimizer in optimizers]
+    rules = [_rule_of(optimizer) for optimizer in optimizers]
     if rules != info["rules"]:
         raise ConfigError(
             "A run goes on with the optimizer it began with. Received: "
