@@ -60,9 +60,8 @@ inline Bytes MakeData(DType dtype, size_t count, int rank, int seed = 0) {
   return bytes;
 }
 
-constexpr DType kAllTypes[] = {DType::kFloat32,  DType::kFloat64, DType::kFloat16,
-                               DType::kBfloat16, DType::kInt32,   DType::kInt64,
-                               DType::kInt8,     DType::kUint8};
+constexpr DType kAllTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBfloat16,
+                               DType::kInt32,   DType::kInt64,   DType::kInt8,    DType::kUint8};
 constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 
 }  // namespace testing
