@@ -110,3 +110,17 @@ def test_another_tensorflow_compiles_anew(tmp_path):
     first = compile_with("2.20.0")
     assert compile_with("2.20.0") == first
     assert compile_with("2.21.0") > first
+
+
+def test_progress_is_shown_while_files_are_compiled(tmp_path, capsys):
+    (tmp_path / "room").mkdir()
+    sources = [tmp_path / "room" / f"f{n}.cc" for n in range(3)]
+    for n, source in enumerate(sources):
+        source.write_text(f"int value_{n} = {n};\n")
+    native.compile_objects(sources, tmp_path / "o", "g++", [])
+    assert capsys.readouterr().err.splitlines() == [
+        "Compiling C++: 1 of 3 files",
+        "Compiling C++: 3 of 3 files",
+    ]
+    native.compile_objects(sources, tmp_path / "o", "g++", [])
+    assert capsys.readouterr().err == ""

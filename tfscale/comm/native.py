@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -247,20 +248,35 @@ def compile_objects(
         BuildError: The compiler refuses a file.
     """
     objects = [build_dir / s.parent.name / f"{s.stem}.o" for s in sources]
-
-    def compile_one(source: Path, target: Path) -> None:
+    outdated = []
+    for source, target in zip(sources, objects, strict=True):
         depends = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         command = [compiler, *flags, *depends, "-c", str(source), "-o", str(target)]
         # Headers of the system are not among the dependencies: their versions stand for them.
         key = f"{shlex.join(command)}\n{versions}"
         if not _is_current(target, key):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            run_quietly(command, f"Compiling {source.name}")
-            target.with_suffix(".cmd").write_text(key)
+            outdated.append((source, target, command, key))
+    numbers = itertools.count(1)
+
+    def compile_one(source: Path, target: Path, command: list[str], key: str) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run_quietly(command, f"Compiling {source.name}")
+        target.with_suffix(".cmd").write_text(key)
+        _show_progress(next(numbers), len(outdated))
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(compile_one, sources, objects))
+        list(pool.map(lambda words: compile_one(*words), outdated))
     return objects
+
+
+def _show_progress(n_done: int, n_files: int) -> None:
+    """Show how far compiling is: a line that changes on a terminal, elsewhere a few lines."""
+    text = f"Compiling C++: {n_done} of {n_files} files"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}" + ("\n" if n_done == n_files else ""))
+    elif n_done == n_files or n_done % 10 == 1:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def common_flags(sources: Path) -> list[str]:
