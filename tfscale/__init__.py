@@ -1,7 +1,8 @@
-"""tfscale: train one Keras model on many processes, communicating little and hiding the rest.
+"""tfscale: train one Keras model on many processes, overlapping communication with computation.
 
 Names are imported when they are first used, so that `tfscale run` and `tfscale doctor` start
-without TensorFlow. No module may have the name of a function here.
+without TensorFlow. A module of the package must not have the name of one of these functions:
+importing the module would replace the function.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class ExchangeError(RuntimeError):
 
 
 class exit_codes:
-    """Exit codes of training processes that say more than success (0) and failure (1).
+    """Exit codes of training processes besides success (0) and failure (1).
 
     Attributes:
         PREEMPTED: A checkpoint was written on request (SIGTERM): start the job again to resume.
@@ -41,20 +41,21 @@ BACKENDS = ("auto", "engine", "horovod", "single")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may set before `tfscale.init`.
+    """Settings that environment variables may change before `tfscale.init`.
 
     Attributes:
-        backend: TFSCALE_BACKEND. Who moves the bytes, one of `BACKENDS`.
+        backend: TFSCALE_BACKEND. Library that carries the messages, one of `BACKENDS`.
         stall_warning_s: TFSCALE_STALL_WARNING_S. Seconds after which a waiting collective is
             reported with its name and the missing ranks.
         stall_shutdown_s: TFSCALE_STALL_SHUTDOWN_S. Seconds after which it fails.
-        chunk_bytes: TFSCALE_CHUNK_BYTES. Piece in which long vectors travel and are summed.
-        window_bytes: TFSCALE_WINDOW_BYTES. Bytes of one plan under way at a time.
-        reduce_threads: TFSCALE_REDUCE_THREADS. Threads of a local sum; 0 takes the cores of the
-            host divided by its ranks, 4 at most.
+        chunk_bytes: TFSCALE_CHUNK_BYTES. Size of the pieces in which long vectors are sent and
+            summed.
+        window_bytes: TFSCALE_WINDOW_BYTES. Bytes of one plan that may be pending at a time.
+        reduce_threads: TFSCALE_REDUCE_THREADS. Threads that compute a local sum; 0 uses the cores
+            of the host divided by its ranks, 4 at most.
         pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
-        set_threads: TFSCALE_SET_THREADS. False leaves TensorFlow's thread numbers alone even
-            where several ranks share a host.
+        set_threads: TFSCALE_SET_THREADS. False keeps TensorFlow's numbers of threads even where
+            several ranks share a host.
         save_timeout_s: TFSCALE_SAVE_TIMEOUT_S. Seconds for which a rank that saves sharded state
             waits for the others to join.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.

@@ -1,4 +1,4 @@
-"""Atomic writes, digests, files of JSON lines and of findings."""
+"""Atomic file writes, digests, JSON-lines files and measurement results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ _BLOCK = 2**20
 
 
 def write_atomically(path: str | Path, content: bytes | str | Callable[[IO[bytes]], Any]) -> None:
-    """Write a file under another name, force it to the disk and rename it.
+    """Write a file under another name, flush it to the disk and rename it.
 
-    A process that is killed leaves the file that was there before, or none.
-
-    Args:
-        path: Where it appears, complete; its folder exists.
-        content: The bytes, text, or a function that is given the open file.
+    A process that is killed leaves the earlier file, or none. `content` may be a function that
+    writes to the open file; the folder must exist.
     """
     path = Path(path)
     aside = path.with_name(path.name + UNFINISHED)
@@ -43,7 +40,7 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[IO[bytes
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk, where the file system can."""
+    """Flush the entries of a folder to the disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -65,14 +62,14 @@ def sha256(content: bytes | Path) -> str:
 
 
 def append_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
-    """Add lines to a file, in a folder that is made if need be; NaN and infinity become null."""
+    """Append lines to a file and create its folder if need be; NaN and infinity become null."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(map(_line, records))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a file: none if it is missing, without a line that was cut short."""
+    """Return the records of a file, [] if it is missing; a line that was cut short is left out."""
     records: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError):
         for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -82,26 +79,23 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
-    """Replace a file by these records, atomically; its folder is made if need be."""
+    """Replace a file by these records, atomically; its folder is created if need be."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(map(_line, records)))
 
 
 def has_matplotlib() -> bool:
-    """Return whether pictures can be drawn."""
+    """Return whether matplotlib is installed, so that pictures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_findings(
     folder: str | Path, name: str, content: dict[str, Any], draw: Callable[[Path], None]
 ) -> None:
-    """Write `name`.json into a folder, which is made, and `name`.png if it can be drawn.
+    """Write `name`.json and, where matplotlib is installed, `name`.png into a folder.
 
-    Args:
-        folder: Where.
-        name: Of both files.
-        content: JSON. Numbers that are not finite become null.
-        draw: Called with the path of the picture.
+    The folder is created if need be; numbers that are not finite become null. `draw` is called
+    with the path of the picture.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

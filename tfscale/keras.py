@@ -39,7 +39,7 @@ from tfscale.optimizer.saving import load_model
 
 
 class _Elastic:
-    """Horovod's elastic module: names what to use instead."""
+    """Replacement of Horovod's elastic module; its errors name the alternative."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

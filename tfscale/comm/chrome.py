@@ -15,7 +15,7 @@ _STEPS = 0  # the row of steps; collectives pending together lie in rows 1, 2, .
 
 
 class Span(NamedTuple):
-    """Something a rank did, in ns."""
+    """A named time span on one rank; times in ns."""
 
     name: str
     begin: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A finished collective, in ns."""
+    """A finished collective; times in ns."""
 
     name: str
     posted: int
@@ -35,10 +35,10 @@ class Collective(NamedTuple):
 def rank_events(
     rank: int, spans: Iterable[Span] = (), collectives: Iterable[Collective] = ()
 ) -> list[dict[str, Any]]:
-    """Return the entries of one rank, whose times are those of rank 0.
+    """Return the trace entries of one rank, from times of rank 0's clock.
 
-    A collective is two bars: from posted to ended, and within it from started to ended. Spans that
-    overlap lie within one another.
+    A collective becomes two bars: from posted to ended, and inside it from started to ended. Spans
+    that overlap must be nested.
     """
     entries = [
         _metadata("process_name", rank, 0, f"rank {rank}"),
@@ -64,9 +64,9 @@ def write_trace(
     errors_ns: Iterable[float],
     origin_us: float | None = None,
 ) -> None:
-    """Write `rank_events` of all ranks, with the error of each one's clock.
+    """Write the entries of all ranks, and the error of each rank's clock.
 
-    Time 0 is `origin_us`, or the first entry.
+    Time 0 is `origin_us`, or the time of the first entry.
     """
     first = origin_us
     if first is None:
@@ -83,8 +83,8 @@ def write_trace(
 def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:
     """Merge the ranks' parts into `timeline.json` and remove them; return whether it was done.
 
-    With `n_ranks`, of the job whose parts they are, those of other ranks are left, as are all where
-    one is missing, which `tfscale report` merges later. Without, all that are there are merged.
+    With `n_ranks`, the size of the job, only parts of its ranks are merged, and none while one is
+    missing; `tfscale report` merges them later. Without it, all parts in the folder are merged.
     """
     folder = Path(directory)
     if n_ranks is None:
@@ -108,9 +108,9 @@ def part_path(folder: Path, rank: int) -> Path:
 
 
 def remove_stale_parts(folder: Path, n_ranks: int) -> None:
-    """Remove parts of ranks that a job does not have: a job that was killed has left them.
+    """Remove parts of ranks that this job does not have, left by a job that was killed.
 
-    All ranks of the job that begins may do so at once.
+    All ranks may call this at the same time.
     """
     for part in _parts(folder):
         if _rank_of(part) >= n_ranks:

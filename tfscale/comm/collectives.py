@@ -64,12 +64,12 @@ def _run(
 
     Args:
         kind: Name of the collective.
-        options: What must be equal on all ranks besides `kind` and the tensors.
+        options: Further values that must be equal on all ranks.
         tensors: Inputs.
         call: Group and label.
-        collective: Gets `tensors`; returns the outputs, and what `gradient` needs of them.
-        gradient: Gets that, a call for what it sends itself, and a gradient per output; returns
-            the gradients of `tensors`.
+        collective: Takes `tensors`; returns the outputs, and a value kept for `gradient`.
+        gradient: Takes the kept value, a call for its own collective and one gradient per output;
+            returns the gradients of `tensors`.
     """
 
     @tf.custom_gradient
@@ -90,11 +90,11 @@ _warned: set[str] = set()
 
 
 def _is_adjoint(gradient: str | None, what: str) -> bool:
-    """Return whether a gradient is the exact one.
+    """Return whether the exact gradient is asked for.
 
-    Horovod's is the mean over ranks of the output gradients where the adjoint is their sum: right
-    for a loss that every rank computes from the same gathered values, 1/size of the gradient of
-    the sum of losses that differ.
+    Horovod's gradient is the mean of the ranks' output gradients, the adjoint is their sum. The
+    mean is right for a loss that every rank computes from the same gathered values; for the sum of
+    losses that differ between ranks it is 1/size of the gradient.
     """
     if gradient not in (None, HOROVOD, ADJOINT):
         raise ConfigError(
@@ -244,9 +244,9 @@ def broadcast(
 
     Args:
         tensor: Tensor of any numeric dtype or bool; dtype and shape equal on all ranks.
-        root_rank: The rank whose tensor is sent: of the job, not within the process set.
+        root_rank: The rank whose tensor is sent, numbered in the job, not in the process set.
         gradient: "horovod" (the default): the root's gradient is the mean of all ranks' output
-            gradients, as Horovod's. "adjoint": their sum.
+            gradients, as in Horovod. "adjoint": their sum.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -276,7 +276,7 @@ def broadcast(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the process set have called this. Eager only.
+    """Return when all ranks of the process set have called this. Eager, main thread only.
 
     Collective: all ranks of the process set must call this, in the same order.
 
@@ -307,7 +307,7 @@ def allgather(
         tensor: Tensor of any numeric dtype or bool. The first dimension may differ between ranks
             and may be 0; a scalar counts as one row.
         gradient: "horovod" (the default): the mean of all ranks' output gradients for this rank's
-            rows, as Horovod's. "adjoint": their sum.
+            rows, as in Horovod. "adjoint": their sum.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -348,7 +348,7 @@ def grouped_allgather(
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        tensors: As many on all ranks.
+        tensors: Tensors, the same number on all ranks.
         gradient: See `allgather`.
         process_set: The ranks that take part.
         name: Name in logs and errors; each tensor's has a number.
@@ -381,8 +381,8 @@ def alltoall(
 
     Args:
         tensor: Tensor of shape [rows, ...]; rows may differ between ranks.
-        splits: Integers of shape [size]: how many rows each rank is sent, the first ones to rank
-            0. None sends equal parts.
+        splits: Integers of shape [size]: the number of rows sent to each rank, in rank order. None
+            sends equal parts.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
@@ -456,21 +456,21 @@ def reducescatter(
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        tensor: Tensor of shape [rows, ...], equal on all ranks. Where rows is no multiple of the
-            number of ranks, the first ranks receive one row more.
+        tensor: Tensor of shape [rows, ...], equal on all ranks. Where `rows` is not a multiple of
+            the number of ranks, the first ranks receive one row more.
         op: Average or Sum; Min, Max and Product without gradient.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
         gradient: "horovod" (the default): the output gradients of all ranks, times the factors,
-            times the number of ranks under Sum, as Horovod's. "adjoint": 1/size of that.
+            times the number of ranks under Sum, as in Horovod. "adjoint": 1/size of that.
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
     Returns:
-        Part r of the reduced rows, on the rank number r of the process set.
+        Part r of the reduced rows, on rank r of the process set.
 
     Raises:
-        ConfigError: A scalar, or an unknown op, gradient or dtype.
+        ConfigError: The tensor is a scalar, or the op, gradient or dtype is unknown.
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly, and not on the main thread.
     """
@@ -511,7 +511,7 @@ def grouped_reducescatter(
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        tensors: As many on all ranks.
+        tensors: Tensors, the same number on all ranks.
         op: See `reducescatter`.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
@@ -542,11 +542,11 @@ def grouped_reducescatter(
     ]
 
 
-# Sparse tensors: rows of a variable with their numbers.
+# Sparse tensors: rows of a variable and their indices.
 
 
 def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add up the rows that have the same number: the same sum with each index once."""
+    """Add up rows with equal indices, so that each index occurs once."""
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -555,15 +555,9 @@ def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 def allreduce_sparse(
     slices: tf.IndexedSlices, op: str, factors: Scaling, call: Call
 ) -> tf.IndexedSlices:
-    """Gather the rows of all ranks; together they are the sum, with each index once.
+    """Sum or average sparse tensors: gather the rows of all ranks, add up those of equal index.
 
-    Repeated rows are added up on each rank before they are sent (horovod#3328).
-
-    Args:
-        slices: This rank's rows; any number of them.
-        op: Average or Sum.
-        factors: Factors before and after the sum.
-        call: Group, label and handles.
+    Rows with equal indices are added up on each rank before they are sent (horovod#3328).
 
     Raises:
         ConfigError: The reduction has no sparse form.
@@ -585,7 +579,7 @@ def allreduce_sparse(
         return runtime.backend().allgather(rows, named)[0]
 
     if own.dense_shape is not None and tf.get_static_value(own.dense_shape) is None:
-        # Nothing is sent, but dimensions that are not known yet are compared.
+        # A tensor without elements: it only compares dimensions that are unknown while tracing.
         shape = tf.pad(own.dense_shape, [[1, 0]])
         gather("dense shape", tf.zeros(shape, tf.uint8))
     values, indices = gather("rows", own.values), gather("indices", own.indices)
@@ -607,9 +601,10 @@ def _dense_shape_terms(slices: tf.IndexedSlices) -> str:
 def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:
     """Return whether a dense allreduce is known to send fewer bytes than gathering the rows.
 
-    A rank sends its n rows to size - 1 others, or 2 * (size - 1) / size times the whole variable.
+    Gathering sends a rank's n rows to size - 1 others; a dense allreduce sends
+    2 * (size - 1) / size times the whole variable.
     """
-    if tf.executing_eagerly():  # only this rank's number is known then
+    if tf.executing_eagerly():  # the other ranks' numbers of rows are unknown
         return False
     n_rows, variable = slices.values.shape[0], slices.dense_shape
     n_all = tf.get_static_value(variable[0]) if variable is not None else None

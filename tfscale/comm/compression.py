@@ -1,4 +1,4 @@
-"""Dtypes on the wire."""
+"""Compression of tensors: the dtype that is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoneCompressor:
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor to send, and its own dtype; None where it is sent as it is."""
+        """Return the tensor to send and its own dtype, or None where it is not converted."""
         is_wide = tensor.dtype.is_floating and cls.wire and tensor.dtype.size > cls.wire.size
         return (tf.cast(tensor, cls.wire), tensor.dtype) if is_wide else (tensor, None)
 

@@ -19,7 +19,7 @@ _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
 
 
 def engine_text(message: str) -> str:
-    """Return the engine's sentence in TensorFlow's message; the whole message without one."""
+    """Return the engine's text within TensorFlow's message, or else the whole message."""
     found = _ENGINE_TEXT.search(message)
     # TensorFlow puts the node's name after the text of an op, on the same line.
     return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", found[2]) if found else message
@@ -56,7 +56,7 @@ JOIN = "join"
 
 @dataclass(frozen=True)
 class Header:
-    """What must be equal on all ranks, and what a joined rank needs to take part with zeros."""
+    """Description of a call, compared between ranks; joined ranks make their zeros from it."""
 
     kind: str  # name of the collective
     options: list[Any]  # reduction, root and the like
@@ -65,12 +65,12 @@ class Header:
     label: str = ""  # for messages only; may differ
 
     def describe(self) -> str:
-        """Return what a message shows of it."""
+        """Return the call as error messages show it."""
         tensors = ", ".join(f"{d}{s}" for d, s in zip(self.dtypes, self.shapes, strict=True))
         return f"{self.kind}({tensors}) {self.options or ''}".strip()
 
     def matches(self, other: Header) -> bool:
-        """Return whether two ranks call the same."""
+        """Return whether two ranks call the same collective."""
         return asdict(self) | {"label": ""} == asdict(other) | {"label": ""}
 
 
@@ -100,14 +100,14 @@ def agree(header: Header, group: Group) -> None:
     """Check that all members call the same collective; ranks that joined take part in sums.
 
     Raises:
-        ExchangeError: Some rank calls something else; on every rank, with the same text.
+        ExchangeError: A rank calls another collective; raised on every rank with the same text.
     """
     if group.size > 1:
         _common_header(exchange_headers(header, group), group)
 
 
 def _common_header(headers: list[Header], group: Group) -> Header:
-    """Return what all ranks call that have not joined; raises ExchangeError as `agree`."""
+    """Return the header of the ranks that have not joined; raises ExchangeError as `agree`."""
     active = [(r, h) for r, h in zip(group.ranks, headers, strict=True) if h.kind != JOIN]
     joined = [r for r, h in zip(group.ranks, headers, strict=True) if h.kind == JOIN]
     first_rank, first = active[0]
@@ -118,7 +118,7 @@ def _common_header(headers: list[Header], group: Group) -> Header:
                 f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
                 f"calls {other.describe()}."
             )
-    # A joined rank takes part with zeros, which is right in sums only.
+    # A joined rank contributes zeros, which is right in sums only.
     is_sum = first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name
     if joined and not is_sum:
         raise ExchangeError(
@@ -156,8 +156,9 @@ def join() -> int:
         The highest rank of those that joined last; the same on all ranks.
 
     Raises:
-        ExchangeError: Another rank calls something else than a sum or average, this is called
-            inside a tf.function, or steps of a distributed optimizer or tape were traced here.
+        ExchangeError: Another rank calls a collective other than a sum or average, `join` is called
+            inside a tf.function, or this process has traced steps of a distributed optimizer or
+            tape.
     """
     if not tf.executing_eagerly():
         raise ExchangeError(

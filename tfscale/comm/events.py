@@ -112,15 +112,14 @@ class Offset(NamedTuple):
 
 
 class ClockMap:
-    """Turns times of this rank into times of rank 0.
+    """Converts times of this rank's clock into times of rank 0's clock.
 
-    Ranks whose kernel is the same share a clock. For others the offset is measured, and measured
-    again, as clocks drift apart by some microseconds per second; between two measurements it is
-    interpolated.
+    Ranks on the same kernel share a clock. For others the offset is measured repeatedly, as clocks
+    drift apart by some microseconds per second, and interpolated between two measurements.
     """
 
     def __init__(self, is_shared: bool | None = None) -> None:
-        """Measure for the first time; None finds out whether all share a clock. Collective."""
+        """Measure for the first time; None compares the ranks' kernels. Collective."""
         if is_shared is None:
             kernels = objects.allgather_object(_kernel(), name="clock")
             is_shared = len(set(kernels)) == 1
@@ -151,11 +150,12 @@ class ClockMap:
 
 
 def measure_offset(gather: Gather, rank: int, clock: Callable[[], int]) -> Offset:
-    """Measure the offset to rank 0's clock as NTP does: both ways, the fastest message counts.
+    """Measure the offset to rank 0's clock as NTP does, from the fastest message in each direction.
 
     A message never arrives before it is sent, so the fastest from rank 0 bounds the offset on one
-    side and the fastest to rank 0 on the other. The middle is taken; half of the distance, which is
-    half of the least round trip, bounds the error. `gather` returns an array [rank, integer].
+    side and the fastest to rank 0 on the other. The offset is the middle of both bounds; its error
+    is at most half of their distance, which is the least round trip. `gather` returns an array
+    [rank, integer].
     """
     fastest: np.ndarray | None = None
     for _ in range(_N_ROUNDS):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-# Of the queues between the ranks of a host: 64 cells of 16 KiB for each, and their heads.
+# Queues between the ranks of a host: for each rank 64 cells of 16 KiB, and their headers.
 BYTES_PER_RANK = 1_060_000
 _NAMES = re.compile(r"/dev/shm/mpich_(?:shm|vci)_\w+|/tmp/hydra_hwloc_xmlfile_\w+")
 
@@ -36,7 +36,7 @@ def used_by(pids: Iterable[int]) -> set[str]:
 
 
 def remove(paths: Iterable[str]) -> None:
-    """Remove files of this user; those who have mapped one keep its memory until they end."""
+    """Remove files of this user; a process that has mapped one keeps its memory until it ends."""
     for path in paths:
         with contextlib.suppress(OSError):
             if os.lstat(path).st_uid == os.geteuid():

@@ -50,8 +50,8 @@ class BuildError(RuntimeError):
 def find_tool(name: str) -> str | None:
     """Return the path of MPI's `mpiexec` or `mpicxx`, or None where there is none.
 
-    This environment, virtual or of conda, comes first, then an MPI wheel's folder, then PATH. The
-    folder of any other Python, as /usr/bin, comes last: an MPI that was chosen since is on PATH.
+    The order is: this virtual or conda environment, installed MPI wheels, PATH. The folder of any
+    other Python, such as /usr/bin, comes last: an MPI that the user chose is on PATH.
     """
     own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
@@ -79,7 +79,7 @@ def installed_tensorflow() -> str | None:
 
 
 def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
-    """Return what the library in `folder` was built with, or None where there is no library."""
+    """Return the build record of the library in `folder`, or None where there is no library."""
     stamp = folder / STAMP_NAME
     if not (stamp.exists() and (folder / LIBRARY_NAME).exists()):
         return None
@@ -121,12 +121,12 @@ class Toolchain:
     mpicxx: str  # the wrapper from which the flags were read
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]  # rpaths included
-    mpi: str  # first line of what MPI_Get_library_version says
+    mpi: str  # first line of MPI_Get_library_version
 
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """The flags of one installed TensorFlow."""
+    """Version and build flags of the installed TensorFlow."""
 
     version: str
     compile_flags: tuple[str, ...]
@@ -232,17 +232,10 @@ def compile_objects(
     flags: Sequence[str],
     versions: str = "",
 ) -> list[Path]:
-    """Compile what is not up to date, as many files at once as there are cores.
+    """Compile outdated files in parallel, one per core; return all objects in order.
 
-    Args:
-        sources: C++ files.
-        build_dir: Folder for objects, dependency files and the commands used.
-        compiler: The C++ compiler.
-        flags: All flags; objects made with others are made again.
-        versions: Of what else goes in: TensorFlow, MPI, compiler. Likewise.
-
-    Returns:
-        The objects, in the order of `sources`.
+    An object is outdated if its source, a header, the flags, or `versions` (of TensorFlow, MPI and
+    compiler) changed since `build_dir` received it.
 
     Raises:
         BuildError: The compiler refuses a file.
@@ -291,9 +284,6 @@ def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
         output_dir: Folder for `libtfscale.so` and `build.json`.
         build_dir: Folder where objects are kept between builds.
         mpicxx: MPI's compiler wrapper; None finds one.
-
-    Returns:
-        The library's path.
 
     Raises:
         BuildError: Something is missing or does not compile.

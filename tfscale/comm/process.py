@@ -21,18 +21,19 @@ from types import TracebackType
 from tfscale import config
 from tfscale.config import ExchangeError
 
-# Path of the file in which a rank describes itself to the process beside it, see `RankStatus`.
+# Path of the file in which a rank reports its status to the process beside it
+# (`tfscale.launcher.rank_process`); see `RankStatus`.
 STATUS_VARIABLE = "TFSCALE_STATUS_FILE"
-# Name of the signal that the launcher passes on where ranks are to get SIGTERM, if it is another.
+# Name of the signal by which the launcher asks ranks to stop, if it is not SIGTERM.
 STOP_VARIABLE = "TFSCALE_STOP_SIGNAL"
-# Process id of a rank, and what tells its launch from others: its children inherit the launcher's
-# variables, and are no ranks.
+# Process id of a rank, and an identity of its launch: children of a rank inherit the launcher's
+# variables, but are not ranks.
 RANK_VARIABLE = "TFSCALE_RANK_PROCESS"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process: ranks in the job, and on this host where it says so."""
+    """Place of this process in the job, and on its host where the launcher states that."""
 
     rank: int  # in [0, size)
     size: int
@@ -47,10 +48,10 @@ def _integers(environ: Mapping[str, str], *names: str) -> list[int | None]:
 
 
 def discover(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the launcher of this process said.
+    """Return the place that the launcher gave this process; None for one started without launcher.
 
-    None for a process that was started by itself or by a rank. A batch script of Slurm has
-    SLURM_PROCID too but no step, and counts as started by itself.
+    A process that a rank started is not a rank. A Slurm batch script has SLURM_PROCID too, but no
+    step, and counts as started without a launcher.
     """
     pid, _, launch = environ.get(RANK_VARIABLE, "").partition(":")
     if pid not in ("", str(os.getpid())) and _connection(environ) in ("", launch):
@@ -78,7 +79,7 @@ def discover(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _connection(environ: Mapping[str, str]) -> str:
-    """Return what tells a launch from others; "" where its socket was not inherited."""
+    """Return an identity of the launch; "" where its socket was not inherited."""
     if "PMI_FD" in environ:
         with contextlib.suppress(OSError, ValueError):
             status = os.fstat(int(environ["PMI_FD"]))
@@ -109,12 +110,16 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-# States of a rank. "": tfscale.init has not returned. WAITING: it never will, for want of others.
-# ALONE: a job of its own, which may end as it likes. JOINED: the others count on it. LEAVING: its
-# program has ended or called shutdown, and waits for the others. LEFT: it has, and others failed
-# that could not continue without it. TOLD: it ends because communication failed, which another rank
-# may be the cause of. FINISHED: all have left the job together. RAISED: they have, while an
-# exception was on its way.
+# States of a rank:
+# "": tfscale.init has not returned.
+# WAITING: init gave up waiting for the other ranks.
+# ALONE: this process is a job of its own; its end concerns no other rank.
+# JOINED: the other ranks need this one.
+# LEAVING: the program has ended or called shutdown, and waits for the other ranks.
+# LEFT: the rank has left, and others failed because they still needed it.
+# TOLD: the rank ends because communication failed; another rank may be the cause.
+# FINISHED: all ranks have left the job together.
+# RAISED: as FINISHED, but this rank left while an exception was being handled.
 WAITING = "waiting"
 ALONE = "alone"
 JOINED = "joined"
@@ -124,7 +129,7 @@ TOLD = "told"
 FINISHED = "finished"
 RAISED = "raised"
 
-# Layout of the file; custom_ops/comm/status_file.h writes the place.
+# Layout of the file; custom_ops/comm/status_file.h writes the place (the last collective).
 _STATE_BYTES = 32
 _REQUEST_BYTES = 32
 _PLACE_BYTES = 448
@@ -135,12 +140,12 @@ _ERROR_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The last words of a rank: one of the states above, and texts that may be empty."""
+    """Contents of a rank's status file: one of the states above, and texts that may be empty."""
 
     state: str
     place: str = ""  # the last collective that was finished, and how often it had run
     error: str = ""  # traceback of the exception that ended the rank
-    # It was asked to save and stop, or has done so with all others: exit code 75 is to be believed.
+    # The rank was asked to save and stop, or did so with all others: exit code 75 is genuine.
     was_asked: bool = False
 
 
@@ -157,7 +162,7 @@ def path_of(descriptor: int) -> str:
 
 
 def read(descriptor: int) -> RankStatus:
-    """Return what a rank left in its file."""
+    """Return the status that a rank left in its file."""
 
     def text(n_bytes: int, offset: int) -> str:
         return os.pread(descriptor, n_bytes, offset).partition(b"\0")[0].decode(errors="replace")
@@ -172,25 +177,25 @@ def read(descriptor: int) -> RankStatus:
 
 @functools.cache
 def file_path() -> str:
-    """Return the path of this rank's file, or "" where no process stands beside it.
+    """Return the path of this rank's status file, or "" without a process beside this one.
 
-    The variable is taken out of the environment: children of this process are no ranks.
+    The variable is removed from the environment: children of this process are not ranks.
     """
     return config.take(STATUS_VARIABLE)
 
 
 def write_state(state: str) -> None:
-    """Note the state of this rank; does nothing where no process stands beside it."""
+    """Write the state of this rank to its status file, if it has one."""
     _write(state.encode().ljust(_STATE_BYTES, b"\0"), 0)
 
 
 def write_request() -> None:
-    """Note that this rank was asked to save and stop: its exit code 75 is to be believed."""
+    """Record that this rank was asked to save and stop, so that its exit code 75 is genuine."""
     _write(b"asked", _STATE_BYTES)
 
 
 def write_error(text: str) -> None:
-    """Note why this rank ends; the first text counts."""
+    """Write the reason why this rank ends; later texts are ignored."""
     path = file_path()
     with contextlib.suppress(OSError):
         if path and os.path.getsize(path) <= _ERROR:
@@ -201,7 +206,7 @@ def _write(data: bytes, offset: int) -> None:
     path = file_path()
     if not path:
         return
-    # The process beside this rank may have been killed; this rank ends in a moment then.
+    # The process beside this rank may have been killed; then this rank is about to end too.
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
         file.seek(offset)
         file.write(data)
@@ -220,10 +225,10 @@ _is_watching = False
 
 
 def watch_from_import() -> None:
-    """Take the launcher's variables, and end the job where a rank raises before `tfscale.init`.
+    """Read the launcher's variables, and end the job if a rank raises before `tfscale.init`.
 
-    The others would wait for it in `init`, and MPI's launchers do not mind a process that ends
-    before it has started MPI, but they end the job when one is killed.
+    The other ranks would wait for it in `init`: MPI's launchers ignore a process that exits before
+    it has started MPI, but they end the job when a process is killed.
     """
     file_path()  # before this process starts others
     environ = config.environment()
@@ -242,8 +247,9 @@ def end_job_on_error(
     Args:
         abort: Ends all processes of the job with an exit code; replaces the last one given. None
             lets this process end alone.
-        tell: Tells the other ranks why this one takes part in nothing any more; called where
-            communication failed, so that a rank that has left need not wait for this one.
+        tell: Sends the other ranks the reason why this one takes part in no further collective;
+            called when communication failed, so that a rank that is leaving does not wait for
+            this one.
     """
     global _abort, _tell, _is_watching
     _abort, _tell = abort, tell
@@ -253,7 +259,7 @@ def end_job_on_error(
     previous, process_id = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process_id or _abort is None:  # a forked child is no rank
+        if os.getpid() != process_id or _abort is None:  # a forked child is not a rank
             previous(kind, error, trace)
             return
         is_told = issubclass(kind, ExchangeError)
@@ -268,8 +274,8 @@ def end_job_on_error(
             sys.stderr.flush()
             os._exit(_FAILURE)  # The process beside this one shows the error, and ends the others.
         if is_told:
-            # Most likely another rank failed first. It ends this one in a moment, and its
-            # traceback, which says why, is to be the last one.
+            # Most likely another rank failed first. It is about to end this one, and its
+            # traceback, which shows the cause, should be the last one.
             time.sleep(_YIELD_S)
         previous(kind, error, trace)
         sys.stdout.flush()
@@ -282,10 +288,10 @@ def end_job_on_error(
 
 
 def _tell_others(why: str) -> None:
-    """Tell the other ranks that this one ends, and give them a moment to end before it."""
+    """Notify the other ranks that this one ends, and give them a moment to end before it."""
 
     def tell() -> None:
-        with contextlib.suppress(ExchangeError):  # as where the engine has been shut down
+        with contextlib.suppress(ExchangeError):  # for example, the engine was shut down
             if _tell is not None:
                 _tell(why)
 
@@ -299,10 +305,10 @@ def _kill_this_process(code: int) -> None:
 
 @contextlib.contextmanager
 def deadline_of_start(settings: config.Settings, what: str) -> Iterator[None]:
-    """Warn, and at last end this process, while the call `what` waits for other ranks to start.
+    """Warn, and finally end this process, while the call `what` waits for other ranks to start.
 
-    MPI waits in its own start-up for all ranks, without a limit, and some launchers let them wait
-    for one that ended before. Nothing can interrupt it but the end of this process.
+    MPI's start-up waits for all ranks without a limit, and under some launchers even for one that
+    has already ended. Only the end of this process interrupts it.
     """
     warning_s, shutdown_s = settings.stall_warning_s, settings.stall_shutdown_s
     text = f"{what} has waited %.0f s for ranks that did not call it yet, or ended before.%s"

@@ -148,13 +148,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 class _OwnProcessSet(ProcessSet):
-    """Made by tfscale, so that no user takes it out of use."""
+    """A set that tfscale made for itself: a program has no reference to remove it by."""
 
 
 def own_process_set(ranks: Sequence[int]) -> ProcessSet:
     """Return tfscale's own set of these ascending ranks, made once. Collective.
 
-    MPI has a limited number of communicators; the optimizers of a search share theirs.
+    MPI has a limited number of communicators, so the optimizers of a hyperparameter search share
+    one.
     """
     for known in known_process_sets():
         if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
@@ -193,7 +194,7 @@ _state: _State | None = None
 
 
 def enter(backend: Backend) -> None:
-    """Make a started backend that of this process's job."""
+    """Make a started backend the job of this process."""
     global _state
     _state = _State(backend)
     global_process_set.ranks, global_process_set.process_set_id = list(range(backend.size)), 0
@@ -209,7 +210,7 @@ def leave() -> None:
 
 
 def known_process_sets() -> list[Any]:
-    """Return the process sets of the job, to which others are added; `shutdown` ends them."""
+    """Return the job's list of process sets, to be extended; `shutdown` ends them."""
     return _current().process_sets
 
 
@@ -243,7 +244,7 @@ def world() -> Group:
 
 
 def count_given_up() -> None:
-    """Note a step that was given up before any collective of it was called."""
+    """Count a step that was given up before it called a collective."""
     _current().n_refused += 1
 
 
@@ -253,7 +254,7 @@ def num_given_up() -> int:
 
 
 def start_incarnation() -> None:
-    """Separate what follows from what is left of a step that was given up. Collective."""
+    """Separate later collectives from those left of a step that was given up. Collective."""
     state = _current()
     state.incarnation += 1
     state.n_refused = 0

@@ -33,9 +33,9 @@ def init(
     again does nothing.
 
     Args:
-        comm: The ranks of the job: None for all processes, an mpi4py communicator, or a list of the
-            world's ranks (only these may call; the others start MPI too, as by importing
-            mpi4py's MPI, since it starts on all processes together).
+        comm: The ranks of the job: None for all processes, an mpi4py communicator, or a list of
+            ranks of MPI's world. Only these ranks may call `init`; the others must start MPI too,
+            for example by importing mpi4py's MPI, as it starts on all processes together.
         process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
             later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
@@ -77,7 +77,7 @@ def init(
 
 
 def require_size(launch: Launch | None, size: int) -> None:
-    """Raise ExchangeError where a job of `size` ranks has not all processes of its launcher."""
+    """Raise ExchangeError unless the job has as many ranks as its launcher started processes."""
     if launch is not None and launch.size != size:
         raise ExchangeError(
             f"All processes of a launcher must find each other. Received: {launch.size} of them, "
@@ -104,7 +104,7 @@ def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the job when the program ends; where others never come, end it as by an error."""
+    """Leave the job when the program ends; if that fails, end it as an uncaught error does."""
     backend = runtime.backend() if runtime.is_initialized() else None
     try:
         shutdown()
@@ -117,11 +117,11 @@ def _leave_at_exit() -> None:
 def shutdown() -> None:
     """Leave the job; waits until all ranks do (engine). A second call does nothing.
 
-    Horovod does not wait: what other ranks exchange afterwards fails there.
+    Horovod does not wait: later collectives of other ranks fail.
 
     Raises:
-        ExchangeError: A rank does not come, and gives no sign of life for the time of
-            TFSCALE_STALL_SHUTDOWN_S.
+        ExchangeError: A rank does not leave, and shows no activity for TFSCALE_STALL_SHUTDOWN_S
+            seconds.
     """
     if not runtime.is_initialized() or runtime.is_forked():
         return
@@ -151,9 +151,9 @@ class Machine:
 def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine: Machine) -> str:
     """Return the backend of this process: `name` unless it is "auto".
 
-    Then it is "single" where there are no other processes (`is_parallel`); "horovod" under
-    `horovodrun --gloo`, where there is no MPI, and where a host's ranks have GPUs of their own and
-    NCCL can connect them; "engine" else.
+    "auto" chooses "single" without other processes (`is_parallel` is False), "horovod" under
+    `horovodrun --gloo`, which has no MPI, or where the ranks of a host have GPUs of their own that
+    NCCL can connect, and "engine" otherwise.
 
     Raises:
         ConfigError: `horovodrun --gloo` started this process and Horovod is not installed.
@@ -176,8 +176,8 @@ def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine:
 def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:
     """Return the number of a rank's GPU among those that its process sees.
 
-    None where nothing is to be chosen: a rank alone on its host keeps all, and one GPU (a launcher
-    may show each rank its own only) or none leaves no choice.
+    None without a choice: a rank alone on its host keeps all GPUs, and a process may see one GPU
+    (some launchers show each rank only its own) or none.
     """
     return local_rank % n_gpus if local_size > 1 and n_gpus > 1 else None
 
@@ -212,7 +212,7 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
             _require_shared_memory(discover(config.environment()))
             backend = EngineBackend(settings, _fortran_handle(comm))
             n_cores = backend.n_cores
-            # All ranks have opened them; so nothing is left of a job that is killed.
+            # All ranks have opened the files: removed now, none is left if the job is killed.
             mpi_files.remove(mpi_files.used_by([os.getpid()]))
     if settings.set_threads and backend.local_size > 1:
         _limit_threads(n_cores)
@@ -229,7 +229,7 @@ def _require_shared_memory(launch: Launch | None) -> None:
     """Refuse to start MPICH where the ranks of a host would die of SIGBUS in /dev/shm."""
     if launch is None or launch.launcher != "mpich" or (launch.local_size or 1) < 2:
         return
-    # The first rank asks for all; for the others these have begun to take their part.
+    # The first rank checks the space for all; the others only their own, as part of it is taken.
     n_ranks = launch.local_size if launch.local_rank == 0 else 1
     needed, free = (n_ranks or 1) * mpi_files.BYTES_PER_RANK, mpi_files.free_bytes()
     if free < needed:
@@ -277,8 +277,8 @@ def _fortran_handle(comm: Any) -> int:
     if comm is None:
         return -1
     if isinstance(comm, list):
-        # The library brings the MPI that it is linked with: mpi4py takes what is loaded, and finds
-        # none by itself in an environment that has MPI's libraries elsewhere.
+        # Load the library's MPI first: mpi4py uses an MPI that is loaded, and finds none by itself
+        # in an environment that has MPI's libraries elsewhere.
         load()
         from mpi4py import MPI
 

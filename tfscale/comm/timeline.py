@@ -27,7 +27,7 @@ _DRAIN_S = 2.0  # the engine keeps 65,536 collectives
 
 
 class _Recording:
-    """What this rank has seen since the timeline began."""
+    """A timeline of this rank that is being recorded."""
 
     def __init__(self, path: Path, is_automatic: bool) -> None:
         """Begin to record. Collective."""
@@ -82,8 +82,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Write the timeline of all ranks into one file. Collective: all ranks must call this.
 
-    All times are those of rank 0's clock; `clock_error_us` in the file says how far off those of
-    other hosts may be.
+    All times are those of rank 0's clock; `clock_error_us` in the file bounds the error of times
+    from other hosts.
 
     Raises:
         ExchangeError: No timeline is being recorded.
@@ -117,8 +117,8 @@ def start_automatic(directory: str) -> None:
 def write_part() -> Path | None:
     """Write this rank's part of the job's timeline, before it leaves; return the folder.
 
-    Not collective: a rank may leave while others train, which must learn of it. None without such
-    a timeline, and where it cannot be written.
+    Not collective: a rank may leave while others still train, and they must be notified. Returns
+    None without such a timeline, or if it cannot be written.
     """
     global _recording
     recording, _recording = _recording, None

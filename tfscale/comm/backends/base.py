@@ -18,7 +18,7 @@ from tfscale.plan.segments import SegmentedBucket
 
 
 class ReduceOp(enum.IntEnum):
-    """How values of several ranks become one. The numbers are those of the C++ engine."""
+    """Reduction of values over ranks, numbered as in the C++ engine."""
 
     SUM = 0
     MIN = 1
@@ -27,7 +27,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class MarkKind(enum.IntEnum):
-    """Why a rank takes part in no further step for now. The numbers are those of the engine."""
+    """Reason why a rank takes part in no further step for now, numbered as in the C++ engine."""
 
     EPOCH_END = 0
     STOP = 1
@@ -40,7 +40,7 @@ class Group:
 
     id: int  # equal on all ranks; 0 is the group of all
     ranks: tuple[int, ...]  # members in ascending order
-    rank: int  # this process's place among the members, or -1 if it is none
+    rank: int  # this process's place among the members, or -1 if it is not a member
 
     @property
     def size(self) -> int:
@@ -60,8 +60,8 @@ class Call:
             function run in the order in which they were traced.
         stream: Collectives of one function and stream start in the order of tracing; those of
             different streams do not wait for each other. "" separates gradients from calls.
-        names: Of the tensors, where each has one: an error says which differs between ranks.
-        terms: What else must be equal on all ranks.
+        names: Names of the tensors, if each has one; errors name the one that differs.
+        terms: Text that must be equal on all ranks, besides the tensors' dtypes and shapes.
     """
 
     group: Group
@@ -80,7 +80,7 @@ class Scaling:
     postscale: float = 1.0
 
     def terms(self, reduction: str) -> str:
-        """Return what must be equal on all ranks that take part in a reduction."""
+        """Return the text that must be equal on all ranks of a reduction."""
         return f"{reduction} (factors {float(self.prescale)} and {float(self.postscale)})"
 
 
@@ -92,16 +92,16 @@ def raw_variable(variable: Any) -> Any:
 class Backend(Protocol):
     """Moves tensors between ranks. Collective: all members call the same, in the same order.
 
-    The bodies below are those of a backend without a thread of its own: nothing is pending after
-    a call returns, nothing is recorded, and no rank hears that another stops. Each backend defines
-    the methods that have none.
+    The default methods suit a backend without a thread of its own: nothing is pending after a call
+    returns, nothing is recorded, and a rank does not learn that another stops. Each backend defines
+    the methods that have no body here.
     """
 
     name: str  # "engine", "horovod" or "single"
-    # A waiting rank learns of another's mark; without, ranks ask each other before each step.
+    # Whether a waiting rank learns of another's mark; if not, ranks ask each other in each step.
     has_marks: bool
-    records_events: bool = False  # when collectives are posted, start and end
-    libraries: tuple[str, ...] = ()  # below it, that carry messages: "mpi", "gloo"
+    records_events: bool = False  # the times when collectives are posted, start and end
+    libraries: tuple[str, ...] = ()  # that carry its messages: "mpi", "gloo"
     thread_level: int = 0  # of MPI: 2 is SERIALIZED, 3 MULTIPLE; 0 without MPI
     rank: int
     size: int
@@ -155,15 +155,15 @@ class Backend(Protocol):
         layout: SegmentedBucket,
         call: Call,
     ) -> None:
-        """Begin to give variables the values that the members' pieces make up; do not wait.
+        """Start gathering the members' pieces into the variables, without waiting.
 
-        Readers of a variable must wait first, by `await_variables`, as `optimizer.futures` does. A
+        Readers of a variable must call `await_variables` first, as `optimizer.futures` does. A
         failed gather leaves the values as they are, and readers get its error.
 
         Args:
-            pieces: This member's, as `layout.pieces` of its rank in the group names them.
+            pieces: This member's pieces, those that `layout.pieces` returns for its group rank.
             variables: One per entry of `layout.indices`.
-            layout: How the variables are cut; equal on all members.
+            layout: The cuts of the variables; equal on all members.
             call: Group and label.
         """
         self.gather_and_assign(pieces, variables, layout, call)
@@ -175,7 +175,7 @@ class Backend(Protocol):
         layout: SegmentedBucket,
         call: Call,
     ) -> None:
-        """Do what `post_gather` does where nothing may stay pending: wait, then assign."""
+        """Gather the members' pieces into the variables, and wait for them."""
         flat = [tf.reshape(piece, [-1]) for piece in pieces]
         own = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
         gathered, _ = self.allgather(own, call)
@@ -186,7 +186,7 @@ class Backend(Protocol):
                 parts[piece.variable].append(gathered[begin : begin + piece.count])
                 begin += piece.count
         raw = [raw_variable(v) for v in variables]
-        # A gather posted before would give the variables its values after these.
+        # A pending gather would overwrite these values later.
         self.await_variables([v.handle for v in raw], is_write=True)
         for index, shape, variable in zip(layout.indices, layout.shapes, raw, strict=True):
             if math.prod(shape) > 0:
@@ -195,13 +195,13 @@ class Backend(Protocol):
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
         """Wait until no gather of the variables with these handles is pending; from any thread.
 
-        Raises the OpError of the last gather, if it failed or was given up. With `is_write` they
-        get other values next, so that error is forgotten.
+        Raises the OpError of the last gather, if it failed or was given up. With `is_write` the
+        variables are overwritten next, so the error is dropped.
         """
         return
 
     def num_pending(self) -> int:
-        """Return of how many variables a gather is pending."""
+        """Return the number of variables with a pending gather."""
         return 0
 
     def drain(self) -> None:
@@ -212,7 +212,7 @@ class Backend(Protocol):
         """Make a group known; called by all ranks. Returns its id."""
 
     def mark(self, kind: MarkKind) -> None:
-        """Tell the others that this rank takes part in no further step for now."""
+        """Notify the other ranks that this one takes part in no further step for now."""
         return
 
     def num_given_up(self) -> int:
@@ -220,7 +220,7 @@ class Backend(Protocol):
         return 0
 
     def start_incarnation(self, number: int) -> None:
-        """Separate what comes from what is left of a step that was given up."""
+        """Separate later collectives from those left of a step that was given up."""
         return
 
     def clock_ns(self) -> int:
@@ -228,13 +228,13 @@ class Backend(Protocol):
         return time.monotonic_ns()
 
     def event_array(self) -> np.ndarray:
-        """Return collectives and stamps that ended since the last call, as `Event` records."""
+        """Return the collectives and stamps that ended since the last call, as `Event` records."""
         return np.zeros(0)
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Record, each time the function runs, when it has updated the variables.
+        """Record, each time the function runs, the time when it has updated the variables.
 
-        `handles` are theirs; `plan` is one of the function's, and `slot` is negative.
+        `handles` are those of the variables, `plan` is a plan of the function, `slot` is negative.
         """
         return
 
@@ -243,26 +243,26 @@ class Backend(Protocol):
         return ""
 
     def graph_of(self, plan: int) -> tf.Graph | None:
-        """Return the function graph a plan belongs to, if it is still in use."""
+        """Return the function graph of a plan, if it is still in use."""
         return None
 
     def abort(self, code: int) -> None:
         """End all processes of the job. Does not return."""
 
     def fail(self, why: str) -> None:
-        """Tell the other ranks, where they can hear it, that this one takes part in no more."""
+        """Notify the others, if possible, that this rank takes part in no further collective."""
         return
 
     def close(self) -> bool:
-        """Leave the job; return whether all ranks left together and could do so without this one.
+        """Leave the job; return whether all ranks left together, none still needing this one.
 
         The engine waits for all ranks, unless communication has failed, and raises ExchangeError
-        where one does not come and gives no sign of life.
+        if a rank does not leave and shows no activity.
         """
 
 
 class SingleBackend(Backend):
-    """A job with one rank: no thread, no MPI; results are the inputs, scaled where asked for."""
+    """A job with one rank, without thread or MPI; results are the inputs, scaled if requested."""
 
     name = "single"
     has_marks = True

@@ -25,7 +25,7 @@ _WORLD = -1  # instead of the Fortran handle of a communicator
 _MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
 _EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
 _STDERR = 2
-# Of the real-time signals, which Python and launchers leave alone, none that glibc uses itself.
+# A real-time signal, which Python and launchers do not use, and not one of those glibc uses.
 _STACK_SIGNAL = signal.SIGRTMAX - 6
 
 
@@ -134,8 +134,8 @@ def load() -> Library:
 def show_on_signal() -> int:
     """Let a signal write the Python stacks of all threads to stderr; return its number.
 
-    The engine sends it to ranks for which others wait. The handler is C code that needs no lock of
-    the interpreter, so it also works while the main thread is in a call that never returns.
+    The engine sends it to ranks for which others wait. The handler is C code that does not need
+    the interpreter's lock, so it works even while the main thread is in a call that never returns.
     """
     faulthandler.register(_STACK_SIGNAL, file=_STDERR, all_threads=True)
     return int(_STACK_SIGNAL)
@@ -273,7 +273,7 @@ class EngineBackend(Backend):
         layout: SegmentedBucket,
         call: Call,
     ) -> None:
-        """Begin to give variables the values that the members' pieces make up; do not wait."""
+        """Start gathering the members' pieces into the variables, without waiting."""
         raw = [raw_variable(v) for v in variables]
         if any("GPU" in v.device.upper() for v in raw):
             self.gather_and_assign(pieces, raw, layout, call)
@@ -293,11 +293,11 @@ class EngineBackend(Backend):
         )
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables is pending; any thread, any time."""
+        """Wait until no gather of the variables is pending; from any thread."""
         self._ops.tfscale_await(variables=list(handles), is_write=is_write)
 
     def num_pending(self) -> int:
-        """Return of how many variables a gather is pending."""
+        """Return the number of variables with a pending gather."""
         return self._library.call("num_pending")
 
     def drain(self) -> None:
@@ -309,7 +309,7 @@ class EngineBackend(Backend):
         return self._library.call("add_group", (ctypes.c_int * len(ranks))(*ranks), len(ranks))
 
     def mark(self, kind: MarkKind) -> None:
-        """Tell the others that this rank takes part in no further step for now."""
+        """Notify the other ranks that this one takes part in no further step for now."""
         self._library.call("mark", int(kind))
 
     def num_given_up(self) -> int:
@@ -317,7 +317,7 @@ class EngineBackend(Backend):
         return self._library.call("num_given_up")
 
     def start_incarnation(self, number: int) -> None:
-        """Separate what comes from what is left of a step that was given up."""
+        """Separate later collectives from those left of a step that was given up."""
         self._library.call("start_incarnation", number)
 
     def take_events(self) -> list[Event]:
@@ -326,12 +326,12 @@ class EngineBackend(Backend):
         return [Event.from_buffer_copy(event) for event in events[events["slot"] >= 0]]
 
     def event_array(self) -> np.ndarray:
-        """Return what `take_events` does, and stamps, with the fields of an `Event`."""
+        """Return the collectives and stamps that ended since the last call, as `Event` records."""
         taken = self._library.call("take_events", self._events, len(self._events))
         return np.frombuffer(self._events, np.dtype(Event), taken).copy()
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Record, each time the function runs, when it has updated the variables."""
+        """Record, each time the function runs, the time when it has updated the variables."""
         self._ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)
 
     def slot_name(self, plan: int, slot: int) -> str:
@@ -339,7 +339,7 @@ class EngineBackend(Backend):
         return self._slots.name(plan, slot)
 
     def graph_of(self, plan: int) -> tf.Graph | None:
-        """Return the function graph a plan belongs to, if it is still in use."""
+        """Return the function graph of a plan, if it is still in use."""
         return self._slots.graph_of(plan)
 
     def clock_ns(self) -> int:
@@ -351,7 +351,7 @@ class EngineBackend(Backend):
         self._library.call("abort", code)
 
     def fail(self, why: str) -> None:
-        """Tell the other ranks that this one takes part in no further collective."""
+        """Notify the other ranks that this one takes part in no further collective."""
         self._library.call("fail", why.encode())
 
     def close(self) -> bool:

@@ -19,7 +19,7 @@ from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Scalin
 from tfscale.comm.backends.slots import COUNT, EAGER, Slots
 from tfscale.config import ConfigError, ExchangeError, Settings
 
-# What its data ops take; other types travel as bytes.
+# Dtypes that Horovod's data ops accept; others are sent as bytes.
 _MOVABLE = (
     *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64),
     *(tf.float16, tf.float32, tf.float64, tf.bool),
@@ -44,9 +44,9 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def nan_flag(tensor: tf.Tensor, op: ReduceOp) -> tf.Tensor:
-    """Return a number per element that stays visible in the extreme if any rank has NaN there.
+    """Return a flag per element that survives the minimum or maximum if a rank has NaN there.
 
-    The libraries below Horovod differ in what the extreme of NaN and a number is.
+    The libraries that Horovod uses disagree on the minimum and maximum of NaN and a number.
     """
     if not tensor.dtype.is_floating:
         return tf.zeros([1], tensor.dtype)
@@ -67,13 +67,13 @@ def to_wire(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def from_wire(moved: tf.Tensor, like: tf.Tensor, rows: Any) -> tf.Tensor:
-    """Return what moved in the type of `like`, and its shape but for the number of rows."""
+    """Return a received tensor in the dtype and, except for the rows, the shape of `like`."""
     value = moved if like.dtype in _MOVABLE else tf.bitcast(moved, like.dtype)
     return tf.ensure_shape(value, tf.TensorShape(rows).concatenate(like.shape[1:]))
 
 
 def checked_splits(splits: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return splits as Horovod takes them, checked: it would drop rows that no split names."""
+    """Return splits as int32, checked: Horovod would drop rows that belong to no split."""
     counts = tf.cast(splits, tf.int32)
     text = "splits must be 0 or more and add up to the tensor's rows. Received: splits, rows"
     rows = tf.shape(tensor)[0]
@@ -122,10 +122,11 @@ class NamedOps:
 
         Args:
             call: Group and label. Without `after` it waits for the calls traced before it.
-            inputs: Tensors; integers that only say how much is sent (splits) included.
+            inputs: Tensors, including integers that describe the amount sent (splits).
             start: Makes the op.
-            terms: What else must be equal on all ranks, as `call.terms`. It becomes part of the
-                name: Horovod names the ranks that miss an op of this name, and gives up in time.
+            terms: Further text that must be equal on all ranks, like `call.terms`. It becomes part
+                of the name: Horovod reports the ranks without an op of this name, and gives up
+                after its time limit.
 
         Raises:
             PlanError: An eager collective is called outside of the main thread.
@@ -147,14 +148,13 @@ class NamedOps:
 
 
 def _unknown_until_run(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor, without a copy, as one that TensorFlow cannot know ahead.
+    """Return the tensor, without a copy, as one that TensorFlow cannot fold into a constant.
 
-    What depends on constants alone is computed while a function is made ready to run. A rank that
-    owns nothing of a bucket would gather its constant nothing there, before its first step, and
-    wait for ranks whose gather is part of the step, which this rank then never begins. Control
-    edges and PlaceholderWithDefault do not prevent it, nor does a shape, which TensorFlow infers.
-    A slice that begins where a stateful op says does. Random ops are stateful and yet not chained
-    in the order of tracing, which would end overlap.
+    TensorFlow computes ops on constants before a function runs. A rank that owns no part of a
+    bucket would start the gather of its empty constant there and wait for ranks whose gather is
+    part of a step, which this rank then never begins. Control edges, PlaceholderWithDefault and
+    dynamic shapes do not prevent this; a slice whose begin comes from a stateful op does. A random
+    op is stateful, but not chained in the order of tracing, so overlap remains.
     """
     with tf.device("CPU:0"):
         no_dimensions = tf.zeros([0], tf.int32)
@@ -167,13 +167,13 @@ def _unknown_until_run(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _marker() -> tf.Operation:
-    """Make a small stateful op: TensorFlow keeps those, in the order of tracing."""
+    """Make a small stateful op: TensorFlow keeps stateful ops, in the order of tracing."""
     with tf.device("CPU:0"):
         return tf.timestamp().op
 
 
 def _keep(tensor: tf.Tensor) -> None:
-    """Let a stateful op read one number of a tensor: after a control edge alone it is dropped."""
+    """Let a stateful op read one number of a tensor: with a control edge alone it is dropped."""
     first = tf.reshape(tensor, [-1])[:1]
     with tf.device("CPU:0"):
         tf.raw_ops.Assert(condition=tf.timestamp() > 0, data=[first], summarize=1)
@@ -183,7 +183,7 @@ logger = logging.getLogger("tfscale")
 
 # Horovod's numbers: 0 is its average, 2 Adasum.
 _REDUCE_OPS = {ReduceOp.SUM: 1, ReduceOp.MIN: 3, ReduceOp.MAX: 4, ReduceOp.PRODUCT: 5}
-# Its factors are float32 attributes, too coarse for float64: we scale ourselves.
+# Horovod's factors are float32 attributes, too coarse for float64: tensors are scaled here.
 _UNSCALED = {"prescale_factor": 1.0, "postscale_factor": 1.0}
 
 
@@ -226,7 +226,7 @@ class HorovodBackend(Backend):
             ConfigError: There is no MPI, which `comm` needs.
             ExchangeError: Horovod is missing or cannot start.
         """
-        # In whole seconds; Horovod never gives up if it is to give up before it warns.
+        # In whole seconds. Horovod never gives up if this limit is not above that of the warning.
         is_limited = math.isfinite(settings.stall_shutdown_s)
         give_up_s = max(2, round(settings.stall_shutdown_s)) if is_limited else sys.maxsize >> 32
         warn_s = max(1, min(round(settings.stall_warning_s), give_up_s - 1))
@@ -256,14 +256,14 @@ class HorovodBackend(Backend):
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
-        # MULTIPLE where Horovod says that others may call MPI.
+        # 3 is MULTIPLE, where Horovod allows other threads to call MPI.
         self.thread_level = 3 if "mpi" in self.libraries and hvd.mpi_threads_supported() else 0
         if self.rank == 0:
             logger.info(
                 "Horovod moves the bytes: ranks ask each other before each step, and what the "
                 "engine may post past the end of a step is waited for in the step."
             )
-        # Horovod refuses a set it knows already; two of our groups may then share one.
+        # Horovod refuses a set that it knows already, so two groups may share one.
         self._sets: dict[tuple[int, ...], int] = {tuple(range(self.size)): 0}
         self._groups: list[int] = [0]
 
@@ -322,7 +322,7 @@ class HorovodBackend(Backend):
     ) -> tf.Tensor:
         """Reduce and keep this member's part of the rows.
 
-        Horovod scatters sums only; of an extreme or a product each member keeps its rows.
+        Horovod scatters sums only; other reductions are allreduced, and each member keeps its rows.
         """
         if op is not ReduceOp.SUM:
             reduced = self.allreduce([tensor], call, op, scaling)[0]

@@ -15,7 +15,7 @@ from tfscale.comm.backends.base import Call
 from tfscale.config import ExchangeError, PlanError
 
 EAGER = -1
-COUNT = re.compile(r"_\d+(?=\W|_|$)")  # of layers, optimizers and functions of the process
+COUNT = re.compile(r"_\d+(?=\W|_|$)")  # number that a process appends to repeated names
 
 
 class Position(NamedTuple):
@@ -49,7 +49,7 @@ class Slots:
 
         Args:
             call: Group and label.
-            kind: Name of the collective with what must be equal on all ranks besides the tensors.
+            kind: Name of the collective, with further text that must be equal on all ranks.
             tensors: Its inputs; dtypes and static shapes become part of the fingerprint.
 
         Raises:
@@ -100,7 +100,7 @@ class Slots:
 
 
 def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
-    """Return what must be equal on all ranks: with names of tensors, a line for each of them."""
+    """Return the text that must be equal on all ranks, with a line for each named tensor."""
     kind = f"{kind} {call.terms}" if call.terms else kind
     inputs = [f"{t.dtype.name}{t.shape}" for t in tensors]
     if call.names and tensors:
@@ -113,5 +113,5 @@ def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
 
 
 def rows_of(tensor: tf.Tensor) -> str:
-    """Return what must be equal on all ranks of rows, whose number may differ."""
+    """Return the text that must be equal on all ranks where the number of rows may differ."""
     return f"rows of {tensor.dtype.name}{tensor.shape[1:]}"
