@@ -1,1 +1,1 @@
-"""What keeps the ranks of one `fit` together: before it, in each step, and at its end."""
+"""Coordination of the ranks in one `fit`: before it, in each step, and at its end."""

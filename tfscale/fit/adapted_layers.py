@@ -1,4 +1,4 @@
-"""Layers that were adapted to data before training, and compute with constants made of it."""
+"""Layers that are adapted to data before training: Normalization and lookup layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfscale.internals.keras import layers_of, lookup_layer, state_of
 
 
 def settle(model: keras.Model) -> None:
-    """Let Normalization layers compute with what was assigned to their variables. Collective.
+    """Let Normalization layers use the values assigned to their variables. Collective.
 
-    They compute with constants that `adapt` and loading a file make of the variables, assigning
-    does not, and that steps traced before hold.
+    These layers compute with constants, which `adapt` and loading a file derive from the variables.
+    Assigning to the variables does not update them, and steps traced before contain the old ones.
     """
     trace_together(model, objects.allgather_object(refresh(model), name="adapted layers"))
 
@@ -28,9 +28,10 @@ def refresh(model: keras.Model) -> bool:
 
 
 def trace_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
-    """Drop traced functions if any rank's layers have changed: collectives are numbered by trace.
+    """Drop traced functions on all ranks if any rank's layers have changed.
 
-    `has_changed` is what `refresh` returned on each rank.
+    Collectives are numbered in the order of tracing, so all ranks must trace again together.
+    `has_changed` holds the result of `refresh` on each rank.
     """
     if any(has_changed):
         model.test_function = model.predict_function = None
@@ -39,12 +40,12 @@ def trace_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
 
 
 def statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of Normalization layers, which no step changes."""
+    """Return the variables of Normalization layers; training steps do not change them."""
     return [v for layer in _normalizations(model) for v in state_of(layer)]
 
 
 def vocabularies(model: keras.Model) -> list[str]:
-    """Return a text for each vocabulary and each list of boundaries that layers look up."""
+    """Return a short text for each vocabulary and each list of bin boundaries of the layers."""
     layers = layers_of(model)
     inner = {id(lookup_layer(layer)) for layer in layers}
     return [_describe(layer) for layer in layers if id(layer) not in inner and _looks_up(layer)]
@@ -75,9 +76,9 @@ def _describe(layer: Any) -> str:
     if isinstance(layer, keras.layers.Discretization):
         entries = list(layer.bin_boundaries or ())
     else:
-        # Not `get_vocabulary`, which needs entries that are UTF-8.
+        # Not `get_vocabulary`: it requires UTF-8 entries.
         table = (lookup_layer(layer) or layer).lookup_table
-        parts = table.export() if int(table.size()) else ()  # one that is empty may not exist yet
+        parts = table.export() if int(table.size()) else ()  # an empty table may not exist yet
         entries = sorted(zip(*(part.numpy().tolist() for part in parts), strict=True))
     digest = hashlib.blake2b(repr(entries).encode(), digest_size=4).hexdigest()
     return f"{type(layer).__name__} with {len(entries)} entries ({digest})"

@@ -1,4 +1,4 @@
-"""Compare what must be equal on the ranks of a `fit` when it begins, and warn of what should be."""
+"""Compare the ranks of a `fit` when it begins: data, steps, callbacks, model and optimizer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
-_SILENT = ("Callback", "RankZero")  # a rank may have more of these
+_SILENT = ("Callback", "RankZero")  # not compared: ranks may have different numbers of these
 _LOADING = {"Synchronize", "Checkpoint"}  # these set the learning rate of all ranks
-_EQUALISING = {"Synchronize", "ConsistencyCheck", "ParameterAveraging"}  # or compare later
+_EQUALISING = {"Synchronize", "ConsistencyCheck", "ParameterAveraging"}  # make equal or compare
 _NOT_BUILT = "not built"
 _PROBED_BYTES = 1 << 16
 _HINTS = {
@@ -46,19 +46,20 @@ _HINT = "Run the same code with the same settings on every rank."
 
 
 def begin(session: FitSession, params: dict[str, Any]) -> bool:
-    """Agree on what will be run; return whether this is the first call of a `fit`. Collective.
+    """Compare the ranks' settings; return whether this is the first call of a `fit`. Collective.
 
     `params` are Keras's: "steps" per epoch (None if unknown) and "epochs".
 
     Raises:
-        ConfigError: A rank cannot use its data, on every rank; or groups are never united.
-        ExchangeError: Steps, epochs, global batches or something else that is compared differs
-            between ranks; on every rank, with the values.
+        ConfigError: A rank cannot use its data (raised on every rank), or no callback averages the
+            models of groups that train apart.
+        ExchangeError: Steps, epochs, global batches or another compared setting differ between
+            ranks; raised on every rank, with the values.
     """
     if session.has_begun or runtime.is_single():
         return False
     model, call = session.model, session.call
-    runtime.backend().drain()  # then no rank waits any more for what an earlier `fit` left
+    runtime.backend().drain()  # then no rank waits for collectives left by an earlier `fit`
     own = {
         "steps": params.get("steps"),
         "epochs": params.get("epochs"),
@@ -99,11 +100,12 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
 
 
 def describe(session: FitSession) -> dict[str, Any]:
-    """Describe this rank's part of a `fit` that begins.
+    """Describe this rank's part of a `fit` that begins, for `require_equal`.
 
-    "topics" are texts that must be equal, None if not known yet; "ranks" those that train the same
-    model; "first samples" a digest, or "" where the data is elsewhere; "first weights" a digest, or
-    "" where another one looks after them.
+    "topics": texts that must be equal; None if not known yet.
+    "ranks": the ranks that train the same model.
+    "first samples": a digest; "" if the data are not arrays.
+    "first weights": a digest; "" if a callback makes them equal or compares them.
     """
     model: Any = session.model
     optimizer = optimizer_of(model)
@@ -115,7 +117,7 @@ def describe(session: FitSession) -> dict[str, Any]:
         for v in model.weights
         if not (distributed and distributed.is_local_var(v))
     ]
-    # These look themselves, if there is nothing to restore.
+    # These callbacks compare the weights themselves if there is nothing to restore.
     is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     topics = {
         "versions": versions(),
@@ -136,9 +138,9 @@ def describe(session: FitSession) -> dict[str, Any]:
 
 
 def require_equal(every: Sequence[dict[str, Any]]) -> None:
-    """Compare what `describe` returned on ranks that train the same model.
+    """Compare the results of `describe` on ranks that train the same model.
 
-    Warns where they were given the same samples, or begin with other weights.
+    Warns if ranks were given the same samples, or begin with different weights.
     """
     for rank, other in enumerate(every):
         first_rank = _first_of(other, rank)
@@ -158,7 +160,7 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
 
 
 def compare_weights(model: Any) -> None:
-    """Warn where ranks begin the running `fit` with different weights. Collective."""
+    """Warn if ranks begin the running `fit` with different weights. Collective."""
     if not runtime.is_single():
         names = _names(own_of(session_for(model).callbacks))
         own = {"ranks": _ranks_of(model), "first weights": _first_weights(model, names)}
@@ -166,12 +168,12 @@ def compare_weights(model: Any) -> None:
 
 
 def _first_of(described: dict[str, Any], rank: int) -> int:
-    """Return the first rank that trains the same model as one that was described."""
+    """Return the first rank that trains the same model as the described `rank`."""
     return described["ranks"][0] if rank in described["ranks"] else rank
 
 
 def _name(callback: Traits) -> str:
-    """Return the name of the callback's class of tfscale."""
+    """Return the name of the tfscale class that the callback is, or derives from."""
     return _classes(callback)[0]
 
 
@@ -191,7 +193,7 @@ def _callback(callback: Traits) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Variable:
-    """A weight, equal to another rank's whatever numbers Keras has given to their layers."""
+    """A weight; equality ignores the path, in which Keras numbers layers by process."""
 
     path: str = dataclasses.field(compare=False)
     kind: str
@@ -210,7 +212,7 @@ def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
         config.pop("learning_rate", None)
     texts = {key: json.dumps(value, default=_text) for key, value in config.items()}
     below = {} if inner is None else _optimizer(inner, with_rate)
-    # The class that Keras sees: that of what a DistributedOptimizer wraps.
+    # `__class__`, not `type`: a DistributedOptimizer reports the class of the wrapped optimizer.
     own_texts = {"class": optimizer.__class__.__name__, **texts}
     return {**own_texts, **{f"inner {key}": text for key, text in below.items()}}
 
@@ -240,7 +242,7 @@ def _text(value: Any) -> str:
     if isinstance(value, int | float | str | bool | list | tuple | dict | type(None)):
         return repr(value)
     if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
-        with contextlib.suppress(NotImplementedError):  # its class is all that it tells
+        with contextlib.suppress(NotImplementedError):  # then only the class is compared
             return f"{type(value).__name__}({json.dumps(value.get_config(), default=_text)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
 
@@ -256,7 +258,7 @@ def _batch_size(data: Any, given: int | None) -> str:
 
 
 def _difference(first: Any, other: Any) -> tuple[str, str]:
-    """Return what differs first, on either side."""
+    """Return the first differing entry of both sides."""
     if isinstance(first, list) and isinstance(other, list):
         first, other = (
             {f"number {i}: ": entry for i, entry in enumerate(entries)}
@@ -277,7 +279,7 @@ def _difference(first: Any, other: Any) -> tuple[str, str]:
 
 
 def _first_samples(data: Any) -> str:
-    """Return a digest of the first samples that this rank was given; "" if they are no arrays."""
+    """Return a digest of this rank's first samples; "" if they are not arrays."""
     arrays = tf.nest.flatten(data)
     if not arrays or not all(isinstance(a, np.ndarray) and a.size for a in arrays):
         return ""
@@ -296,10 +298,10 @@ def _ranks_of(model: Any) -> list[int]:
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> str:
-    """Return a digest of what a new model begins with, for comparison with that of other ranks.
+    """Return a digest of the weights a new model begins with, to be compared between ranks.
 
-    "" where nothing is to be compared: the model trains alone, or one of the callbacks, by the
-    names of their classes, looks after its weights. The same text for all models that have trained.
+    "" means not to be compared: the model trains alone, or one of the callbacks (names of classes)
+    makes the weights equal or compares them later. "trained" for all models that have trained.
     """
     distributed = distributed_of(optimizer_of(model))
     if distributed is None or callbacks & _EQUALISING:
@@ -357,15 +359,15 @@ def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
         slices = epochs.slices(data.batch_size)
         check_slices(slices, is_training=is_trained_on or epochs.is_shuffled)
         state, samples = data.state(), epochs.source.probe()
-    except Exception as error:  # whatever it is, the other ranks wait for this description
+    except Exception as error:  # of any type: the other ranks wait for this description
         return {"error": f"{type(error).__name__}: {error}"}
     if not is_trained_on:
-        state.pop("epoch")  # only training counts it, perhaps that of another model
+        state.pop("epoch")  # counted by training only, which may be that of another model
     return {"error": "", "state": state, "samples": samples}
 
 
 def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
-    """Refuse on all ranks data that one cannot use."""
+    """Raise on all ranks if one of them cannot use its data."""
     for rank, described in enumerate(every):
         for name, one in described.items():
             if one and one["error"]:
@@ -376,9 +378,10 @@ def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
 
 
 def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
-    """Begin with the same epoch of the same data on all ranks.
+    """Require the same data on all ranks, and set all to the same epoch.
 
-    Validation data is compared where it is given: a rank may have none, or share it out by hand.
+    Validation data is compared between the ranks that pass GlobalBatches: others may have none, or
+    pass their own share.
     """
     trained, validated = ([rank[name] for rank in every] for name in ("x", "validation_data"))
     if any(trained):
@@ -404,9 +407,9 @@ def _require_equal_batches(described: Sequence[dict[str, Any] | None], name: str
 
 
 def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:
-    """Refuse a share of the samples on each rank, of which each would use a share again.
+    """Raise if each rank was given its own share of the samples: each would use a share of that.
 
-    `probes` are what the sources of the ranks returned; None where there is none.
+    `probes` are the results of `BatchSource.probe` on each rank; None for ranks without a source.
     """
     given = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
     for rank, probe in given:

@@ -21,7 +21,7 @@ logger = logging.getLogger("tfscale")
 
 
 class GuardedStep:
-    """A model's train function that ends quietly when another rank has stopped."""
+    """A model's train function that ends training without an error if another rank has stopped."""
 
     def __init__(self, model: keras.Model, train_function: Any) -> None:
         self._model = weakref.ref(model)
@@ -31,7 +31,7 @@ class GuardedStep:
         self._lookahead: Lookahead | None = None
 
     def __call__(self, iterator: Any) -> Any:
-        """Run a step; return its logs, or those of the last step where another rank has stopped."""
+        """Run a step; return its logs, or those of the last step if another rank has stopped."""
         model = self._model()
         assert model is not None
         session = session_of(model)
@@ -59,7 +59,7 @@ class GuardedStep:
         return self._last_logs
 
     def _look_ahead(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
-        """Return an iterator that has a next batch, or leave `fit`'s epoch as Keras does."""
+        """Return an iterator that has a next batch, or raise OutOfRangeError at the end."""
         if self._source is not iterator:
             self._source, self._lookahead = iterator, Lookahead(iterator)
         assert self._lookahead is not None
@@ -74,22 +74,19 @@ class GuardedStep:
 
 
 class Lookahead:
-    """An iterator over the same batches that knows whether there is another one.
-
-    Attributes:
-        iterator: To be used instead of the source; of the same type, so nothing is traced again.
-    """
+    """An iterator over the batches of `source` that reports whether there is a next batch."""
 
     def __init__(self, source: tf.data.Iterator) -> None:
         self._source = source  # not used elsewhere from now on
         self._pending: deque[Any] = deque()
         options = tf.data.Options()
-        # Nothing may fetch a batch before it is asked for.
+        # tf.data must not fetch a batch before it is requested.
         options.autotune.enabled = False
         options.experimental_optimization.apply_default_optimizations = False
         batches = tf.data.Dataset.from_generator(
             self._batches, output_signature=source.element_spec
         )
+        # Replaces the source; of the same type, so nothing is traced again.
         self.iterator = iter(batches.with_options(options))
 
     def _batches(self) -> Iterator[Any]:

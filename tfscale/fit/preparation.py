@@ -99,7 +99,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     distributed = scaler.inner_optimizer
     if type(distributed) is not DistributedOptimizer:
         return False
-    distributed.undo_shards()  # they know nothing of a scale
+    distributed.undo_shards()  # shards do not handle a loss scale
     scaler.inner_optimizer = inner = distributed.__wrapped__
     if inner.built and not scaler.built:
         scaler.build(trained_by(inner))
@@ -110,7 +110,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
 
 
 def _restore_layers(model: keras.Model) -> bool:
-    """Give layers that an earlier optimizer changed their own calls back."""
+    """Restore the `call` of layers that an earlier distributed optimizer replaced."""
     optimizers = optimizers_of(model)
     if not optimizers or any(is_distributed(optimizer) for optimizer in optimizers):
         return False
@@ -118,7 +118,7 @@ def _restore_layers(model: keras.Model) -> bool:
 
 
 def _share_statistics(model: keras.Model) -> bool:
-    """Let SyncBatchNormalization take the samples of the ranks that exchange gradients."""
+    """Let SyncBatchNormalization use the samples of all ranks that exchange gradients."""
     distributed = distributed_of(optimizer_of(model))
     process_set = global_process_set if distributed is None else distributed.sharing_set
     layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
@@ -135,7 +135,7 @@ def build(model: keras.Model) -> None:
     optimizer = optimizer_of(model)
     distributed = distributed_of(optimizer)
     if type(optimizer) is DistributedOptimizer and is_built(model):
-        _wire(optimizer, model)  # where the layers did not exist yet when the model was prepared
+        _wire(optimizer, model)  # the layers may not have existed when the model was prepared
         _share_statistics(model)
     is_shared = bool(distributed and distributed.shares_state) and len(optimizers_of(model)) > 1
     if optimizer is not None and not optimizer.built and not is_shared:

@@ -1,4 +1,4 @@
-"""One running `fit`: what it was given, where this rank stands in it, and how all ranks stop."""
+"""One running `fit`: its arguments, this rank's progress, and stopping on all ranks together."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _ASKED = "step of fit"
 
 
 class FitSession:
-    """A `fit` on this rank, and what the other ranks are told of it. See `session_for`.
+    """A `fit` on this rank, and its agreement with the other ranks. See `session_for`.
 
     A rank that ends an epoch, stops or runs out of data sets a mark (custom_ops/comm/marks.h). A
-    rank that has begun one step more sees it, gives this step up before any variable changed, and
-    stops too, or fails with the reason. Nothing is sent per step. Where a step cannot be given up
-    (under run_eagerly, or without marks) the ranks ask each other before it, see `ask`.
+    rank that has begun one step more sees the mark, gives this step up before any variable has
+    changed, and stops too, or fails with the reason. Nothing is sent per step. If a step cannot be
+    given up (under run_eagerly, or without marks), the ranks ask each other before it, see `ask`.
 
-    Groups of local SGD exchange nothing in most steps, so they ask where epochs begin and end; in
-    between they stop after an average, see `StopTogether`. Ranks that average their parameters ask
-    there, too, and stop where an epoch ends. So do those that add up gradients of several batches,
-    if they stop in the middle of a cycle.
+    Groups of local SGD exchange nothing in most steps, so they ask at the beginning and the end of
+    epochs; in between they stop after an average, see `StopTogether`. Ranks that average their
+    parameters also ask there, and stop at the end of an epoch. Ranks that add up gradients of
+    several batches do the same if they stop in the middle of a cycle.
 
     Attributes:
-        call: What `fit` was given; empty outside of a `fit`, where hooks are called by hand.
-        has_begun: A callback has called `begin`.
+        call: The arguments of `fit`; empty outside of a `fit`, where hooks are called by hand.
+        has_begun: Whether a callback has called `begin`.
         saves: The `SavePoints` of this `fit`, if there are any.
-        is_over: The ranks have agreed to run no further step.
-        asks_each_step: All ranks run a step or none.
-        wants_to_stop: This rank waits for a moment in which all can stop.
+        is_over: Whether the ranks have agreed to run no further step.
+        asks_each_step: Whether ranks ask each other before each step: all run it or none.
+        wants_to_stop: Whether this rank waits for a step or epoch end at which all can stop.
     """
 
     def __init__(self, model: keras.Model, call: stack.FitCall) -> None:
@@ -68,7 +68,7 @@ class FitSession:
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
-        """All callbacks of the `fit`, in the order of their calls."""
+        """All callbacks of the `fit`, in call order."""
         return self.call.callbacks
 
     @property
@@ -88,7 +88,7 @@ class FitSession:
 
     @property
     def group_average(self) -> Any:
-        """The average of the groups' models; None without groups, or before they part."""
+        """The average of the groups' models; None without groups, or before they train apart."""
         return None if self._optimizer is None else self._optimizer.group_average
 
     @property
@@ -96,7 +96,7 @@ class FitSession:
         return distributed_of(optimizer_of(self.model))
 
     def put_first(self, callback: keras.callbacks.Callback) -> None:
-        """Put a callback before all others, or move it there, from the next hook on."""
+        """Put or move a callback before all others, from the next hook on."""
         others = [other for other in self.callbacks if other is not callback]
         set_callbacks(self.call.callback_list, [callback, *others])
 
@@ -108,13 +108,13 @@ class FitSession:
             stop.set_model(self.model)
             set_callbacks(self.call.callback_list, [*self.callbacks, stop])
 
-    # Where the ranks stand.
+    # Progress of the ranks.
 
     def begin(self, steps: Any, n_epochs: int) -> None:
-        """Note what will be run: steps per epoch, None if unknown, and the last epoch's number.
+        """Store the steps per epoch, None if unknown, and the number of epochs.
 
         Raises:
-            ExchangeError: The number of steps must be known, and is not.
+            ExchangeError: The number of steps must be known, but is not.
         """
         self.has_begun = True
         self._steps, self._n_epochs = steps, n_epochs
@@ -133,24 +133,24 @@ class FitSession:
 
     @property
     def is_void(self) -> bool:
-        """Whether this epoch does not count, since its first step was given up.
+        """Whether this epoch does not count, because its first step was given up.
 
-        A rank on which training is stopped between two epochs leaves `fit` at once. The others
-        notice in the first step of the next epoch and give it up, and Keras ends this epoch as any
-        other. No rank would answer them there, so nothing may be sent.
+        A rank that stops between two epochs leaves `fit` at once. The others notice in the first
+        step of the next epoch and give it up; Keras then ends this epoch like any other. They must
+        send nothing there, because the rank that left does not answer.
         """
         return self._is_running and self._n_steps <= 1 and self.is_given_up
 
     def begin_epoch(self) -> None:
-        """Count steps from 0. Collective under local SGD: the first call of an epoch asks."""
+        """Count steps from 0. Collective if ranks train apart: the first call of an epoch asks."""
         self._n_steps, self._n_given_up = 0, runtime.num_given_up()
         self._is_running, is_first, self._is_new_epoch = True, self._is_new_epoch, False
-        # Before groups take up their own models again: an average of all would need all.
+        # Before groups resume their own models: averaging needs all groups.
         if is_first and self.asks_before_epochs and "stop" in ask("run", 0):
             self.is_over = True
 
     def end_epoch(self, epoch: int) -> None:
-        """Tell the others that this rank's epoch is over; the first call of an epoch counts."""
+        """Notify the others that this rank's epoch is over; later calls in an epoch do nothing."""
         if runtime.is_single() or epoch == self._marked_epoch:
             return
         self._marked_epoch, self._is_new_epoch, is_void = epoch, True, self.is_void
@@ -158,8 +158,8 @@ class FitSession:
             own: Answer = "stop" if self.model.stop_training else "end"
             if "stop" in ask(own, self._n_steps):
                 self.is_over = self.model.stop_training = True
-        # An epoch whose first step was given up has not begun on the rank that stopped before it,
-        # and all ranks set as many marks: what comes after `fit` goes by their number.
+        # All ranks must set equally many marks: collectives after `fit` are matched by their
+        # number. An epoch whose first step was given up never began on the rank that stopped.
         if not is_void:
             self._mark()
         if self._asks_epochs and not self.is_over:  # after the mark: others may wait in a step
@@ -175,7 +175,7 @@ class FitSession:
                     self.drop_cycles(objects.allgather_object(cycles, name="end of training"))
 
     def end_training(self) -> None:
-        """Tell the others that this rank's `fit` is over; the first call counts."""
+        """Notify the others that this rank's `fit` is over; later calls do nothing."""
         self._is_running = False
         if runtime.is_single() or self._marked_epoch == -1:
             return
@@ -207,10 +207,10 @@ class FitSession:
             )
         return True
 
-    # What the guarded step calls.
+    # Called by the guarded step.
 
     def may_run_step(self) -> bool:
-        """Return whether all ranks run the next step; asks them where it cannot be given up."""
+        """Return whether all ranks run the next step; asks them if a step cannot be given up."""
         self._n_steps += 1
         if not self.is_over:
             if not self.asks_each_step or "stop" not in ask("run", self._n_steps):
@@ -221,14 +221,14 @@ class FitSession:
 
     @property
     def has_unknown_steps(self) -> bool:
-        """Whether this rank must look for data before it tells the others that it runs a step."""
+        """Whether this rank must check that it has data before it announces a step."""
         return self.asks_each_step and not runtime.backend().has_marks and self._steps is None
 
     def end_of_data(self) -> None:
-        """Count no step without data; raise where others cannot learn that it ends too early."""
+        """Do not count a step without data; raise if the other ranks cannot notice an early end."""
         steps, has_marks = self._steps, runtime.backend().has_marks
         if not self.asks_each_step or has_marks or steps is None or self._n_steps > steps:
-            self._n_steps -= 1  # the one that was begun has no data
+            self._n_steps -= 1  # the step that was begun has no data
             return
         runtime.backend().mark(MarkKind.LEFT)
         raise ExchangeError(
@@ -236,12 +236,12 @@ class FitSession:
             f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
         )
 
-    # Cycles of `backward_passes_per_step` that a stop ends before their last batch.
+    # Cycles of `backward_passes_per_step` that are cut short by a stop.
 
     def cycles(self) -> list[int]:
-        """Return what is equal on all ranks unless they are at different batches of a cycle."""
+        """Return numbers that differ between ranks at different batches of a cycle."""
         counts = [optimizer.n_accumulated for optimizer in accumulating(self.model)]
-        # Where ranks begin each batch together or not at all, none was given up.
+        # If all ranks begin each batch or none, no batch was given up.
         return [0 if self.asks_each_step else runtime.num_given_up(), *counts] if counts else []
 
     def drop_cycles(self, every: list[list[int]]) -> None:
@@ -255,12 +255,12 @@ class FitSession:
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Puts off a stop that one rank decided on until all ranks know of it; the last of callbacks.
+    """Delay a stop that one rank decided on until all ranks know of it; the last callback.
 
     Groups exchange nothing between two averages, so a rank that stopped at once would leave the
-    others some steps ahead. Its wish is sent with the next average, after which all stop; where the
-    epoch ends before, they stop there. In cycles of `backward_passes_per_step` a rank stops before
-    the batch that exchanges, which the others then give up.
+    others some steps ahead. Its request is sent with the next average, after which all stop; if the
+    epoch ends before that, they stop there. In cycles of `backward_passes_per_step` a rank stops
+    before the batch that exchanges, which the others then give up.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -268,11 +268,11 @@ class StopTogether(keras.callbacks.Callback):
         self._session = session
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Put off a stop, or stop if that is agreed."""
+        """Delay a stop, or stop if the ranks have agreed on it."""
         session, average = self._session, self._session.group_average
         if session.asks_each_step or session.is_over:
             return
-        if average is None:  # all ranks train together still, or average where epochs end
+        if average is None:  # all ranks still train together, or average at the end of epochs
             self._wait_for_exchange()
         elif bool(average.must_stop.numpy()):
             self.model.stop_training = True
@@ -284,7 +284,7 @@ class StopTogether(keras.callbacks.Callback):
     def _wait_for_exchange(self) -> None:
         session = self._session
         if (not session.trains_apart and self._is_before_exchange()) or runtime.num_given_up():
-            # It is told to the others, or was.
+            # The others learn of the stop in the next exchange, or know of it already.
             self.model.stop_training = self.model.stop_training or session.wants_to_stop
         elif self.model.stop_training:
             if session.trains_apart and not session.wants_to_stop:
@@ -299,17 +299,17 @@ class StopTogether(keras.callbacks.Callback):
 
 
 def ask(own: Answer, step: int) -> set[Answer]:
-    """Tell all ranks what this one does next, and return what they do.
+    """Send the next action of this rank to all ranks, and return those of all.
 
-    Collective. A step that is not traced, or that a backend without marks exchanges, cannot be
-    given up once it has begun: so all ranks begin it or none.
+    Collective. A step cannot be given up once it has begun if it is not traced, or if its backend
+    has no marks; so all ranks begin it or none.
 
     Args:
-        own: "run" before a step, "end" at the end of an epoch, "stop" where training ends early.
-        step: Steps of this epoch, the asked one included.
+        own: "run" before a step, "end" at the end of an epoch, "stop" if training ends early.
+        step: Number of steps of this epoch, including the one to begin.
 
     Returns:
-        The answers of all ranks. "run" comes with "stop" (then no rank runs), never with "end".
+        The answers of all ranks. "run" may come with "stop" (then no rank runs), never with "end".
 
     Raises:
         ExchangeError: Some ranks begin a step and others have no data for it, all have ended
@@ -325,7 +325,7 @@ def ask(own: Answer, step: int) -> set[Answer]:
             )
     answers: set[Answer] = {header.options[0] for header in headers}
     ended = {r: h.options[1] for r, h in enumerate(headers) if h.options[0] == "end"}
-    # Where steps may exchange nothing, ranks learn of unequal epochs when all have ended theirs.
+    # If steps may exchange nothing, ranks learn of unequal epochs when all have ended theirs.
     is_uneven = answers == {"end"} and len(set(ended.values())) > 1
     if is_uneven or {"run", "end"} <= answers:
         rank = min(ended, key=lambda r: ended[r])
@@ -342,10 +342,10 @@ _sessions: weakref.WeakValueDictionary[int, FitSession] = weakref.WeakValueDicti
 
 
 def session_for(model: keras.Model, joining: Any = None) -> FitSession:
-    """Return the session of the `fit` of a model that runs around the caller.
+    """Return the session of the model's `fit` that is on the caller's stack.
 
-    Outside of a `fit`, callbacks of one model whose hooks are called by hand share one. `joining`
-    is a callback whose training begins; it joins a session once.
+    Outside of a `fit`, callbacks of one model whose hooks are called by hand share a session.
+    `joining` is a callback whose training begins; it joins each session once.
     """
     call, session = stack.running_fit(), _sessions.get(id(model))
     if call.model is not model:
@@ -360,12 +360,12 @@ def session_for(model: keras.Model, joining: Any = None) -> FitSession:
 
 
 def session_of(model: Any) -> FitSession | None:
-    """Return the last session of a model, if there is one; a step has no other way to ask."""
+    """Return the last session of a model, if any, without reading the stack."""
     return _sessions.get(id(model))
 
 
 def running_session() -> FitSession | None:
-    """Return the session of the innermost `fit` that runs around the caller, of any model."""
+    """Return the session of the innermost `fit` on the caller's stack, of any model."""
     call = stack.running_fit()
     session = _sessions.get(id(call.model))
     is_its = session is not None and session.call.callback_list is call.callback_list
