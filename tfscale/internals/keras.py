@@ -1,7 +1,7 @@
 """Private names of Keras and TensorFlow, and the patches of their objects.
 
-All names were checked on Keras 3.10 and 3.15 with TensorFlow 2.18 and 2.21; what differs between
-them is said where it is used. A name that goes away fails here and nowhere else.
+All names were checked with Keras 3.10 and 3.15 and TensorFlow 2.18 and 2.21; differences between
+these versions are noted where they matter. If a name disappears, only this module breaks.
 
 Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
 `_seed_generators`, `_build_shapes_dict`; `Model._resolve_auto_jit_compile`, `_symbolic_build`,
@@ -34,7 +34,7 @@ from tfscale.internals import stack
 
 __all__ = ["class_weight_to_sample_weights", "print_msg"]
 
-# Keras 3.10 counts an execution by its first step, later ones by the first and the last.
+# Keras 3.10 numbers an execution by its first step, later versions by its first and last steps.
 _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
 
 
@@ -42,33 +42,33 @@ _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >
 
 
 def layers_of(model: keras.Model) -> list[Any]:
-    """Return a model and all layers inside of it, each once."""
+    """Return a model and all layers inside it, each once."""
     return list(model._flatten_layers())
 
 
 def weights_of(layer: Any) -> list[keras.Variable]:
-    """Return the layer's own weights, frozen ones too, which `trainable_variables` leaves out."""
+    """Return the layer's own weights, including frozen ones, unlike `trainable_variables`."""
     return list(layer._trainable_variables)
 
 
 def state_of(layer: Any) -> list[keras.Variable]:
-    """Return what the layer itself changes in a step beside its weights."""
+    """Return the layer's own non-trainable variables, such as moving statistics."""
     return list(layer._non_trainable_variables)
 
 
 def seeds_of(layer: Any) -> list[keras.Variable]:
-    """Return the states of the layer's own random numbers."""
+    """Return the states of the layer's own seed generators."""
     return [generator.state for generator in layer._seed_generators]
 
 
 def built_shape(model: keras.Model) -> Any:
-    """Return the shape of the first argument that a model was built with; None if not known."""
+    """Return the shape of the first argument that a model was built with; None if unknown."""
     return next(iter((getattr(model, "_build_shapes_dict", None) or {}).values()), None)
 
 
 @contextlib.contextmanager
 def noted_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Note (layer, inputs, outputs) of each call of some layers."""
+    """Record (layer, inputs, outputs) of each call of some layers within a block."""
     calls: list[tuple[Any, Any, Any]] = []
     before = [(layer, replaced_call(layer)) for layer in layers]
 
@@ -97,19 +97,19 @@ def has_call(layer: Any) -> bool:
 def is_built(model: keras.Model) -> bool:
     """Return whether all weights of a model exist.
 
-    A model without a `call`, as of a GAN with a `train_step` alone, is never called, so Keras never
-    counts it as built: its layers tell.
+    A model without a `call`, such as a GAN with only a `train_step`, is never called, so Keras
+    never marks it as built; then only its layers are checked.
     """
     return all(layer.built or not has_call(layer) for layer in layers_of(model))
 
 
 def is_xla_automatic(model: keras.Model) -> bool:
-    """Return whether jit_compile="auto" may switch XLA on for a model, not the user."""
+    """Return whether jit_compile="auto", not the user, may switch XLA on for a model."""
     return bool(model._resolve_auto_jit_compile())
 
 
 def how_to_build(model: keras.Model) -> str:
-    """Return the advice of an error that says that a model is not built."""
+    """Return the advice for an error about a model that is not built."""
     if not has_call(model):
         return "It has no call(): build its layers, and set model.built = True, before fit."
     way = "Call the model on one batch before fit"
@@ -121,7 +121,7 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
 
     Args:
         model: A compiled model.
-        spec_of_data: Returns a batch, or what has the shapes and dtypes of one.
+        spec_of_data: Returns a batch, or specs with its shapes and dtypes.
     """
     try:
         batch = keras.tree.map_structure(symbol_of, spec_of_data())
@@ -135,14 +135,14 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
 
 
 def symbol_of(spec: Any) -> keras.KerasTensor | None:
-    """Return the symbol of an array, or of what has shape and dtype of one; else None."""
+    """Return a KerasTensor with the shape and dtype of an array or spec; None for other objects."""
     if not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
         return None
     return keras.KerasTensor(tuple(spec.shape), dtype=spec.dtype.name)
 
 
 def lookup_layer(layer: Any) -> Any:
-    """Return the layer inside of a text layer that holds its vocabulary; None of other layers."""
+    """Return the layer inside a TextVectorization that holds its vocabulary; else None."""
     return getattr(layer, "_lookup_layer", None)
 
 
@@ -150,7 +150,7 @@ def lookup_layer(layer: Any) -> Any:
 
 
 def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: type) -> None:
-    """Let all train functions of a model be wrapped, once each, in an instance of `kind`."""
+    """Wrap all present and later train functions of a model, once each, in a `kind`."""
     if isinstance(model.train_function, kind):
         return
     if model.train_function is not None:
@@ -169,24 +169,24 @@ def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: ty
 
 
 def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
-    """Let a model take another training step, in functions that are traced from now on."""
+    """Replace a model's `train_step`, in functions that are traced from now on."""
     model.__dict__["train_step"] = step
     model.train_function = None
 
 
 def wrap_once(model: keras.Model, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Wrap a method of one model (`save`, `save_weights`, `export`), unless it is wrapped."""
+    """Wrap a method of one model (`save`, `save_weights`, `export`), unless already wrapped."""
     if name not in vars(model):
         model.__dict__[name] = wrap(getattr(model, name))
 
 
 def replaced_call(layer: keras.layers.Layer) -> Any:
-    """Return what `replace_call` put in the place of a layer's `call`, or None."""
+    """Return the function that `replace_call` set as a layer's `call`, or None."""
     return vars(layer).get("call")
 
 
 def replace_call(layer: keras.layers.Layer, call: Callable[..., Any] | None) -> None:
-    """Let one layer compute by another function than its class's `call`; None ends that."""
+    """Replace the `call` of one layer; None restores that of its class."""
     if call is None:
         del layer.call
     else:
@@ -194,15 +194,14 @@ def replace_call(layer: keras.layers.Layer, call: Callable[..., Any] | None) -> 
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Let the `fit` that begins, and later ones, begin with an epoch; None: with the given one."""
+    """Set the first epoch of this and later `fit`s; None for their argument `initial_epoch`."""
     model._initial_epoch = epoch
 
 
 def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
-    """Let the running `evaluate` return other results: what `change` makes of Keras's.
+    """Apply `change` to the results that the running `evaluate` returns, if there is one.
 
-    Keras gives `on_test_end` a copy of what `evaluate` returns, so that changes made there would be
-    lost. Nothing is done where no `evaluate` runs.
+    Keras gives `on_test_end` a copy of the results, so changes made there would be lost.
     """
     if stack.current_pass().caller != "evaluate":
         return
@@ -214,14 +213,14 @@ def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
         is_own = bool(running) and running[0] is own()
         if is_own or own() not in running:  # ended or failed; else another runs inside it
             give_back_results(model)
-        # Other ranks need not be in another one.
+        # Of another `evaluate` nothing is changed: the other ranks may not be running it.
         return change(original(model, logs)) if is_own else original(model, logs)
 
     model.__dict__["_get_metrics_result_or_logs"] = changed_results
 
 
 def give_back_results(model: keras.Model) -> None:
-    """Let a model make its results as Keras does, also where an `evaluate` failed midway."""
+    """Undo `replace_results`, also after an `evaluate` that failed."""
     model.__dict__.pop("_get_metrics_result_or_logs", None)
 
 
@@ -229,17 +228,16 @@ def give_back_results(model: keras.Model) -> None:
 
 
 def set_callbacks(callback_list: Any, callbacks: list[Any]) -> None:
-    """Let a list have other callbacks; new ones get the hooks that come after the present one.
+    """Set the callbacks of a list; new ones get the hooks that come after the present one.
 
-    Hooks of batches then run on the main thread, where Keras would otherwise use others if all
-    callbacks let it.
+    Batch hooks then run on the main thread: Keras uses other threads if all callbacks allow it.
     """
-    callback_list.callbacks = callbacks  # a new list: the present one is being walked through
+    callback_list.callbacks = callbacks  # a new list: Keras is iterating over the present one
     callback_list._async_train = False
 
 
 def wrap_saves(wrap: Callable[[Any], Any]) -> None:
-    """Let `wrap` make another method of `ModelCheckpoint._save_model`, once in a process."""
+    """Wrap the method `ModelCheckpoint._save_model`, once in a process."""
     plain = keras.callbacks.ModelCheckpoint
     if not hasattr(plain._save_model, "__wrapped__"):
         plain._save_model = wrap(plain._save_model)
@@ -254,7 +252,7 @@ class _NeverSaved:
 
 @contextlib.contextmanager
 def writing_nothing(callback: Any) -> Iterator[None]:
-    """Let a `ModelCheckpoint` take its decisions within a block, and write and print nothing."""
+    """Let a `ModelCheckpoint` decide and count within a block without writing or printing."""
     before = callback._model, callback.filepath, callback.verbose
     callback._model, callback.verbose = _NeverSaved(), 0
     callback.filepath = os.path.basename(callback.filepath)
@@ -265,7 +263,7 @@ def writing_nothing(callback: Any) -> Iterator[None]:
 
 
 def batches_of(callback: Any) -> dict[str, int]:
-    """Return what a `ModelCheckpoint` has counted, for `saves_after`."""
+    """Return the batch counters of a `ModelCheckpoint`, for `saves_after`."""
     names = ("_batches_seen_since_last_saving", "_last_batch_seen")
     return {name: getattr(callback, name) for name in names}
 
@@ -282,17 +280,17 @@ def saves_after(point: Any, batch: int) -> bool:
 
 
 def steps_until(model: keras.Model, batch: int) -> int:
-    """Return how many steps of an epoch there were, given the number in `on_train_batch_end`."""
+    """Return the number of steps of an epoch so far, given the batch of `on_train_batch_end`."""
     return batch + (1 if _HAS_LAST_STEP else model.steps_per_execution)
 
 
 def batch_spec_of(epochs: Any) -> Any:
-    """Return the element spec of what serves the batches: a dataset, whatever Keras calls it."""
+    """Return the element spec of the dataset that serves the batches."""
     return epochs._get_iterator().element_spec
 
 
 def serve_again(epochs: Any) -> None:
-    """Look again at the parts of a batch, which Keras did before any callback changed the data."""
+    """Make Keras inspect a batch again, after a callback has changed the parts of batches."""
     adapter = epochs.data_adapter
     adapter._output_signature = None
     epochs._distributed_dataset = adapter.get_tf_dataset()
@@ -307,17 +305,17 @@ def begin_epoch_at(
 
     Args:
         epochs: Keras's iterator of epochs.
-        epoch: Its number, from that of the first epoch of training.
+        epoch: Number of the epoch, counted from the first epoch of training.
         first_step: Number of the first step, 0 or more.
-        rest_of: Takes a PyDataset and a step, returns the batches from there on as another one;
-            None for those whose batches must be read and dropped.
+        rest_of: Takes a PyDataset and a step, returns a PyDataset of the batches from that step on;
+            None for data whose first batches must be read and dropped.
 
     Returns:
-        The first step: an earlier one where the data leaves the epoch no such step.
+        The first step; smaller than `first_step` if the epoch is too short.
     """
     adapter = epochs.data_adapter
     data = getattr(adapter, "py_dataset", None)
-    is_cut = rest_of(data, 0) is not None  # its steps are known to the data only, by then
+    is_cut = rest_of(data, 0) is not None  # then only the data knows its number of steps
     place, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
     if steps is not None and first_step >= steps:
         first_step = max(0, steps - epochs.steps_per_execution)
@@ -327,7 +325,7 @@ def begin_epoch_at(
     usual = epochs._enumerate_iterator
 
     def rest() -> Iterator[tuple[Any, ...]]:
-        # Keras asks once per epoch; the next one is a usual one.
+        # Keras calls this once per epoch; the next epoch is a usual one.
         epochs._enumerate_iterator = usual
         adapter.on_epoch_begin()
         if is_cut:
@@ -345,7 +343,7 @@ def begin_epoch_at(
 
 
 def _place_in_pass(epochs: Any, epoch: int) -> tuple[int, int | None]:
-    """Return how many batches epochs before have taken of the same pass, and this one's steps."""
+    """Return the batches that earlier epochs took of the same pass, and this epoch's steps."""
     n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
     if not n_batches or not per_epoch:
         return 0, per_epoch or n_batches
@@ -361,7 +359,7 @@ def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]
     dataset = epochs._get_iterator()
     iterator = iter(dataset.skip(n_dropped) if n_dropped else dataset)
     epochs._current_iterator, epochs._steps_seen = iterator, n_dropped or first
-    # Where a pass has several epochs, Keras keeps its iterator, and makes another at the end.
+    # If a pass spans several epochs, Keras keeps its iterator, and makes a new one at the end.
     length = epochs._num_batches if epochs.steps_per_epoch else None
     numbers = range(first, int(stop), stride) if stop else itertools.count(first, stride)
     for step in numbers:
@@ -384,7 +382,7 @@ def inputs_of(dataset: tf.data.Dataset) -> list[Any]:
 def drawn_with(dataset: tf.data.Dataset) -> tuple[int, int] | None:
     """Return the seeds with which this step of a dataset shuffles or draws; None if it does not.
 
-    TensorFlow's global seed is one of each pair; (0, 0) where each pass, or each rank, draws anew.
+    One of the pair is TensorFlow's global seed; (0, 0) if each pass, or each rank, draws again.
     """
     name = type(dataset).__name__
     if not any(word in name for word in ("Shuffle", "Random")) or not hasattr(dataset, "_seed"):

@@ -1,10 +1,10 @@
-"""Keras optimizers from inside: variables, slots, settings, and methods replaced in a step.
+"""Internals of Keras optimizers: variables, slots, settings, and methods replaced in a step.
 
-Names that Keras does not document, each checked with Keras 3.10 and 3.15:
+Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `Optimizer._trainable_variables`, `_variables`, `_get_variable_index`, `_iterations`,
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
-`_exclude_from_weight_decay`,
-`_exclude_from_weight_decay_pattern`, `_model_variables_moving_average`,
+`_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
+`_model_variables_moving_average`,
 `_update_model_variables_moving_average`; `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
@@ -34,14 +34,17 @@ def scaled_by(optimizer: Any) -> Any:
 
 
 def update_rule(optimizer: Any) -> Any:
-    """Return the optimizer that holds the update rule, below loss scaling."""
+    """Return the optimizer that holds the update rule, inside any loss scaling."""
     while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def has_outer_scaler(distributed: type) -> bool:
-    """Return whether a LossScaleOptimizer around an optimizer of a class calls the caller."""
+    """Return whether the stack has a LossScaleOptimizer around an optimizer of class `distributed`.
+
+    The caller is then the inner optimizer of a loss scaler.
+    """
     owners = itertools.islice(stack.owners_around(), _MAX_FRAMES)
     return any(type(scaled_by(owner)) is distributed for owner in owners)
 
@@ -52,7 +55,7 @@ def is_wrapped(optimizer: Any) -> bool:
 
 
 def trained_by(rule: Any) -> list[Any]:
-    """Return the variables that an update rule was built on; none before."""
+    """Return the variables that an update rule was built on; empty before it is built."""
     return list(rule._trainable_variables)
 
 
@@ -62,7 +65,7 @@ def index_of(rule: Any, variable: Any) -> int:
 
 
 def optimizer_of(model: Any) -> Any:
-    """Return a model's optimizer; None where it was never compiled."""
+    """Return a model's optimizer; None if it was never compiled."""
     return getattr(model, "optimizer", None)
 
 
@@ -72,17 +75,17 @@ def iterations_of(optimizer: Any) -> Any:
 
 
 def n_updates(optimizer: Any) -> int:
-    """Return the number with which a schedule is called; micro-batches, where these add up."""
+    """Return the step that a schedule is called with; under accumulation it counts batches."""
     return int(keras.ops.convert_to_numpy(optimizer._iterations))
 
 
 def rate_of(rule: Any) -> Any:
-    """Return the learning rate as it is held: a variable, a schedule or a function."""
+    """Return the learning rate as stored: a variable, a schedule or a function."""
     return rule._learning_rate
 
 
 def set_rate(rule: Any, rate: float) -> None:
-    """Set the learning rate; Keras refuses a number in the place of a schedule."""
+    """Set the learning rate, also in place of a schedule, which Keras's setter refuses."""
     if isinstance(rule._learning_rate, keras.Variable):
         rule.learning_rate = rate
     else:
@@ -95,15 +98,15 @@ def gradient_sums(rule: Any) -> list[Any]:
 
 
 def own_variables(optimizer: Any) -> list[Any]:
-    """Return an optimizer's variables without those of an optimizer inside of it."""
+    """Return an optimizer's variables without those of an inner optimizer."""
     return list(optimizer._variables)
 
 
 def slots_of(rule: Any) -> dict[int, int]:
     """Map the `id` of each slot of an update rule to the position of the variable it belongs to.
 
-    Keras keeps every kind of slot in a list as long as that of the trainable variables and in the
-    same order, so position identifies a slot and names are not needed.
+    Keras keeps each kind of slot in a list of the same length and order as the trainable variables,
+    so the position identifies the variable and names are not needed.
     """
     trainable = rule._trainable_variables
     found: dict[int, int] = {}
@@ -121,10 +124,10 @@ def overwrites_with_gradient(variable: Any) -> bool:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """List the optimizers of a model, compiled or not, those of a custom train_step included.
+    """Return the optimizers of a model, compiled or not, including those of a custom train_step.
 
-    `model.optimizer` comes first, then other optimizers that are attributes of the model or in a
-    list, tuple or dict among them, in the order of the attributes, which is equal on all ranks.
+    `model.optimizer` comes first, then the optimizers among the model's attributes, or in lists,
+    tuples and dicts among these, in the order of the attributes, which is equal on all ranks.
     """
     unique: dict[int, Any] = {}
     for item in _items([getattr(model, "optimizer", None), *vars(model).values()], set()):
@@ -134,7 +137,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """Yield values and those in containers among them; `seen` has the ids of the latter."""
+    """Yield values, and those inside containers; `seen` holds the ids of visited containers."""
     for value in values:
         if not isinstance(value, (list, tuple, dict)):
             yield value
@@ -146,7 +149,7 @@ def _items(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 def trains_all(model: keras.Model) -> bool:
     """Return whether the one optimizer of a model can be built on all its variables.
 
-    Of several optimizers each is built on its own, in the first step.
+    Several optimizers are each built on their own variables, in the first step.
     """
     return len(optimizers_of(model)) == 1 and is_built(model)
 
@@ -154,7 +157,7 @@ def trains_all(model: keras.Model) -> bool:
 def piece_of(variable: keras.Variable, value: Any, is_whole: bool) -> keras.Variable:
     """Return a variable for a part of another one, with its name, path and role.
 
-    With `is_whole` its constraint holds for the part as well.
+    With `is_whole` the part also takes over the constraint.
     """
     piece = keras.Variable(value, dtype=variable.dtype, name=variable.name)
     piece._path = variable.path
@@ -167,7 +170,7 @@ def piece_of(variable: keras.Variable, value: Any, is_whole: bool) -> keras.Vari
 
 @contextlib.contextmanager
 def replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of one object within a block; its class keeps its own."""
+    """Replace methods of one object, not of its class, within a block."""
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
     target.__dict__.update(methods)
     try:
@@ -180,17 +183,17 @@ def replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Let variables decay where those in whose place they are would, by the rule's own word.
+    """Let the weight decay of each piece follow the rule's answer for its original variable.
 
-    A piece lacks the name of its variable's layer, by which Keras may know the variable. The rule
-    was built on the pieces; `originals` are pairs of piece and variable.
+    A piece lacks the name of its variable's layer, by which Keras may exclude variables from weight
+    decay. The rule was built on the pieces; `originals` are pairs of piece and variable.
     """
     ask = type(rule)._use_weight_decay
     known = {rule._var_key(_raw(piece)): variable for piece, variable in originals}
 
     def use_weight_decay(variable: Any) -> bool:
         original = known.get(rule._var_key(_raw(variable)))
-        if original is not None:  # rules ask with Keras's variables or with TensorFlow's
+        if original is not None:  # rules pass Keras's variables or TensorFlow's
             is_keras = isinstance(variable, keras.Variable)
             variable = original if is_keras else _raw(original)
         return bool(ask(rule, variable))
@@ -201,10 +204,10 @@ def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[Non
 
 @contextlib.contextmanager
 def averages_begin_within(rule: Any, n_steps: int) -> Iterator[None]:
-    """Let moving averages begin with the first update, where several batches make one.
+    """Start moving averages of weights with the first update, if it takes several batches.
 
-    Keras begins them where `iterations` is 0, which it is in no batch that ends a cycle of
-    `n_steps` batches: the averages would begin with zeros.
+    Keras starts them when `iterations` is 0. The batch that ends a cycle of `n_steps` batches never
+    has that number, so the averages would start from zeros.
     """
     if not rule.use_ema:
         yield
@@ -225,10 +228,12 @@ def averages_begin_within(rule: Any, n_steps: int) -> Iterator[None]:
 def config_of(optimizer: Any) -> dict[str, Any]:
     """Return the `get_config` of an optimizer, without an inner one.
 
-    Of a schedule or a function in place of the learning rate that cannot be serialized: its class,
-    and its settings if it has any. Keras asks for none as long as nothing is saved.
+    A schedule or function as learning rate need not be serializable before the model is saved: it
+    is shown as its class, and its settings if it has any.
     """
-    if type(optimizer) is keras.optimizers.LossScaleOptimizer:  # which would ask its inner one, too
+    if (
+        type(optimizer) is keras.optimizers.LossScaleOptimizer
+    ):  # its `get_config` includes the inner one
         own = ("name", "initial_scale", "dynamic_growth_steps")
         return {name: getattr(optimizer, name) for name in own}
     rate = vars(optimizer).get("_learning_rate")
@@ -237,7 +242,7 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     with replaced(optimizer, _learning_rate=np.float32(0)):
         config = dict(optimizer.get_config())
     shown: dict[str, Any] = {"class_name": getattr(rate, "__name__", type(rate).__name__)}
-    # A function has no settings, and a schedule needs none before it is saved: the class is known.
+    # Functions have no settings, and a schedule needs no `get_config` before it is saved.
     with contextlib.suppress(AttributeError, NotImplementedError):
         shown["config"] = rate.get_config()
     return config | {"learning_rate": shown}
@@ -249,7 +254,7 @@ def unbuilt(optimizer: Any) -> Any:
     if inner is not None:
         return type(optimizer)(unbuilt(inner), **config)
     if not isinstance(optimizer._learning_rate, keras.Variable):
-        config["learning_rate"] = optimizer._learning_rate  # itself: it may have a state
+        config["learning_rate"] = optimizer._learning_rate  # the same object: it may have a state
     other = type(optimizer).from_config(config)
     for name in _DECAY_EXCLUSIONS:
         if hasattr(optimizer, name):

@@ -1,11 +1,11 @@
-"""Reads of the Python stack: the `fit`, `evaluate` or `predict` that runs around the caller.
+"""Reads of the Python stack: the `fit`, `evaluate` or `predict` that is calling.
 
-Keras tells a PyDataset that a pass begins, but not what for, and tells a callback nothing of the
-data. An evaluation must not move the order of the training epochs, an epoch number given by
-`initial_epoch` must be kept, and both must come out the same on all ranks whatever runs in between.
-The call stack is the one place where this is known exactly.
+Keras notifies a PyDataset that a pass begins, but not whether it is for training, and does not give
+callbacks the data. An evaluation must not change the order of the training epochs, an epoch number
+given by `initial_epoch` must be kept, and both must be the same on all ranks. Only the call stack
+has this information.
 
-Read are the local variables `self`, `x`, `batch_size`, `validation_data`, `class_weight`,
+These local variables are read: `self`, `x`, `batch_size`, `validation_data`, `class_weight`,
 `initial_epoch`, `callbacks`, `epoch_iterator` and `epoch` of `Model.fit`, `callbacks` and
 `epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters and of a
 LossScaleOptimizer.
@@ -35,24 +35,18 @@ _TRAINERS = {
 
 @dataclasses.dataclass(frozen=True)
 class FitCall:
-    """A running `fit`: what it was given, and what Keras made of it.
-
-    Attributes:
-        data: Its `x`.
-        initial_epoch: As given, until the first epoch begins.
-        epochs_of: Returns Keras's iterator of epochs; None before it is made, and after the `fit`.
-            One that lived until Python ends would wait for ever for threads that need Python.
-        callback_list: Keras's list; what the user gave before it is made.
-    """
+    """The arguments of a running `fit`, and the objects that Keras made of them."""
 
     model: Any = None
-    data: Any = None
+    data: Any = None  # the argument `x`
     batch_size: int | None = None
     validation_data: Any = None
     class_weight: Any = None
     initial_epoch: int = 0
+    # Returns Keras's iterator of epochs; None before it exists, and after the `fit`. A weak
+    # reference: an iterator that lived until Python exits would wait forever for its threads.
     epochs_of: Callable[[], Any] = lambda: None
-    callback_list: Any = None
+    callback_list: Any = None  # Keras's list; the user's argument before that exists
 
     @property
     def epochs(self) -> Any:
@@ -61,37 +55,28 @@ class FitCall:
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
-        """All callbacks, in the order of their calls."""
+        """All callbacks, in call order."""
         return list(_callbacks_in(self.callback_list))
 
 
 @dataclasses.dataclass(frozen=True)
 class KerasPass:
-    """One pass over data, which begins or ends.
+    """One pass over data, which begins or ends."""
 
-    Attributes:
-        adapter: Keras's adapter between the data and its loop; None if user code called.
-        caller: "fit", "evaluate", "predict": the innermost that runs; None without one.
-        callbacks: Those of the caller.
-        epoch: Keras's number of the epoch; None unless `fit` is in its epoch loop.
-        refused: Name of an argument of `fit` that contradicts the data; None if there is none.
-        fit: The innermost `fit`, perhaps around an evaluation; None without one.
-    """
-
-    adapter: Any = None
-    caller: str | None = None
-    callbacks: tuple[Any, ...] = ()
-    epoch: int | None = None
-    refused: str | None = None
-    fit: FitCall | None = None
+    adapter: Any = None  # Keras's adapter between the data and its loop; None if user code called
+    caller: str | None = None  # the innermost of "fit", "evaluate", "predict" that runs
+    callbacks: tuple[Any, ...] = ()  # of the caller
+    epoch: int | None = None  # Keras's number of the epoch; None outside of `fit`'s epoch loop
+    refused: str | None = None  # name of an argument of `fit` that contradicts the data
+    fit: FitCall | None = None  # the innermost `fit`, perhaps around an evaluation
 
     def keep_order(self) -> None:
-        """Stop Keras from shuffling the steps: it would do so differently on each rank."""
+        """Stop Keras from shuffling the steps, which it would do differently on each rank."""
         if self.adapter is not None:
             self.adapter.shuffle = False
 
     def require_whole_epochs(self) -> None:
-        """Raise where an argument of `fit` contradicts the data."""
+        """Raise if an argument of `fit` contradicts the data."""
         if self.refused is not None:
             raise ConfigError(
                 "An epoch is one pass over the data, in the data's own batches. Received: "
@@ -107,7 +92,7 @@ class KerasPass:
 
 
 def current_pass() -> KerasPass:
-    """Return the innermost adapter, trainer method and `fit` that run around the caller."""
+    """Return the pass of the innermost adapter, trainer method and `fit` on the caller's stack."""
     adapter: Any = None
     fit = running_fit()
     found: dict[str, Any] = {"fit": None if fit.model is None else fit}
@@ -124,7 +109,7 @@ def current_pass() -> KerasPass:
 
 
 def running_fit() -> FitCall:
-    """Return the innermost `fit` that runs around the caller; an empty one outside of any."""
+    """Return the innermost `fit` on the caller's stack; an empty `FitCall` if there is none."""
     for frame in _frames():
         if _TRAINERS.get(frame.f_code) == "fit":
             given = frame.f_locals
@@ -143,14 +128,14 @@ def running_fit() -> FitCall:
 
 
 def running_passes() -> list[Any]:
-    """Return Keras's iterators of epochs, one for each running trainer method, innermost first."""
+    """Return Keras's iterators of epochs of all running trainer methods, innermost first."""
     running = [frame for frame in _frames() if frame.f_code in _TRAINERS]
     found = [frame.f_locals.get("epoch_iterator") for frame in running]
     return [iterator for iterator in found if iterator is not None]
 
 
 def owners_around() -> Iterator[Any]:
-    """Yield the `self` of each function that runs around the caller, None where there is none."""
+    """Yield the local variable `self` of each function on the caller's stack, None without one."""
     for frame in _frames():
         yield frame.f_locals.get("self")
 

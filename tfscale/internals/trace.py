@@ -1,4 +1,4 @@
-"""Traced functions: notes about the one being traced, and TensorFlow's private view of them.
+"""Traced functions: data attached to their graphs, and private TensorFlow names to inspect them.
 
 Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `Operation._is_stateful`,
@@ -24,15 +24,12 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 
 @dataclass
 class TraceContext:
-    """Notes about one traced function, kept as long as its graph.
+    """Data attached to one traced function, kept as long as its graph."""
 
-    Attributes:
-        uses: Ways in which the function uses the weights of dense layers, by `id` of the weight.
-        made: Gradients made by the calls of dense layers: name of the tensor to `id` of the weight.
-            Names, as tensors would keep their graph alive.
-    """
-
+    # Uses of the weights of dense layers in the function, by `id` of the weight.
     uses: dict[int, set[str]] = field(default_factory=dict)
+    # Gradients computed by the calls of dense layers: name of the tensor to `id` of the weight.
+    # Names, because tensors would keep their graph alive.
     made: dict[str, int] = field(default_factory=dict)
 
 
@@ -40,7 +37,7 @@ _contexts: weakref.WeakKeyDictionary[tf.Graph, TraceContext] = weakref.WeakKeyDi
 
 
 def context_of(graph: tf.Graph) -> TraceContext:
-    """Return the notes about a graph."""
+    """Return the `TraceContext` of a graph, made at the first call."""
     return _contexts.setdefault(graph, TraceContext())
 
 
@@ -58,7 +55,7 @@ def outer_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
 
 
 def runs_once_per_step() -> bool:
-    """Return whether an op traced here runs once per call: in a function, in no branch or loop."""
+    """Return whether a function is being traced, outside of branches and loops."""
     graph = current_graph()
     return graph is not None and not isinstance(graph, ControlFlowFuncGraph)
 
@@ -69,7 +66,7 @@ def is_function(graph: tf.Graph | None) -> bool:
 
 
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
-    """Return whether XLA compiles a graph or one around it."""
+    """Return whether XLA compiles a graph or an outer graph."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
@@ -92,18 +89,18 @@ def run_either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], N
 
 
 def drop_traces(variables: Sequence[Any]) -> list[str]:
-    """Let every tf.function that was traced with some variables be traced again at its next call.
+    """Make every tf.function that captures some variables re-trace at its next call.
 
-    TensorFlow has no such call: the functions are found among all objects of the process, and their
-    names are returned. Concrete functions that a user keeps are left as they are.
+    TensorFlow has no API for this, so the functions are searched among all objects of the process.
+    Concrete functions that a user keeps are not changed. Returns the names of the functions.
     """
     handles = {id(v.handle) for v in variables}
     dropped = []
     for thing in gc.get_objects():
-        # Not isinstance, which some proxies answer by importing or computing something.
+        # Not isinstance: it makes some proxies import or compute something.
         if type(thing) is not Function:
             continue
-        # `_list_all_concrete_functions` would trace those that have an input signature.
+        # `_list_all_concrete_functions` would trace functions with an input signature.
         concrete = thing._function_cache.values()
         if any(id(tensor) in handles for each in concrete for tensor in each.captured_inputs):
             with thing._lock:

@@ -1,4 +1,4 @@
-"""What callbacks of tfscale say of themselves, to each other and to what looks at a `fit`."""
+"""Traits that callbacks of tfscale declare for each other and for the checks of a `fit`."""
 
 from __future__ import annotations
 
@@ -9,43 +9,35 @@ import keras
 
 
 class Traits(keras.callbacks.Callback):
-    """A callback of tfscale. Keras's own have none of these traits.
+    """Base class of tfscale's callbacks; Keras's own callbacks have none of these traits."""
 
-    Attributes:
-        compared: Names of attributes that must be equal on all ranks when training begins.
-        averages_metrics: Callbacks after this one see metrics of all ranks.
-        sets_batch_size: It sets the batch size of the data.
-        shows_averages: It shows the average of groups that train apart.
-        trains_apart: Ranks exchange no gradients, but average parameters.
-        companions: Callbacks inside of this one, which get its hooks.
-    """
-
-    compared: tuple[str, ...] = ()
-    averages_metrics = False
-    sets_batch_size = False
-    shows_averages = False
-    trains_apart = False
-    companions: list[Any] = []  # noqa: RUF012  # replaced, never changed
+    compared: tuple[str, ...] = ()  # names of attributes that must be equal on all ranks
+    averages_metrics = False  # callbacks after this one see metrics of all ranks
+    sets_batch_size = False  # of the data
+    shows_averages = False  # validates and saves the average of groups that train apart
+    trains_apart = False  # ranks exchange no gradients, but average parameters
+    # Callbacks inside this one, which get its hooks. The list is replaced, never changed.
+    companions: list[Any] = []  # noqa: RUF012
 
 
 def own_of(callbacks: Iterable[Any]) -> list[Traits]:
-    """Return those callbacks that are tfscale's, in their order."""
+    """Return the callbacks of tfscale in a list, order kept."""
     return [callback for callback in callbacks if isinstance(callback, Traits)]
 
 
 def train_apart(callbacks: Iterable[Any]) -> bool:
-    """Return whether a callback wants ranks that exchange no gradients."""
+    """Return whether a callback lets ranks train apart, without exchanging gradients."""
     return any(callback.trains_apart for callback in own_of(callbacks))
 
 
 def show_averages(callbacks: Iterable[Any]) -> bool:
-    """Return whether some callback, or one inside of it, shows the average of the models."""
+    """Return whether a callback, or a companion of one, shows the average of the models."""
     own = own_of(callbacks)
     return any(c.shows_averages or show_averages(c.companions) for c in own)
 
 
 def judge_before_averages(callbacks: Iterable[Any]) -> str | None:
-    """Return the name of the first callback that judges by metrics of this rank alone, if any."""
+    """Return the name of the first callback that decides by metrics of this rank alone, if any."""
     judges = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
     for callback in callbacks:
         if isinstance(callback, Traits) and callback.averages_metrics:
