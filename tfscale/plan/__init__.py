@@ -1,1 +1,1 @@
-"""What is sent when: pure Python, no TensorFlow, no MPI."""
+"""Exchange planning and simulation in pure Python, without TensorFlow and MPI."""

@@ -1,4 +1,4 @@
-"""Buckets and chunks: which gradients are sent together, and in what order."""
+"""Buckets and chunks of gradients that are sent together, in the order of back-propagation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 
 from tfscale.config import PlanError
 
-BYTES_PER_VALUE = 4  # of float32, in which gradients and parameters are sent unless compressed
+BYTES_PER_VALUE = 4  # of float32, the dtype on the wire without compression
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 # With "auto" a model is cut into this many buckets: enough that most of the exchange overlaps with
-# back-propagation, few enough that latency stays small beside it.
+# back-propagation, few enough that latency adds little.
 _AUTO_BUCKETS = 8
 _AUTO_LEAST = 256 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
@@ -22,7 +22,7 @@ _AUTO_MOST = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """One dense gradient: path of the variable, such as "dense/kernel", shape, dtype as sent."""
+    """A dense gradient: path of its variable, such as "dense/kernel", shape, dtype on the wire."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,16 +35,16 @@ class GradientSpec:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes on the wire, before any collective's own factor."""
+        """Bytes of the gradient; the bytes that a collective sends depend on its algorithm."""
         return math.prod(self.shape) * self.item_bytes
 
 
-# Positions of gradients of one dtype that are exchanged as one message, the first ready first.
+# Positions of gradients of one dtype that are sent as one message, the first ready one first.
 Bucket = tuple[int, ...]
 
 
 def auto_bucket_bytes(specs: Sequence[GradientSpec]) -> int:
-    """Return the bucket size for a model whose user chose none, in bytes."""
+    """Return the default bucket size of a model in bytes."""
     total = sum(spec.n_bytes for spec in specs)
     return min(_AUTO_MOST, max(_AUTO_LEAST, total // _AUTO_BUCKETS))
 
@@ -54,11 +54,11 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
 
     Args:
         specs: One per variable, in the order of the model, so that the last is ready first.
-        bucket_bytes: Upper bound of a bucket in bytes; 0 puts each gradient into its own.
+        bucket_bytes: Upper bound of a bucket in bytes; 0 gives each gradient its own bucket.
 
     Returns:
         Buckets in the order in which they become ready: each spec in exactly one, neighbours
-        together, one dtype each, and within `bucket_bytes` unless it holds a single gradient.
+        together, of one dtype, and within `bucket_bytes` unless it has a single gradient.
 
     Raises:
         PlanError: `bucket_bytes` is negative.
@@ -66,7 +66,7 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
     if bucket_bytes < 0:
         raise PlanError(f"bucket_bytes must be 0 or more. Received: bucket_bytes={bucket_bytes}.")
     groups: list[list[int]] = []
-    last: dict[str, list[int]] = {}  # of each dtype
+    last: dict[str, list[int]] = {}  # the open group of each dtype
     for index in reversed(range(len(specs))):
         spec = specs[index]
         group = last.get(spec.dtype, [])
@@ -85,8 +85,8 @@ def group_buckets(
 
     Args:
         specs: One per variable.
-        groups: Positions that belong together. Those in no group are sent alone; a group of several
-            dtypes is cut by dtype.
+        groups: Positions that are sent together. Gradients in no group are sent alone; a group of
+            several dtypes is split by dtype.
 
     Returns:
         Buckets in the order in which they become ready; each spec in exactly one.
@@ -112,7 +112,7 @@ def owner_of(name: str) -> str:
 
 
 def layers_of(names: Sequence[str]) -> list[list[int]]:
-    """Return positions of variables by layer, layers in the order of their first variable."""
+    """Group positions of variables by layer, layers in the order of their first variable."""
     layers: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         layers.setdefault(owner_of(name), []).append(position)
@@ -126,13 +126,13 @@ def chunk_layers(
 
     Args:
         layer_bytes: Bytes of each layer's gradients, in the order of the model.
-        first_chunk_layers: Layers in the first chunk, counted from the last layer; more than
-            there are put all into one chunk.
-        chunks: How many chunks, 1 or more; "per_layer" makes one of each layer.
+        first_chunk_layers: Layers in the first chunk, counted from the last layer; a model with
+            no more layers has one chunk.
+        chunks: Number of chunks, 1 or more; "per_layer" makes one of each layer.
 
     Returns:
         Layers per chunk, chunks in the order in which they become ready; the layers after the
-        first chunk are shared among the others so that these hold about equally many bytes.
+        first chunk are divided among the others so that these have about equally many bytes.
         Each layer is in exactly one chunk, and no chunk is empty.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Search for the exchange of each parameter that makes a step shortest."""
+"""Search for the exchange plan with the shortest predicted step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tfscale.plan.parts import (
 )
 from tfscale.plan.simulate import Prediction, simulate
 
-_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # into how many buckets a model is cut
-_FEW_CUTS = (1, 3, 8)  # while dense layers are chosen
+_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of buckets that are tried
+_FEW_CUTS = (1, 3, 8)  # tried while the exchange of dense layers is chosen
 _TRIED_CHUNKS = 10
-_MEBIBYTES = (1, 4, 16, 64)  # of buckets that are recommended
+_MEBIBYTES = (1, 4, 16, 64)  # bucket sizes that `recommend` tries
 _MOST_REPLICATED = 3
 
 
 class _Search:
-    """Simulates plans, each once."""
+    """Cache of simulated plans."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -44,20 +44,20 @@ class _Search:
         return self.known[plan].step_s
 
     def best(self, plans: Iterable[ExchangePlan]) -> ExchangePlan:
-        """Return the fastest; of equal ones the first."""
+        """Return the fastest plan, the first of equally fast ones."""
         return min(plans, key=self.step_s)
 
     def better(self, plan: ExchangePlan, other: ExchangePlan) -> ExchangePlan:
-        """Return the other plan if it is faster by more than rounding."""
+        """Return `other` if it is faster than `plan` by more than rounding errors, else `plan`."""
         return other if self.step_s(other) < self.step_s(plan) * (1 - 1e-6) else plan
 
 
 def _cut_in_ways(
     scenario: Scenario, kind: Kind, special: dict[int, Kind], cuts: Sequence[int]
 ) -> Iterator[ExchangePlan]:
-    """Yield plans that cut a model into few or many buckets, evenly or with a first chunk.
+    """Yield plans with different buckets, and for `_CUTS` plans with chunks.
 
-    Dense layers in `special` are in no bucket. Chunks are tried with all `_CUTS` only.
+    Dense layers in `special` are in no bucket.
     """
     table = scenario.table
     places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
@@ -79,9 +79,9 @@ def _boundaries(n_layers: int, n_tried: int) -> range:
 def best_first_chunk(
     scenario: Scenario, chunks: int = 2, replicated: int = 0, n_tried: int = 1000
 ) -> int:
-    """Return how many of the last layers shall form the first chunk: the shortest step's.
+    """Return the number of last layers in the first chunk for which the step is shortest.
 
-    `replicated` of the first dense layers are in no chunk. About `n_tried` numbers are tried.
+    The first `replicated` dense layers are in no chunk. About `n_tried` numbers are tried.
     """
     table = scenario.table
     n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
@@ -92,8 +92,8 @@ def best_first_chunk(
     return min(_boundaries(n_layers + 1, n_tried), key=step_s)
 
 
-# A plan must be predicted this much faster than plain allreduce: less is within the error of any
-# prediction, and the plain exchange has the fewest surprises.
+# A plan must be predicted to be this much faster than plain allreduce: a smaller gain is within the
+# error of the prediction, and plain allreduce has the fewest surprises.
 _LEAST_GAIN = 0.03
 _TRIED_DENSE = 8  # largest dense layers whose exchange is chosen one by one
 _TRIED_PARTS = 24  # parts that are switched one by one
@@ -105,9 +105,9 @@ class Choice:
 
     plan: ExchangePlan
     predicted: Prediction
-    plain: ExchangePlan  # that of `tfscale.Allreduce()`
+    plain: ExchangePlan  # the plan of `tfscale.Allreduce()`
     plain_predicted: Prediction
-    name: str  # what the plan is made of, in words
+    name: str  # kinds and numbers of the plan's parts, in words
     reason: str
     n_tried: int  # plans that were simulated
 
@@ -117,7 +117,7 @@ class Choice:
         return self.plan == self.plain
 
     def fingerprint(self) -> str:
-        """Return a digest: equal choices have equal ones."""
+        """Return a digest that is equal for equal choices."""
         return sha256(repr((self.plan, self.name, self.reason)).encode())[:16]
 
 
@@ -128,18 +128,16 @@ def plain_plan(scenario: Scenario) -> ExchangePlan:
 
 
 def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
-    """Choose how each parameter is sent.
+    """Choose the exchange of each parameter.
 
-    Dense layers begin with what sends fewest bytes; then the number of buckets, the boundary of the
-    first chunk, each large dense layer, and each bucket's exchange are changed one after another as
-    long as the simulated step gets shorter. Equal arguments give equal plans on all ranks.
-
-    Args:
-        scenario: Model, machine, ranks, batch.
-        allowed: Kinds that may be used; "allreduce" or "sharded" must be among them.
+    The search starts with the exchange of dense layers that sends the fewest bytes. It then varies
+    the number of buckets, the boundary of the first chunk, the exchange of each large dense layer
+    and that of each bucket, one after another, and keeps the changes that shorten the simulated
+    step. Equal arguments give equal plans on all ranks.
 
     Returns:
-        A plan that is predicted at least 3 % faster than plain allreduce, or that one.
+        The best plan if it is predicted to be at least 3 % faster than plain allreduce, else plain
+        allreduce.
 
     Raises:
         PlanError: Neither "allreduce" nor "sharded" is allowed.
@@ -176,7 +174,7 @@ def _describe(plan: ExchangePlan, is_plain: bool) -> str:
 
 
 def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]]:
-    """Return exchanges of the dense layers to begin with: none special, and fewest bytes."""
+    """Return initial exchanges of the dense layers: none special, and that of fewest bytes."""
     cheapest: dict[int, Kind] = {}
     for place in dense_layers(scenario.table):
         kinds = [k for k in kinds_for(scenario.table.layers[place]) if k in allowed]
@@ -187,7 +185,7 @@ def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]
 
 
 def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
-    """Change the exchange of one large dense layer after another; cut the rest again each time."""
+    """Vary the exchange of large dense layers one by one; cut the other layers again each time."""
     table = search.scenario.table
 
     def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> ExchangePlan:
@@ -211,7 +209,7 @@ def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind
 
 
 def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
-    """Try each bucket summed and sharded, largest first."""
+    """Try each bucket both summed and sharded, the largest first."""
     other: dict[Kind, Kind] = {"allreduce": "sharded", "sharded": "allreduce"}
     parameters = search.scenario.table.parameters
 
@@ -226,7 +224,7 @@ def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
 
 
 class Recommendation(NamedTuple):
-    """A strategy as Python, such as "tfscale.Sharded(bucket_mb=4)", its plan and its step."""
+    """A strategy in Python, such as "tfscale.Sharded(bucket_mb=4)", its plan and prediction."""
 
     words: str
     plan: ExchangePlan
@@ -234,7 +232,7 @@ class Recommendation(NamedTuple):
 
 
 def recommend(scenario: Scenario) -> Recommendation:
-    """Return the fastest strategy by its options; `Allreduce()` if none is 3 % faster than it."""
+    """Return the fastest strategy with options; `Allreduce()` unless another is 3 % faster."""
     options = [("tfscale.Allreduce()", plain_plan(scenario))]
     options += _options(scenario) if scenario.n_ranks > 1 else ()
     usual, *tried = (Recommendation(w, plan, simulate(scenario, plan)) for w, plan in options)

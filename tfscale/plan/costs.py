@@ -11,21 +11,21 @@ from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Link, Machine
 
-# How whole gradients are summed: "direct" is what tfscale's engine does, "mpi" what MPI's blocking
-# allreduce is worth, sums in one thread included.
+# Algorithms that sum whole gradients: "direct" is that of tfscale's engine, "mpi"
+# models MPI's blocking allreduce, including its sums in one thread.
 Algorithm = Literal["direct", "recursive", "mpi"]
 
 
 def transfer_s(n_bytes: float, n_ranks: int, link: Link) -> float:
     """Return the time of an alltoall, a reduce-scatter or an allgather, [T] table 4.1.
 
-    `n_bytes` are what a rank has before it or after it, whichever is more.
+    `n_bytes` is the size of a rank's input or output, whichever is larger.
     """
     return (n_ranks - 1) * link.latency_s + n_bytes * share(n_ranks) / link.bytes_per_s
 
 
 def share(n_ranks: int) -> float:
-    """Return (n_ranks - 1) / n_ranks: the part of a vector that others have."""
+    """Return (n_ranks - 1) / n_ranks: the fraction of a vector that other ranks have."""
     return (n_ranks - 1) / n_ranks
 
 
@@ -35,8 +35,8 @@ def allreduce_s(
     """Return the time of summing a vector over all ranks.
 
     The algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9; "recursive" is
-    the better of a binomial tree, eq. 4.6, and Rabenseifner's, eq. 4.7; "mpi" adds
-    `mpi_s_per_byte` to it. Without a `link` it is `machine.link`.
+    the faster of a binomial tree, eq. 4.6, and Rabenseifner's algorithm, eq. 4.7; "mpi" is the
+    same with `mpi_s_per_byte` for its sums. `link` is `machine.link` by default.
     """
     if n_ranks == 1:
         return 0.0
@@ -52,23 +52,23 @@ def allreduce_s(
 
 
 # Each value a layer writes is written and read once in the forward pass; back-propagation reads it
-# again and writes and reads its error.
+# again and writes and reads its gradient.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3
-_MOST_OF_LAYER = 0.8  # of back-propagation through a layer is its weight gradient, at most
+_MOST_OF_LAYER = 0.8  # largest part of a layer's back-propagation that is its weight gradient
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model that is trained on a machine."""
+    """A training step: model, machine, number of ranks and samples."""
 
     table: LayerTable
     machine: Machine
     n_ranks: int
-    global_batch: int  # samples of all ranks per step; ranks beyond it repeat others' samples
+    global_batch: int  # samples of all ranks per step; if fewer than ranks, some repeat samples
     n_slots: int = 1  # values of optimizer state per parameter: 0 SGD, 1 momentum, 2 Adam
 
     def __post_init__(self) -> None:
-        """Require positive numbers; raises PlanError."""
+        """Raise a PlanError unless numbers are positive."""
         if self.n_ranks < 1 or self.global_batch < 1 or self.n_slots < 0:
             raise PlanError(
                 "n_ranks and global_batch must be 1 or more. Received: "
@@ -87,15 +87,15 @@ class Scenario:
         return max(self.global_batch, self.n_ranks)
 
     def transfer_s(self, n_bytes: float) -> float:
-        """Return the time of an alltoall or an allgather among all ranks, see `transfer_s`."""
+        """Return the time of an alltoall or an allgather among all ranks."""
         return transfer_s(n_bytes, self.n_ranks, self.machine.link(self.n_ranks))
 
     def sum_s(self, n_bytes: float) -> float:
-        """Return the time of summing the segments that a rank receives, its own included."""
+        """Return the time of summing the segments that a rank receives, including its own."""
         return n_bytes / self.machine.reduce_bytes_per_s if self.n_ranks > 1 else 0.0
 
     def dense_rows(self, place: int) -> tuple[tuple[int, int], int]:
-        """Return (n_in, n_out) of a dense layer, and its rows of all ranks together."""
+        """Return (n_in, n_out) of a dense kernel, and the number of its input rows on all ranks."""
         layer = self.table.layers[place]
         return layer.dense or (0, 0), self.gathered_batch * layer.rows
 
@@ -117,7 +117,7 @@ class Scenario:
         return products + self._traffic_s(layer, _FORWARD_PASSES)
 
     def backward_s(self, place: int) -> tuple[float, float]:
-        """Return the times of a layer's errors and of its weight gradients."""
+        """Return the times of a layer's input gradients and of its weight gradients."""
         layer = self.table.layers[place]
         products = self._product_s(layer.flops, self.local_batch)
         traffic = self._traffic_s(layer, _BACKWARD_PASSES)
@@ -134,31 +134,33 @@ class Scenario:
         return total * (1 - part), total * part
 
     def rest_s(self) -> float:
-        """Return the time of a step that no layer accounts for."""
+        """Return the part of a step's time that belongs to no layer."""
         measured = self._measured()
         rest = 0.0 if measured is None else measured.rest_s * self._scale(measured.batch)
         return self.machine.step_s + rest
 
     def gradient_s(self, place: int, batch: float, part: float = 1.0) -> float:
-        """Return the time of a dense layer's weight gradient of a whole batch, or a part of it."""
+        """Return the time of a dense layer's weight gradient for a batch, or of a part of it."""
         layer = self.table.layers[place]
         n_in, n_out = layer.dense or (0, 0)
         measured = self._measured()
         if measured is not None and layer.name in measured.gradient_s:
             rows, _, whole_s, part_s = measured.gradient_s[layer.name]
-            part_s *= part * rows / (measured.batch * layer.rows)  # it was of 1 / ranks
+            part_s *= (
+                part * rows / (measured.batch * layer.rows)
+            )  # it was measured for 1 / ranks of the kernel
             half = self.machine.half_batch
             scale = (batch * layer.rows + half) / (rows + half)
             return scale * (whole_s if part == 1.0 else min(whole_s, part_s))
         return part * self._product_s(2.0 * n_in * n_out * layer.rows, batch)
 
     def update_s(self, n_values: float) -> float:
-        """Return the time of an update: reads gradient, parameter, slots; writes the latter two."""
+        """Return the time of an update, reading gradient, parameter, slots and writing the latter two."""
         accesses = 3 + 2 * self.n_slots
         return BYTES_PER_VALUE * accesses * n_values / self.machine.memory_bytes_per_s
 
     def compute_s(self) -> float:
-        """Return the time of a step of one rank without any exchange and update."""
+        """Return the time of a step of one rank without exchange and update."""
         places = range(len(self.table.layers))
         return self.rest_s() + sum(self.forward_s(i) + sum(self.backward_s(i)) for i in places)
 

@@ -1,4 +1,4 @@
-"""Pages of Markdown: predictions over numbers of ranks, and why a plan is as it is."""
+"""Markdown reports: predictions for numbers of ranks, and the explanation of a plan."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def grid(
     return [f"| {line} |" for line in (lines[0], " | ".join(rule), *lines[1:])]
 
 
-# Predictions over numbers of ranks
+# Predictions for numbers of ranks
 
 
 @dataclass(frozen=True)
 class Point:
-    """One exchange on one number of ranks."""
+    """The prediction of one exchange for one number of ranks."""
 
     exchange: str
     n_ranks: int
     predicted: Prediction
-    speedup: float  # over one rank with the same samples per step
-    memory: float  # bytes a rank holds besides activations
+    speedup: float  # relative to one rank with as many samples per step
+    memory: float  # bytes that a rank holds besides activations
     made_of: str = ""  # the planner's choice in words; empty for fixed exchanges
 
 
@@ -82,7 +82,7 @@ def _sharded(scenario: Scenario, special: dict[int, Kind] | None = None) -> Exch
     return bucketed(scenario.table, n_bytes, "sharded", special)
 
 
-# The exchanges that a user can ask for by name, with their own parameters at their best.
+# The exchanges that a user can choose by name, each with its best parameters.
 FIXED: dict[str, Callable[[Scenario], ExchangePlan]] = {
     "allreduce": plain_plan,
     "one allreduce per layer": lambda scenario: bucketed(scenario.table, None),
@@ -96,13 +96,10 @@ FIXED: dict[str, Callable[[Scenario], ExchangePlan]] = {
 def forecast(
     scenario: Scenario, ranks: Sequence[int], n_groups: int = 0, interval: int = 8
 ) -> list[Point]:
-    """Predict a model's steps on numbers of ranks, with every exchange.
+    """Predict a model's step for each number of ranks and each exchange.
 
-    Models without dense layers have no points of those exchanges that are named after them. Local
-    SGD of 0 groups is left out, as are numbers of ranks that its groups do not divide.
-
-    Raises:
-        ConfigError: There are no such groups, or averagings.
+    Exchanges of dense layers are left out for models that have none. Local SGD is left out for 0
+    groups, and where the groups do not divide the number of ranks or samples.
     """
     check_groups(n_groups, interval)
     alone = replace(scenario, n_ranks=1)
@@ -125,7 +122,7 @@ def forecast(
 
 
 def check_groups(n_groups: int, interval: int) -> None:
-    """Require 0, or 2 or more groups of local SGD, and 1 or more steps; raises ConfigError."""
+    """Raise a ConfigError unless there are 0, 2 or more groups, and 1 or more steps."""
     if n_groups < 0 or n_groups == 1 or interval < 1:
         raise ConfigError(
             "Local SGD has 2 groups or more and an interval of 1 or more. Received: "
@@ -141,7 +138,7 @@ def _point(
 
 
 def _local_sgd(scenario: Scenario, n_groups: int, interval: int, base_s: float) -> Point:
-    """Predict a step of all groups: as many samples as a synchronous one."""
+    """Predict a step of all groups, which has as many samples as a synchronous step."""
     group = replace(
         scenario,
         n_ranks=scenario.n_ranks // n_groups,
@@ -154,7 +151,7 @@ def _local_sgd(scenario: Scenario, n_groups: int, interval: int, base_s: float) 
 
 
 def winners(points: Sequence[Point]) -> dict[int, Point]:
-    """Return the fastest fixed exchange per number of ranks; local SGD is another algorithm."""
+    """Return the fastest fixed exchange per number of ranks, without local SGD."""
     best: dict[int, Point] = {}
     for point in points:
         if point.exchange in (AUTO, LOCAL_SGD):
@@ -222,12 +219,11 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
 
 
 def explain(scenario: Scenario, choice: Choice) -> str:
-    """Return a page about a choice.
+    """Return a page that explains a choice.
 
-    Returns:
-        What is predicted, and per parameter the megabytes a rank sends and the milliseconds its
-        layer would be on the wire alone with each exchange. "why" says how much longer the whole
-        step would be if the parameter was sent otherwise, all else equal.
+    For each parameter and exchange it shows the megabytes that a rank sends and the milliseconds
+    that sending the layer alone would take. The column "why" shows how much longer the step would
+    be with another exchange of the parameter's part, all else equal.
     """
     table = scenario.table
     lines = [
@@ -261,7 +257,7 @@ def explain(scenario: Scenario, choice: Choice) -> str:
 
 
 def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
-    """Return how long a layer's parameters would be on the wire alone, sums included."""
+    """Return the time of sending a layer's parameters alone, including sums."""
     messages = message_bytes(scenario, place, kind)
     summed_s = scenario.sum_s(messages[0]) if kind in ("allreduce", "sharded") else 0.0
     return sum(map(scenario.transfer_s, messages)) + summed_s
@@ -278,7 +274,7 @@ def _line(name: str, scenario: Scenario, plan: ExchangePlan, predicted: Predicti
 
 
 def _why(scenario: Scenario, choice: Choice, part: Part) -> str:
-    """Return how much longer the step would be with each alternative for a part."""
+    """Describe how much longer the step would be with each other exchange of a part."""
     if scenario.n_ranks == 1:
         return "one rank"
     plan = choice.plan

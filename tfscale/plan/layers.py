@@ -1,4 +1,4 @@
-"""Layers of a model as the planner sees them."""
+"""Layer tables: parameters, operations and values of a model's layers, for the planner."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Parameter:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in float32, in which it is sent."""
+        """Bytes as float32."""
         return self.n_values * BYTES_PER_VALUE
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; operations and values are per sample, of the forward pass."""
+    """One layer; `flops` and `values` are per sample, in the forward pass."""
 
     name: str  # path
     weights: tuple[tuple[str, int], ...] = ()  # name and number of values of each variable
     flops: float = 0.0  # a multiplication and an addition are two
-    values: int = 0  # values it writes, activations included
+    values: int = 0  # number of values that it writes, including activations
     dense: tuple[int, int] | None = None  # (n_in, n_out) of a dense layer's kernel
-    rows: int = 1  # that a dense layer's kernel is multiplied with
+    rows: int = 1  # rows per sample that a dense layer's kernel is multiplied with
 
     @property
     def n_values(self) -> int:
@@ -44,14 +44,14 @@ class Layer:
 class LayerTable:
     """A model: its layers, with and without parameters, in the order of the forward pass.
 
-    Measured times are found by its name.
+    `name` is the key of its measured times in `Machine.layer_times`.
     """
 
     name: str
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        """Require a layer with parameters; raises PlanError."""
+        """Raise a PlanError unless a layer has parameters."""
         if not any(layer.weights for layer in self.layers):
             raise PlanError(
                 f"A model must have trainable variables. Received: {self.name} with none. "
@@ -78,7 +78,7 @@ class LayerTable:
 
 
 def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Add the work of layers without parameters to the layer before them: faster to simulate."""
+    """Merge layers without parameters into their neighbours, for a faster simulation."""
     merged: list[Layer] = []
     for layer in layers:
         if not merged or (layer.weights and merged[-1].weights):
@@ -95,13 +95,13 @@ def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 def is_replicated_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -> bool:
     """Return whether gathering activations and output gradients moves less than an allreduce.
 
-    Per rank (size - 1) / size * (n_in + n_out) * global_batch values are received against
-    2 * (size - 1) / size * n_in * n_out. Every rank then computes the gradient of the whole
-    batch, so it must move half of the allreduce's values at most.
+    A rank receives (size - 1) / size * (n_in + n_out) * global_batch values instead of
+    2 * (size - 1) / size * n_in * n_out. As every rank then computes the gradient of the whole
+    batch, "less" means less than half of the allreduce's values.
 
     Args:
         n_in: Rows of the kernel.
-        n_out: Its columns.
+        n_out: Columns of the kernel.
         global_batch: Samples of all ranks together, times positions for inputs of higher rank.
         size: Number of ranks.
 
@@ -113,9 +113,9 @@ def is_replicated_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -
 def is_partial_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -> bool:
     """Return whether sending activations and output gradients moves less than the gradient.
 
-    A rank receives n_in / size columns of the activations and all columns of the output gradients
-    of the whole batch, against its part of the gradients of all ranks; either is times
-    (size - 1) / size without what the rank has itself. Arguments: see `is_replicated_cheaper`.
+    For the whole batch, a rank receives n_in / size columns of the activations and all columns of
+    the output gradients, instead of all ranks' gradients of its part of the kernel. Without the
+    rank's own values, both are (size - 1) / size of that. Arguments: see `is_replicated_cheaper`.
 
     Source: [T] eq. 4.8: N_in K / n + N_out K < N_in N_out.
     """

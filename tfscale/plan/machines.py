@@ -1,4 +1,4 @@
-"""A cluster as numbers: what a message, a sum and an operation cost."""
+"""Machine models: costs of messages, sums and operations on a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfscale.config import PlanError
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one rank to the others of its group: alpha and 1 / beta of [T] eq. 4.1."""
+    """Connection of a rank to the others of its group: alpha and 1 / beta of [T] eq. 4.1."""
 
     latency_s: float
     bytes_per_s: float
@@ -27,12 +27,12 @@ class LayerTimes:
 
     batch: int  # samples per rank they were measured with
     forward_s: Mapping[str, float]
-    backward_s: Mapping[str, float]  # errors and weight gradients together
+    backward_s: Mapping[str, float]  # input gradients and weight gradients together
     rest_s: float = 0.0  # part of a step that belongs to no layer
-    # Of dense layers: rows of the whole batch, and seconds of the weight gradient from a rank's own
-    # rows, from all rows, and a rank's part of it from all rows.
+    # For dense layers: number of rows of the whole batch, then seconds of the weight gradient for a
+    # rank's own rows, for all rows, and of a rank's part of the weight gradient for all rows.
     gradient_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    n_values: int = 0  # trainable values of the model; 0 where it was not noted
+    n_values: int = 0  # trainable values of the model; 0 if unknown
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class Machine:
     bytes_per_s: float  # of a host's link, shared by its ranks
     reduce_bytes_per_s: float  # input of a local sum, per rank
     flops_per_s: float  # of a rank, for large matrix products
-    memory_bytes_per_s: float  # of a rank, for what reads and writes only
+    memory_bytes_per_s: float  # of a rank, for operations that are limited by memory
     # Samples per rank at which matrix products run at half of `flops_per_s`: the curve is
     # batch / (batch + half_batch).
     half_batch: float = 0.0
-    mpi_s_per_byte: float = 0.0  # what MPI's own allreduce takes longer than its messages
+    mpi_s_per_byte: float = 0.0  # time of MPI's own allreduce besides its messages
     ranks_per_host: int = 1
     host_latency_s: float | None = None  # between ranks of one host; None: as between hosts
     host_bytes_per_s: float | None = None  # of a rank within its host; None: as between hosts
     step_s: float = 0.0  # part of every step that no layer accounts for
-    # Speed of computing while messages are under way, relative to that alone: less than 1 where
-    # ranks, sums and copies share cores. And of messages while something is computed.
+    # Relative speed of computation during messages, and of messages during computation: less than 1
+    # where ranks, sums and copies share cores.
     compute_share: float = 1.0
     message_share: float = 1.0
     layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)  # by name of the model
-    spread: Mapping[str, float] = field(default_factory=dict)  # relative, of measured fields
+    spread: Mapping[str, float] = field(default_factory=dict)  # relative spread of measured fields
     note: str = ""  # where the numbers come from
 
     def __post_init__(self) -> None:
-        """Require positive rates, and times of 0 or more; raises PlanError."""
+        """Raise a PlanError unless rates are positive and times 0 or more."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, int | float):
@@ -75,23 +75,23 @@ class Machine:
                 )
 
     def link(self, n_ranks: int) -> Link:
-        """Return the link that the slowest of the first `n_ranks` ranks has to the others."""
+        """Return the slowest link among the first `n_ranks` ranks."""
         shared = self.bytes_per_s / self.ranks_per_host
         if n_ranks > self.ranks_per_host:
             return Link(self.latency_s, shared)
-        # Never slower than between hosts with all of a host's ranks talking.
+        # Never slower than between hosts when all ranks of a host send.
         latency_s = self.latency_s if self.host_latency_s is None else self.host_latency_s
         inside = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
         return Link(min(latency_s, self.latency_s), max(inside, shared))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, spread included; the folder is made."""
+        """Write the machine as JSON; creates the folder."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read what `save` wrote; raises PlanError where there is no such file or machine."""
+        """Read a file that `save` wrote; raises a PlanError if that fails."""
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
             times = content.pop("layer_times", {})
@@ -107,7 +107,7 @@ class Machine:
 _MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_latency_s")
 
 # Cori's numbers are fitted to published speedups, see docs/thesis-scaling.md; the others are round
-# numbers of such hardware: measure your own.
+# numbers for such hardware; measure your own.
 _PRESETS = (
     Machine(
         name="cori-haswell",
@@ -155,5 +155,5 @@ PRESETS: dict[str, Machine] = {machine.name: machine for machine in _PRESETS}
 
 
 def find_machine(name: str) -> Machine:
-    """Return a preset, or the machine in the file of that path; raises PlanError without."""
+    """Return a preset by its name or load a file; raises a PlanError if there is neither."""
     return PRESETS[name] if name in PRESETS else Machine.load(name)

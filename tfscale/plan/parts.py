@@ -1,4 +1,4 @@
-"""Plans of a step's exchange: how each parameter is sent, and what that costs at least."""
+"""Exchange plans as the simulator uses them, with their bytes, memory and a lower bound."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Part:
     """Parameters that are sent together.
 
     "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates its segment,
-    then parameters are gathered. "partial": a dense layer's activations are spread and its output
-    gradients gathered, each rank computes and updates its part of the weights. "replicated": both
-    are gathered, every rank computes the whole gradient.
+    then parameters are gathered. "partial": a dense layer's activations are distributed by columns
+    and its output gradients gathered; each rank computes and updates its part of the weights.
+    "replicated": both are gathered, and every rank computes the whole gradient.
     """
 
     kind: Kind
@@ -31,24 +31,25 @@ class Part:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """An exchange of all parameters of a model."""
+    """The exchange of all parameters of a model."""
 
     parts: tuple[Part, ...]  # in the order in which they become ready; each parameter in one
-    # False sends nothing before back-propagation ends, and begins no step before all is over.
+    # False: nothing is sent before back-propagation ends, and no step begins before the exchange of
+    # the previous one has ended.
     overlap: bool = True
-    # Kinds for which the next forward pass waits layer by layer, not as a whole.
+    # Kinds for which each layer of the next forward pass waits for its own parameters only.
     lazy: tuple[Kind, ...] = ("sharded", "partial")
-    # Whether a gradient made of what was gathered is computed as soon as this is there; False:
-    # after back-propagation, as [T] 4.4.1 does.
+    # Whether a gradient is computed as soon as its activations and output gradients are gathered;
+    # False: after back-propagation, as in [T] 4.4.1.
     has_early_gradients: bool = True
-    # Largest vector whose exchange others cannot overtake, the engine's TFSCALE_WINDOW_BYTES; 0:
-    # any, as with blocking MPI calls.
+    # Larger vectors are sent in pieces that more urgent ones can overtake, as by the engine's
+    # TFSCALE_WINDOW_BYTES; 0: one piece, as with blocking MPI calls.
     piece_bytes: int = 32 * 2**20
-    algorithm: Algorithm = "direct"  # how whole gradients are summed
+    algorithm: Algorithm = "direct"  # for sums of whole gradients
 
 
 def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
-    """Require all parameters in one part each, and dense layers for theirs; raises PlanError."""
+    """Raise a PlanError unless each parameter is in one part and dense kinds fit their layer."""
     chosen = sorted(p for part in plan.parts for p in part.parameters)
     if chosen != list(range(len(table.parameters))):
         raise PlanError(
@@ -64,7 +65,7 @@ def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
 
 
 def specs_of(table: LayerTable) -> list[GradientSpec]:
-    """Return what the planners of buckets and chunks want to know."""
+    """Return the gradients of a model, for `build_buckets` and `build_chunks`."""
     return [GradientSpec(p.name, (p.n_values,), "float32") for p in table.parameters]
 
 
@@ -83,7 +84,7 @@ def bucketed(
 
     Args:
         table: The model.
-        bucket_bytes: Largest bucket; 0 sends each parameter alone, None each layer.
+        bucket_bytes: Largest bucket; 0 sends each parameter alone, None each layer alone.
         kind: "allreduce" or "sharded".
         special: "partial" or "replicated" for some dense layers, by position of the layer.
     """
@@ -99,8 +100,8 @@ def bucketed(
 def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> ExchangePlan:
     """Return the plan of `tfscale.Chunked`, [T] chapter 3.
 
-    `first` layers are in the first chunk, counted without those `replicated` ones of the first
-    dense layers which gather activations and output gradients.
+    The first chunk has `first` layers. The first `replicated` dense layers gather activations and
+    output gradients instead; they are in no chunk.
     """
     special: dict[int, Kind] = dict.fromkeys(dense_layers(table)[:replicated], "replicated")
     return _grouped(table, "allreduce", special, lambda s: build_chunks(s, first, chunks))
@@ -112,7 +113,7 @@ def _grouped(
     special: dict[int, Kind],
     group: Callable[[Sequence[GradientSpec]], Sequence[Bucket]],
 ) -> ExchangePlan:
-    """Return a plan of the groups that `group` makes of all parameters but the special layers'."""
+    """Return a plan with the `special` layers and all other parameters grouped by `group`."""
     specs = specs_of(table)
     rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
     groups = group([specs[i] for i in rest]) if rest else ()
@@ -122,7 +123,7 @@ def _grouped(
 
 
 def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
-    """Return a plan in which one layer is sent alone, in the given way."""
+    """Return the plan with one layer sent alone, as `kind`."""
     own = table.positions(place)
     rest = [
         replace(p, parameters=tuple(i for i in p.parameters if i not in own)) for p in plan.parts
@@ -139,8 +140,9 @@ def _in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
 def message_bytes(scenario: Scenario, place: int, kind: Kind) -> tuple[float, ...]:
     """Return the bytes of each collective of a layer, as `transfer_s` counts them.
 
-    Source: [T] eq. 4.9: gradients and parameters. 3.3.3: activations and output gradients, as
-    (N_in + N_out) * K values. Eqs. 4.2 to 4.4: columns of the former, the latter, and weights.
+    Source: [T] eq. 4.9 for gradients and parameters; 3.3.3 for activations and output gradients,
+    (N_in + N_out) * K values; eqs. 4.2 to 4.4 for columns of the activations, the output gradients,
+    and weights.
     """
     weights = BYTES_PER_VALUE * scenario.table.layers[place].n_values
     if kind in ("allreduce", "sharded"):
@@ -167,15 +169,15 @@ def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
 
 
 def kinds_for(layer: Layer) -> tuple[Kind, ...]:
-    """Return how a layer's parameters may be sent."""
+    """Return the kinds of exchange that a layer allows."""
     return KINDS if layer.dense else KINDS[:2]
 
 
 def lower_bound_s(scenario: Scenario) -> float:
     """Return a step time that no plan beats: max(compute, least communication).
 
-    Latency, updates and sums are left out, each layer sends as few bytes as it may, and each dense
-    layer computes its weight gradient where that is fastest.
+    Latency, updates and sums are left out, each layer sends as few bytes as possible, and each
+    dense layer computes its weight gradient in the fastest way.
     """
     least = 0.0
     compute = scenario.rest_s()
@@ -192,19 +194,19 @@ def lower_bound_s(scenario: Scenario) -> float:
 
 
 def memory_bytes(scenario: Scenario, plan: ExchangePlan) -> float:
-    """Return the bytes a rank holds for parameters, gradients, optimizer state and exchanges."""
+    """Return a rank's bytes for parameters, gradients, optimizer state and exchanges."""
     total, n_ranks = 0.0, scenario.n_ranks
     for part in plan.parts:
         parameters = [scenario.table.parameters[p] for p in part.parameters]
         weights = sum(p.n_bytes for p in parameters)
-        total += 2 * weights  # and gradients
+        total += 2 * weights  # parameters and gradients
         is_sharded = part.kind in ("sharded", "partial")
         state = scenario.n_slots * weights
         total += state / n_ranks if is_sharded else state
         if part.kind == "allreduce":
             total += weights  # the packed bucket
         elif part.kind == "sharded":
-            total += 2 * weights  # sent segments, and those of the others or all parameters
+            total += 2 * weights  # segments to send, and received segments or all parameters
         else:
             (n_in, n_out), rows = scenario.dense_rows(parameters[0].layer)
             kept = n_in / n_ranks if part.kind == "partial" else n_in

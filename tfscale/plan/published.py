@@ -1,4 +1,4 @@
-"""The models of the papers as layer tables, for pictures of any size.
+"""Layer tables of the papers' models, for images of any size.
 
 Sources: [T] 3.4 and 4.5 (VGG, ResNet-50), [T] ch. 5 and [L] IV (ResNet-20, EDSR).
 """
@@ -24,7 +24,7 @@ def dense(name: str, n_in: int, n_out: int) -> Layer:
 def conv(
     name: str, size: int, channels: tuple[int, int], rows: int, has_bias: bool = True
 ) -> Layer:
-    """Return a convolution: a square kernel of `size`, (in, out) channels, `rows` squared out."""
+    """Return a convolution with a square kernel, (in, out) channels and `rows` x `rows` outputs."""
     n_in, n_out = channels
     kernel = size * size * n_in * n_out
     bias = ((f"{name}/bias", n_out),) if has_bias else ()
@@ -76,7 +76,7 @@ def _conv_norm(name: str, size: int, channels: tuple[int, int], rows: int) -> li
 
 
 def resnet20(rows: int = 32) -> LayerTable:
-    """Return ResNet-20 for small pictures."""
+    """Return ResNet-20 for small images."""
     layers, channels = _conv_norm("stem", 3, (3, 16), rows), 16
     for stage, width in enumerate((16, 32, 64), start=1):
         rows = rows // 2 if stage > 1 else rows
@@ -89,7 +89,7 @@ def resnet20(rows: int = 32) -> LayerTable:
 
 
 def edsr(blocks: int = 32, filters: int = 256, channels: int = 3, rows: int = 48) -> LayerTable:
-    """Return EDSR without its upsampling tail, for patches of `rows` squared."""
+    """Return EDSR without its upsampling tail, for patches of `rows` x `rows`."""
     layers = [conv("head", 3, (channels, filters), rows)]
     layers += [
         conv(f"block{block}_conv{i}", 3, (filters, filters), rows)
@@ -104,7 +104,7 @@ def _widened(width: int) -> Stages:
     return tuple(tuple(width for _ in stage) for stage in VGG_A)
 
 
-# By the names that `tfscale plan --model` takes.
+# Keys are the names that `tfscale plan --model` accepts.
 PUBLISHED: dict[str, Callable[[], LayerTable]] = {
     "vgg-a": lambda: vgg("vgg-a", VGG_A),
     "vgg16": lambda: vgg("vgg16", VGG_16),
@@ -119,7 +119,7 @@ PUBLISHED: dict[str, Callable[[], LayerTable]] = {
 
 
 def published(name: str) -> LayerTable:
-    """Return a model of the papers by its key in `PUBLISHED`; raises PlanError without one."""
+    """Return a model of the papers by its key in `PUBLISHED`; raises a PlanError for others."""
     if name not in PUBLISHED:
         raise PlanError(
             f"A model must be one of {', '.join(PUBLISHED)}. Received: model={name!r}. "

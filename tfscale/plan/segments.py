@@ -1,4 +1,4 @@
-"""Layout of the parameters of a bucket in one flat buffer, and each rank's segment of it."""
+"""Layout of a bucket's parameters in one flat buffer with a segment for each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tfscale.config import PlanError
 from tfscale.plan.buckets import GradientSpec, build_buckets, group_buckets
 
-ALIGNMENT = 64  # bytes; TensorFlow refuses tensors that begin elsewhere
+ALIGNMENT = 64  # bytes; TensorFlow refuses tensors of another alignment
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Piece:
 
     variable: int  # position in the sequence of specs
     start: int  # in the flattened variable
-    stop: int  # one after the last
+    stop: int  # excluded
     offset: int  # of the piece in the buffer
 
     @property
@@ -31,22 +31,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class SegmentedBucket:
-    """Variables one after another in a buffer that is cut into a segment for each rank."""
+    """Variables one after another in a flat buffer that is cut into a segment for each rank."""
 
     indices: tuple[int, ...]  # positions in the sequence of specs, in forward order
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     offsets: tuple[int, ...]  # where each begins, in elements; multiples of 64 bytes
-    cuts: tuple[int, ...]  # ends of the segments in elements; one more than ranks, from 0
-    length: int  # elements of the buffer, padding included
+    cuts: tuple[int, ...]  # 0, then the end of each rank's segment, in elements
+    length: int  # elements of the buffer, including padding
 
     @property
     def n_values(self) -> int:
-        """Elements without padding: what is reduced."""
+        """Number of elements without padding."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what a rank owns, by its position among those that share the buffer."""
+        """Return the pieces of a rank, given by its position among those that share the buffer."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]
         found = []
         for index, shape, offset in zip(self.indices, self.shapes, self.offsets, strict=True):
@@ -58,7 +58,7 @@ class SegmentedBucket:
 
 
 def row_cuts(n_rows: int, size: int) -> list[int]:
-    """Return where each rank's rows of a matrix begin, and `n_rows`; they differ by one at most."""
+    """Return each rank's first row, then `n_rows`; numbers of rows differ by one at most."""
     return [n_rows * rank // size for rank in range(size + 1)]
 
 
@@ -70,21 +70,21 @@ def build_segments(
     by_rows: Sequence[tuple[int, ...]] = (),
     groups: Sequence[Sequence[int]] | None = None,
 ) -> tuple[SegmentedBucket, ...]:
-    """Lay variables out in buckets of one flat buffer each.
+    """Lay out variables in buckets, each of which is a flat buffer.
 
     Args:
         specs: One per variable, in forward order; dtypes are those of the parameters.
         size: Number of ranks that share each buffer.
-        bucket_bytes: Upper bound of a bucket in bytes; 0 puts each variable into its own.
+        bucket_bytes: Upper bound of a bucket in bytes; 0 gives each variable its own bucket.
         whole: Positions of variables that one rank owns entirely.
-        by_rows: Variables that are buckets of their own, of one dtype: a matrix that is cut
-            between its rows as `row_cuts` says, and others, which the last rank owns.
-        groups: Positions that form buckets, whatever their size; those in none are buckets of
-            their own. None goes by `bucket_bytes`.
+        by_rows: Groups of variables of one dtype that form a bucket each: first a matrix that
+            is cut between rows by `row_cuts`, then variables that the last rank owns.
+        groups: Positions that form a bucket each, of any size; variables in no group get their
+            own bucket. None groups by `bucket_bytes`.
 
     Returns:
-        Buckets in forward order, each spec in exactly one. The segments of a bucket differ by no
-        more than what `whole` and `by_rows` demand.
+        Buckets in forward order, each spec in exactly one. The segments of a bucket are as
+        equal in length as `whole` and `by_rows` allow.
 
     Raises:
         PlanError: `size` is less than 1, or `bucket_bytes` is negative.
@@ -98,7 +98,7 @@ def build_segments(
         buckets = group_buckets(specs, [group for group in rest if group])
         found += [bucket for bucket in buckets if bucket[0] not in own]
     else:
-        # What lies before a matrix that is cut by rows and what lies after are not ready together.
+        # Gradients before and after a matrix that is cut by rows are not ready together.
         for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
             part = list(run)
             buckets = () if is_own else build_buckets([specs[i] for i in part], bucket_bytes)

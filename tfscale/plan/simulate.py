@@ -14,8 +14,8 @@ from tfscale.plan.parts import ExchangePlan, Part, check_plan, message_bytes
 
 COMPUTE, COMMUNICATION, SUMS = range(3)
 N_STREAMS = 3
-_SHORT, _LONG = 6, 32  # cycles: a rhythm mostly has come after the first number of them
-_ALIKE = 3  # cycles in a row must be alike; the last one, which none follows, is not
+_SHORT, _LONG = 6, 32  # cycles to run: most plans repeat after the first number of them
+_ALIKE = 3  # consecutive cycles that must be alike; the last one of a run is not
 _SAME = 1e-9  # relative
 
 
@@ -23,27 +23,27 @@ _SAME = 1e-9  # relative
 class Task:
     """Work of one step.
 
-    Of the tasks that are ready a stream takes the earliest step's, of these the one with the
-    smallest priority, of these the first.
+    Among its ready tasks, a stream starts that of the earliest step, then that of the smallest
+    priority, then the first.
     """
 
     stream: int  # COMPUTE, COMMUNICATION or SUMS
     duration_s: float
     after: tuple[int, ...] = ()  # tasks of the same step that must end first, by position
-    after_previous: tuple[int, ...] = ()  # and of the step before; the first step has none
+    after_previous: tuple[int, ...] = ()  # and tasks of the previous step; not in the first step
     priority: int = 0
-    name: str = ""  # for pictures
+    name: str = ""  # for plots
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected seconds of a step; means over a cycle of steps."""
+    """Predicted seconds of a step, as means over a cycle of steps."""
 
     step_s: float  # from one step to the next
-    compute_s: float  # a rank computes
-    communication_s: float  # its communication thread works
-    # Whether the steps came to repeat exactly; else step_s is a mean with the first step's delay in
-    # it, hence an upper bound.
+    compute_s: float  # of computation
+    communication_s: float  # of communication
+    # Whether the steps repeat exactly; otherwise step_s is a mean that includes the delay of the
+    # first step, hence an upper bound.
     is_steady: bool = True
 
     @property
@@ -62,28 +62,27 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What streams lose to each other where they share cores; 1.0 is nothing."""
+    """Relative speeds of streams that share cores; 1.0 is full speed."""
 
-    compute: float = 1.0  # of computing, while messages or sums are under way
-    messages: float = 1.0  # of messages and sums, while something is computed
+    compute: float = 1.0  # of computation, during messages or sums
+    messages: float = 1.0  # of messages and sums, during computation
 
 
 ALONE = Speeds()
 
 
 def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Prediction:
-    """Repeat a cycle of steps until each takes as long as the one before.
+    """Simulate a cycle of steps repeatedly until each takes as long as the previous one.
 
-    The step time is taken from cycles each task of which begins as much later than in the cycle
-    before. Such cycles go on for ever, and each stream works off exactly one cycle's tasks in each,
-    so that a step lasts at least as long as each stream is busy. Any other difference of two times
-    may be shorter than that: work left over from one step then counts for none.
+    The step time comes from consecutive cycles in which every task begins later by the same delay.
+    Such cycles repeat for ever, and each stream completes exactly one cycle's tasks in each, so a
+    step is at least as long as each stream is busy. Any other difference of two times may be too
+    short, as work that one step leaves to the next would not be counted.
 
     Args:
-        steps: The tasks of each step of a cycle; `after_previous` speaks of the step before, for
-            the first one of the last of the cycle, and may name its tasks only if both have the
-            same number of them.
-        speeds: Of streams that share cores.
+        steps: The tasks of each step of a cycle. `after_previous` of the first step refers to the
+            last step of the cycle; both must then have the same number of tasks.
+        speeds: Speeds of streams that share cores.
     """
     flat = [task for step in steps for task in step]
     n_tasks, n_steps = len(flat), len(steps)
@@ -104,7 +103,7 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Pred
 
 
 def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
-    """Run the tasks of steps, each as soon as it may; return when each begins and ends.
+    """Run each task of some steps as early as possible; return begin and end of each.
 
     Raises:
         PlanError: Tasks wait for each other in a circle.
@@ -118,7 +117,7 @@ def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[f
 
 
 class _Clock:
-    """State of a simulation; tasks are numbers, those of the first step first."""
+    """State of a simulation; tasks are numbered, those of the first step first."""
 
     def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
         self.tasks = [task for step in steps for task in step]
@@ -148,7 +147,7 @@ class _Clock:
             begin, before = begin + len(step), begin
 
     def run(self) -> None:
-        """Let time pass until nothing runs."""
+        """Advance the time until no task runs."""
         for place, count in enumerate(self.missing):
             if count == 0:
                 self._queue(place)
@@ -175,7 +174,7 @@ class _Clock:
             self._keep_pace(now)
 
     def _keep_pace(self, now: float) -> None:
-        """Move the ends of what is running where others began or ended to use the same cores."""
+        """Move the ends of running tasks after others began or ceased to share their cores."""
         for stream, (speed, others) in self.lost.items():
             place = self.running[stream]
             if place is None:
@@ -203,13 +202,13 @@ def step_tasks(
 ) -> tuple[Task, ...]:
     """Return the tasks of a step, in no particular order.
 
-    Local SGD averages `n_groups` groups' parameters; where that is not due, it takes no time.
+    With `n_groups`, local SGD averages parameters; an average that is not due takes no time.
     """
     return _Builder(scenario, plan, n_groups, is_average_due).build()
 
 
 class _Builder:
-    """Collects the tasks of a step; positions in `tasks` stand for tasks."""
+    """Builds the tasks of a step; methods return positions in `tasks`."""
 
     def __init__(
         self, scenario: Scenario, plan: ExchangePlan, n_groups: int, is_average_due: bool
@@ -221,13 +220,15 @@ class _Builder:
         n_layers = len(scenario.table.layers)
         self.forward = [-1] * n_layers
         self.backward = [-1] * n_layers
-        # Layers whose weight gradients come from gathered activations and errors.
+        # Layers whose weight gradients come from gathered activations and output gradients.
         self.gathered = {
             self.parameters[part.parameters[0]].layer
             for part in plan.parts
             if part.kind in ("partial", "replicated") and scenario.n_ranks > 1
         }
-        self.finals: list[tuple[Part, int]] = []  # the last task of each part; -1: joined already
+        self.finals: list[
+            tuple[Part, int]
+        ] = []  # the last task of each part; -1: the forward pass waits already
 
     def build(self) -> tuple[Task, ...]:
         self._compute()
@@ -251,7 +252,7 @@ class _Builder:
     def _send(
         self, duration_s: float, n_bytes: float, after: tuple[int, ...], name: str, priority: int
     ) -> int:
-        """Send a vector in pieces, so that what is more urgent may overtake it."""
+        """Send a vector in pieces, so that a more urgent one can overtake it."""
         limit = self.plan.piece_bytes
         n_pieces = max(1, min(_MOST_PIECES, math.ceil(n_bytes / limit))) if limit else 1
         for _ in range(n_pieces):
@@ -259,7 +260,7 @@ class _Builder:
         return after[0]
 
     def _compute(self) -> None:
-        """Forward pass and back-propagation, each layer after its neighbour."""
+        """Add the forward pass and back-propagation, one layer after another."""
         scenario = self.scenario
         last: tuple[int, ...] = ()
         for place, layer in enumerate(scenario.table.layers):
@@ -278,14 +279,14 @@ class _Builder:
         return min(self.parameters[p].layer for p in part.parameters)
 
     def _ready(self, part: Part) -> tuple[int, ...]:
-        """Return what must end before the gradients of a part can be sent."""
+        """Return the tasks that must end before the gradients of a part can be sent."""
         return (self.backward[self._first_layer(part) if self.plan.overlap else 0],)
 
     def _n_bytes(self, part: Part) -> int:
         return sum(self.parameters[p].n_bytes for p in part.parameters)
 
     def _order(self, part: Part) -> int:
-        """Return a priority after back-propagation's, in the order of the next forward pass."""
+        """Return a priority below back-propagation's, in the order of the next forward pass."""
         return 1 + self._first_layer(part)
 
     def _allreduce(self, part: Part) -> int:
@@ -301,7 +302,7 @@ class _Builder:
         return self._average(part, n_bytes, done)
 
     def _average(self, part: Part, n_bytes: float, after: int) -> int:
-        """Average parameters across groups, where local SGD is asked for."""
+        """Average parameters across groups, with local SGD only."""
         if not self.n_groups:
             return after
         size, machine = self.scenario.n_ranks, self.scenario.machine
@@ -314,7 +315,7 @@ class _Builder:
         return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
 
     def _shard_update(self, part: Part, after: tuple[int, ...], summed_s: float) -> int:
-        """Sum and update the own segment, then gather all."""
+        """Sum and update the rank's own segment, then gather all segments."""
         scenario, n_bytes = self.scenario, self._n_bytes(part)
         segment = n_bytes / scenario.n_ranks
         if summed_s:
@@ -333,7 +334,7 @@ class _Builder:
         return self._shard_update(part, (sent,), scenario.sum_s(n_bytes))
 
     def _activations(self, part: Part) -> tuple[int, int]:
-        """Send a dense layer's inputs when they exist, and its errors."""
+        """Send a dense layer's inputs and its output gradients as soon as they are computed."""
         place = self._first_layer(part)
         messages = message_bytes(self.scenario, place, part.kind)[:2]
         of_inputs, of_errors = map(self.scenario.transfer_s, messages)
@@ -354,7 +355,7 @@ class _Builder:
         return self._shard_update(part, (made,), 0.0)
 
     def _gradient(self, duration_s: float, after: tuple[int, ...]) -> int:
-        """Compute a weight gradient, before what is left of back-propagation or after it."""
+        """Compute a weight gradient, before the rest of back-propagation or after it."""
         priority = -1 if self.plan.has_early_gradients else 1
         return self._add(COMPUTE, duration_s, after, "gradient", priority)
 
@@ -366,7 +367,7 @@ class _Builder:
         if "replicated" not in self.plan.lazy or not self.plan.overlap:
             made = self._gradient(duration, (*sent, self.backward[place]))
             return self._whole_update(part, (made,))
-        # Delayed to the next step: where its forward pass reaches the layer, [T] algorithm 2.
+        # Delayed until the next step's forward pass reaches the layer, [T] algorithm 2.
         reached = (self.forward[place - 1],) if place > 0 else ()
         made = self._add(COMPUTE, duration, reached, "gradient")
         last = (*sent, self.backward[place])
@@ -377,7 +378,7 @@ class _Builder:
         return -1
 
     def _join_steps(self) -> None:
-        """Let the forward pass, and what is sent before it, wait for the step before."""
+        """Let the forward pass, and messages sent before it, wait for the previous step."""
         for number, own in enumerate(self.tasks):
             if own.stream == COMMUNICATION and not own.after:  # inputs of the first layer
                 self.tasks[number] = replace(own, after_previous=(self.backward[0],))
@@ -395,9 +396,9 @@ class _Builder:
 
 
 def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
-    """Predict a step; raises PlanError where the plan does not fit the model.
+    """Predict a step; raises a PlanError if the plan does not fit the model.
 
-    All ranks do the same at the same time, so one of them is simulated: a compute stream that
+    All ranks do the same at the same time, so one rank is simulated: a compute stream that
     prefers back-propagation to updates, one communication thread, and a stream for local sums.
     """
     check_plan(scenario.table, plan)
@@ -407,11 +408,11 @@ def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
 def simulate_local_sgd(
     scenario: Scenario, within: ExchangePlan, n_groups: int, interval: int
 ) -> Prediction:
-    """Predict a step of local SGD, a mean over the steps from one averaging to the next.
+    """Predict the mean step of local SGD from one average to the next.
 
-    `n_ranks` and `global_batch` are those of one group, whose ranks exchange `within` at every
-    step. Sharded parameters are averaged across groups before they are gathered, each rank its
-    segment; others as a whole. Source: [L] III-B.
+    `n_ranks` and `global_batch` are those of one group, whose ranks exchange `within` in every
+    step. Each rank averages its segment of sharded parameters across groups before the gather;
+    other parameters are averaged whole. Source: [L] III-B.
     """
     check_plan(scenario.table, within)
     plain = step_tasks(scenario, within, n_groups)
