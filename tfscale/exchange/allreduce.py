@@ -1,4 +1,4 @@
-"""Plain synchronous data parallelism: gradients are averaged in buckets while they become ready."""
+"""Plain synchronous data parallelism: gradients are averaged in buckets as they become ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Allreduce(Exchange):
     while the gradients of the first ones are computed.
 
     Attributes:
-        bucket_mb: Largest bucket in MiB; "auto" cuts the model into about eight; 0 sends each
+        bucket_mb: Largest bucket in MiB; "auto" makes about eight buckets; 0 sends each
             gradient alone.
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
 
@@ -30,11 +30,10 @@ class Allreduce(Exchange):
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        """Check the bucket size."""
         require_bucket_mb(self.bucket_mb)
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return buckets of gradients, each of them one sum."""
+        """Return a plan that sums each bucket of gradients."""
         del group
         return compile_plan(table, self._buckets, overlap=self.overlap)
 
@@ -45,6 +44,6 @@ class Allreduce(Exchange):
 
 
 def require_bucket_mb(bucket_mb: Any) -> None:
-    """Check the size of buckets."""
+    """Raise a ConfigError unless the size of buckets is valid."""
     fits = bucket_mb == "auto" or (isinstance(bucket_mb, int | float) and bucket_mb >= 0)
     require(fits, "bucket_mb", "'auto' or a number of MiB, 0 or more", bucket_mb)

@@ -1,4 +1,4 @@
-"""`exchange="auto"`: the planner's request, and the strategies that carry out its plans."""
+"""`exchange="auto"`: measurement, planning, and the strategy that executes a plan."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tfscale.plan.machines import Machine, find_machine
 from tfscale.plan.parts import Kind
 from tfscale.plan.segments import build_segments
 
-CUT: tuple[Kind, ...] = ("sharded", "partial")  # each rank updates a part
+CUT: tuple[Kind, ...] = ("sharded", "partial")  # kinds with which each rank updates a part
 
 
 @dataclass(frozen=True)
 class Auto(Exchange):
     """Plans the exchange from the times of the first steps of a `fit`.
 
-    Twenty steps exchange each layer alone and measure when gradients exist, how long an exchange
-    takes, and what computing and messages take from each other; `tfscale.plan` then chooses for
-    each parameter among allreduced and sharded buckets and dense layers that gather activations
-    and errors. Plain allreduce and the best plans are timed for some steps each, and the fastest
-    is kept. All ranks agree on every decision, and every step is synchronous SGD whatever is being
-    tried.
+    For twenty steps each layer is exchanged alone, to measure when its gradients are ready, how
+    long its exchange takes, and how much computation and messages slow each other down. The planner
+    then chooses for each parameter: allreduced buckets, sharded buckets or, for dense layers,
+    gathered activations and output gradients. Plain allreduce and the best plans are timed for some
+    steps each, and the fastest is kept. All ranks make the same decisions, and every step is
+    synchronous SGD, also during the measurements.
 
-    Until it has decided, and where the optimizer's `after_step` is not called (`fit` does, given a
-    tfscale callback), this is `Allreduce()`.
+    Until the decision this is `Allreduce()`. The decision needs calls of the optimizer's
+    `after_step`; `fit` makes them if it is given a tfscale callback.
 
     Attributes:
-        machine: None measures; a `Machine`, the name of a preset or a file of `tfscale tune links`
-            gives the links, and the layers' times where it has those of the model.
-        global_batch: Samples of all ranks together; None takes that of `GlobalBatches`. Without it
-            dense layers send their weight gradients.
-        replan: Go back to plain allreduce where all that was tried is measured to be slower.
+        machine: None measures the job. A `Machine`, the name of a preset or a file of `tfscale tune
+            links` gives the links, and the times of the layers if it has those of the model.
+        global_batch: Samples of all ranks together; None uses that of `GlobalBatches`. If it is
+            unknown, dense layers exchange weight gradients.
+        replan: Return to plain allreduce if every plan that was tried is measured to be slower.
     """
 
     machine: Machine | str | None = None
@@ -51,7 +51,6 @@ class Auto(Exchange):
     watch = "tfscale.measure.auto:AutoWatch"
 
     def __post_init__(self) -> None:
-        """Check the options."""
         fits = self.global_batch is None or self.global_batch > 0
         require(fits, "global_batch", "1 or more, or None", self.global_batch)
         self.read_machine()
@@ -60,7 +59,7 @@ class Auto(Exchange):
         """Return the machine that was named, if any.
 
         Raises:
-            ConfigError: There is none of that name.
+            ConfigError: There is no machine of that name.
         """
         if self.machine is None or isinstance(self.machine, Machine):
             return self.machine
@@ -70,68 +69,54 @@ class Auto(Exchange):
             raise ConfigError(str(error)) from error
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return the plan of `Allreduce`, until something is measured."""
+        """Return the plan of `Allreduce`, used until the measurements end."""
         return Allreduce().plan(table, group)
 
     def explain(self) -> str:
-        """Return what is known so far; the strategies that follow have a table."""
+        """Return a note that nothing is planned yet; the chosen strategy returns a table."""
         return "Nothing is planned yet: `fit` measures its first steps, then chooses.\n"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan, equal on all ranks.
+    """Predicted and measured times of a plan's steps; equal on all ranks."""
 
-    Attributes:
-        plan: The plan in a few words.
-        predicted_s: Predicted time of one of its steps.
-        measured_s: Measured time.
-        plain_predicted_s: Predicted time of a step of plain allreduce.
-        plain_measured_s: Measured time of it.
-        explanation: The table of parameters, and what was decided.
-    """
-
-    plan: str
+    plan: str  # in a few words
     predicted_s: float
     measured_s: float
-    plain_predicted_s: float
+    plain_predicted_s: float  # of plain allreduce
     plain_measured_s: float
-    explanation: str
+    explanation: str  # table of parameters, and the decision
 
 
 @dataclass(frozen=True)
 class Mixed(Exchange):
-    """The planner's choice: each parameter is exchanged as a plan names it.
+    """The planner's choice: an exchange for each parameter."""
 
-    Attributes:
-        name: The plan in a few words.
-        parts: Kind and paths of the variables of each part, in the order in which gradients exist.
-            Variables in none are summed alone.
-        layers: Kind by path, of dense layers that exchange activations and errors.
-        overlap: False sends nothing before all gradients exist.
-        outcome: How the plan did; None while that is not known.
-    """
-
-    name: str = ""
+    name: str = ""  # the plan in a few words
+    # Kind and variables' paths of each part, in the order in which gradients are ready. A variable
+    # in no part is summed alone.
     parts: tuple[tuple[Kind, tuple[str, ...]], ...] = ()
+    # Path and kind of each dense layer that exchanges activations and output gradients.
     layers: tuple[tuple[str, Kind], ...] = ()
-    overlap: bool = True
+    overlap: bool = True  # False sends nothing before all gradients are ready
+    # None until the plan is measured.
     outcome: Outcome | None = field(default=None, compare=False, repr=False)
 
     waits_for_gathers = False
 
     @property
     def is_sharding(self) -> bool:  # type: ignore[override]
-        """Whether some parameter is cut."""
+        """Whether a parameter is cut."""
         return any(kind in CUT for kind, _ in self.parts)
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]
-        """Layers must be given their calls before they exchange activations."""
+        """The plan, if its dense layers exchange activations: these need a prepared model."""
         return f"plan {self.name!r}" if self.layers else ""
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return the parts; see `Exchange.plan`."""
+        """Compile the parts; see `Exchange.plan`."""
         kinds = {path: kind for kind, paths in self.parts for path in paths}
         cut = [i for i in table.shared if kinds.get(table.parameters[i].spec.name) in CUT]
 
@@ -143,7 +128,7 @@ class Mixed(Exchange):
         return compile_plan(table, self._buckets, segments, self.overlap)
 
     def whole(self) -> Exchange:
-        """Return the same parts, with a sum in place of what is cut."""
+        """Return the same parts, with sums in place of shards."""
         parts = tuple(("allreduce" if k in CUT else k, paths) for k, paths in self.parts)
         layers = tuple(layer for layer in self.layers if layer[1] not in CUT)
         return Mixed(self.name, parts, layers, self.overlap)  # type: ignore[arg-type]
@@ -157,7 +142,7 @@ class Mixed(Exchange):
         return [dense_kind(asked.get(x.path, "weights"), x, size, None) for x in layers]
 
     def explain(self) -> str:
-        """Return a table of parameters with what each alternative would cost, in Markdown."""
+        """Return a Markdown table of parameters with the cost of each alternative."""
         undecided = "Nothing is decided yet: exchanges are measured.\n"
         return self.outcome.explanation if self.outcome else undecided
 
@@ -169,16 +154,16 @@ class Mixed(Exchange):
 
 
 def _places(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Return positions for paths; those of no spec are left out."""
+    """Return the positions of paths in `specs`; paths of no spec are left out."""
     places: dict[str, int] = {}
     for place, spec in enumerate(specs):
-        places.setdefault(spec.name, place)  # a second variable of one name is sent alone
+        places.setdefault(spec.name, place)  # a second variable of the same name is sent alone
     found = [[places[name] for name in group if name in places] for group in groups]
     return [group for group in found if group]
 
 
 def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> Mixed:
-    """Return the strategy that carries out a simulated plan of a model's parameters."""
+    """Return the strategy that executes a simulated plan for a model's parameters."""
     parts = [
         (part.kind, tuple(table.parameters[p].name for p in part.parameters)) for part in plan.parts
     ]
@@ -191,7 +176,7 @@ def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> M
 
 
 def per_layer(table: LayerTable, overlap: bool) -> Mixed:
-    """Return an allreduce of each layer of a model alone."""
+    """Return the strategy that allreduces each layer of a model alone."""
     groups = [tuple(name for name, _ in layer.weights) for layer in table.layers]
     parts = tuple(("allreduce", group) for group in groups if group)
     return Mixed("one allreduce per layer", parts, overlap=overlap)  # type: ignore[arg-type]

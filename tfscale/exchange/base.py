@@ -1,4 +1,4 @@
-"""Exchange strategies: their base class, shared options, and the names that `exchange=` takes."""
+"""Base class of exchange strategies, and the names that `exchange=` accepts."""
 
 from __future__ import annotations
 
@@ -21,70 +21,46 @@ EXCHANGES = {
     "sharded": "tfscale.exchange.sharded:Sharded",
 }
 
-# "weights": ranks exchange the layer's gradients. "replicated", "partial": they exchange its
-# activations and errors; each makes the whole gradient, or that of its rows of the kernel.
+# "weights": ranks exchange the layer's weight gradients. "replicated", "partial": they exchange its
+# activations and output gradients; each computes the whole weight gradient, or that of its rows.
 DenseKind = Literal["weights", "replicated", "partial"]
 
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A Dense layer as strategies see it.
-
-    Attributes:
-        path: Of the layer.
-        n_in: Rows of its kernel; 0 while it is not built.
-        n_out: Columns of its kernel.
-        positions: How often it is applied to a sample, 1 for inputs of shape [samples, n_in];
-            None where that is not known.
-        why_not: Why it cannot exchange activations and errors, or an empty string.
-        why_uncut: Why ranks cannot own parts of its kernel, or an empty string.
-    """
+    """A Dense layer as strategies see it."""
 
     path: str
-    n_in: int
+    n_in: int  # rows of its kernel; 0 while it is not built
     n_out: int
+    # Rows per sample that it is applied to, 1 for inputs of shape [samples, n_in]; None if unknown.
     positions: int | None
-    why_not: str = ""
-    why_uncut: str = ""
+    why_not: str = ""  # reason against exchanging activations and output gradients
+    why_uncut: str = ""  # reason against cutting its kernel into parts
 
 
 class Exchange(abc.ABC):
-    """A strategy: an immutable description of an exchange, compiled to plans.
+    """A strategy: an immutable description of an exchange, compiled to plans."""
 
-    Attributes:
-        is_sharding: Whether ranks may update parts of parameters.
-        may_shard_later: Whether a `watch` may choose a strategy that does.
-        waits_for_gathers: Whether a sharded step waits for the gathers of parameters that it has
-            posted; False leaves that to readers.
-        needs_prepared: Why a step needs a prepared model: the option that asks for it, or an empty
-            string.
-        watch: Module and class of a `Watch` that looks at the steps of `fit` for this strategy;
-            empty for none.
-        outcome: What became of a plan that was measured; None for most strategies.
-    """
-
-    is_sharding: bool = False
-    may_shard_later: ClassVar[bool] = False
+    is_sharding: bool = False  # whether ranks may update parts of parameters
+    may_shard_later: ClassVar[bool] = False  # whether a `watch` may choose a sharding strategy
+    # Whether a sharded step waits for the gathers that it has posted; False leaves that to readers.
     waits_for_gathers: bool = True
-    needs_prepared: str = ""
-    watch: str = ""
-    global_batch: int | None = None
-    outcome: Any = None
+    needs_prepared: str = ""  # the option that needs a prepared model
+    watch: str = ""  # module and class of the strategy's `Watch`; empty for none
+    global_batch: int | None = None  # samples of all ranks together, if the user gave it
+    outcome: Any = None  # times of a measured plan; None for most strategies
 
     @abc.abstractmethod
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return the plan of a step. Pure: equal tables and groups have equal plans.
-
-        Args:
-            table: The parameters, and the form of their gradients in the step that is traced.
-            group: The ranks that exchange; more than one.
+        """Compile the plan of a step. Equal tables and groups give equal plans.
 
         Raises:
-            PlanError: The strategy does not fit.
+            PlanError: The strategy does not fit the model.
         """
 
     def whole(self) -> Exchange:
-        """Return the strategy where every rank needs whole gradients: a tape, unknown optimizers.
+        """Return the strategy for tapes and unknown optimizers, which need whole gradients.
 
         Raises:
             ConfigError: There is none.
@@ -92,18 +68,13 @@ class Exchange(abc.ABC):
         return self
 
     def within_group(self) -> Exchange:
-        """Return the strategy of ranks that train together: itself, unless groups train apart."""
+        """Return the strategy inside a group of ranks: itself, except for local SGD."""
         return self
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[DenseKind, str]]:
-        """Return what the Dense layers of a model exchange, and why not something else.
-
-        Args:
-            layers: In the order of the model.
-            size: Number of ranks.
-            global_batch: Samples of all ranks together, where that is known.
+        """Choose the exchange of each Dense layer, with the reason if a wish is not met.
 
         Raises:
             PlanError: The strategy does not fit the model.
@@ -113,20 +84,14 @@ class Exchange(abc.ABC):
 
 
 class Watch(Protocol):
-    """Sees the steps of one `fit` after another, and changes the strategy.
+    """Observer of the steps of `fit` that may change the strategy."""
 
-    Attributes:
-        may_cut: Whether it may return a strategy that shards parameters.
-    """
-
-    may_cut: bool
+    may_cut: bool  # whether it may return a strategy that shards parameters
 
     def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Count a step; return the strategy for the next one if it changes. Collective.
+        """Count a step; return the strategy for the next step if it changes. Collective.
 
-        Args:
-            data: What the `fit` around the step trains on; None outside of one.
-            callbacks: Those of this `fit`.
+        `data` and `callbacks` are those of the `fit`; None and empty outside of `fit`.
         """
         ...
 
@@ -138,16 +103,12 @@ def require(fits: bool, name: str, requirement: str, value: Any) -> None:
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether a value is a whole number, and no less than `least`."""
+    """Return whether a value is an integer of `least` or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def resolve(exchange: Any) -> Exchange:
-    """Return the strategy that a user gave, perhaps by its name.
-
-    Raises:
-        ConfigError: Neither.
-    """
+    """Return a strategy given as an object or a name; raises a ConfigError for others."""
     if isinstance(exchange, str) and exchange in EXCHANGES:
         return load(EXCHANGES[exchange])()
     if isinstance(exchange, Exchange):
@@ -160,6 +121,6 @@ def resolve(exchange: Any) -> Exchange:
 
 
 def load(place: str) -> Any:
-    """Return what "module:name" says: imported when it is used, so that a tape needs no planner."""
+    """Import "module:name": not before it is used, so that a tape needs no planner."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)

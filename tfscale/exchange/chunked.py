@@ -1,4 +1,4 @@
-"""Two chunks of layers during back-propagation, and dense layers that send no weight gradients."""
+"""Exchange in few chunks of layers, and dense layers that send no weight gradients."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from tfscale.plan.layers import is_replicated_cheaper
 class Chunked(Exchange):
     """Gradients are sent in few chunks of layers; the first dense layers send none.
 
-    Chunk 1 holds the last layers, whose gradients exist first: it is on the wire during the rest
-    of back-propagation. The next chunk is on the wire while the variables of chunk 1 are updated.
+    Chunk 1 has the last layers, whose gradients are ready first: its exchange overlaps with the
+    rest of back-propagation. The exchange of the next chunk overlaps with the update of chunk 1.
 
-    The first dense layers exchange their inputs (during the forward pass) and their errors (during
-    back-propagation); every rank computes the gradient of the whole batch from them. Layers that
-    cannot, such as subclasses of Dense and those with a regularizer, stay in the chunks, with a
-    log line. The result is synchronous SGD in any case.
+    The first dense layers exchange their inputs (during the forward pass) and their output
+    gradients (during back-propagation); every rank computes the gradient of the whole batch from
+    them. Layers that cannot do this, such as subclasses of Dense and layers with a regularizer,
+    stay in the chunks; a log line names them. The result is synchronous SGD in any case.
 
     Attributes:
         first_chunk_layers: k, the layers in chunk 1, counted among layers that own trainable
             variables. "auto" exchanges each layer alone for ten steps of `fit`, then chooses from
-            their times; outside of `fit` it keeps to single layers.
-        replicated_dense: f, how many of the first Dense layers exchange activations and errors;
-            "auto" takes those for which that sends fewer than half of the values. Needs
-            `tfscale.prepare(model)` or a tfscale callback. Not with backward_passes_per_step.
-        global_batch: Samples of all ranks together, for "auto": the batch size is not known when
-            a step is traced.
+            the measured times; outside of `fit` each layer is exchanged alone.
+        replicated_dense: f, the number of first Dense layers that exchange activations and output
+            gradients; "auto" chooses layers for which this sends less than half of the values.
+            Needs `tfscale.prepare(model)` or a tfscale callback. Cannot be combined with
+            backward_passes_per_step.
+        global_batch: Samples of all ranks together, for replicated_dense="auto": the batch size is
+            not known when a step is traced.
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
 
@@ -49,7 +50,6 @@ class Chunked(Exchange):
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         for name, least, word in (
             ("first_chunk_layers", 1, "auto"),
             ("replicated_dense", 0, "auto"),
@@ -65,7 +65,7 @@ class Chunked(Exchange):
             )
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return chunks of layers; gradients that dense layers have made are not sent."""
+        """Return a plan of chunks; gradients of replicated dense layers are not sent."""
         del group
         return compile_plan(table, self._chunks, overlap=self.overlap)
 
@@ -77,20 +77,20 @@ class Chunked(Exchange):
 
     @property
     def watch(self) -> str:  # type: ignore[override]
-        """The boundary of the first chunk is measured in `fit` where it is "auto"."""
+        """The watch that measures the boundary of the first chunk, if it is "auto"."""
         is_open = self.first_chunk_layers == "auto" and self.chunks not in (1, "per_layer")
         return "tfscale.measure.auto:FirstChunkWatch" if is_open else ""
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]
-        """Layers must be given their calls before they exchange activations."""
+        """The option for dense layers that exchange activations: these need a prepared model."""
         return f"replicated_dense={self.replicated_dense!r}" if self.replicated_dense else ""
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[DenseKind, str]]:
-        """Let the first layers exchange activations and errors; see `Exchange.dense_kinds`."""
-        del global_batch  # "auto" has one of its own
+        """Choose "replicated" for the first layers; see `Exchange.dense_kinds`."""
+        del global_batch  # "auto" uses the strategy's own
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
             raise PlanError(

@@ -1,8 +1,8 @@
-"""Dense layers whose ranks exchange activations and errors instead of weight gradients.
+"""Dense layers that exchange activations and output gradients instead of weight gradients.
 
-The gradient of a dense kernel is A^T E, the layer's inputs times the errors of its outputs, summed
-over the samples. A rank that has the A and E of the whole batch computes the whole gradient itself,
-and one that has some columns of A and all of E the same rows of the gradient.
+The gradient of a dense kernel is A^T E, where A are the layer's inputs and E its output gradients
+(errors in [T]), with one row per sample. A rank that has A and E of the whole batch computes the
+whole gradient; a rank that has some columns of A and all of E computes the same rows of it.
 
 Source: [T] chapter 3, "replicated gradients"; [T] chapter 4, "partial gradients".
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger("tfscale")
 
 Use = Literal["plain", "replicated", "partial"]
 
-_STREAM = "activations"  # never waits for gradients, nor they for it
+_STREAM = "activations"  # neither waits for gradients nor delays them
 _INNER = "inner"  # used in a function that the traced one calls
 _SAME = ("Identity", "IdentityN", "Cast", "CheckNumerics", "StopGradient", "UnsortedSegmentSum")
 _SUMS = ("AddN", "AddV2", "Add")
@@ -52,19 +52,19 @@ _WORDS = {
 
 
 def shared_weights(model: keras.Model) -> frozenset[int]:
-    """Return the `id` of each weight of several layers, or of one within TimeDistributed."""
+    """Return the `id` of each weight of several layers, or of a layer in TimeDistributed."""
     layers = layers_of(model)
     owners = Counter(id(v) for layer in layers for v in weights_of(layer))
-    # It vectorises the layer's call, and drops the gradient that goes with it.
+    # TimeDistributed vectorises the layer's call and drops its custom gradient.
     held = [x.layer for x in layers if isinstance(x, keras.layers.TimeDistributed)]
     owners.update(id(v) for layer in held for v in layer.trainable_variables)
     return frozenset(key for key, n in owners.items() if n > 1)
 
 
 def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> str:
-    """Return why a layer cannot exchange activations and errors, or an empty string.
+    """Return why a layer cannot exchange activations, or an empty string.
 
-    `shared` is what `shared_weights` returns for its model.
+    `shared` is the result of `shared_weights` for the layer's model.
     """
     if type(layer) is not keras.layers.Dense:
         return f"it is a {type(layer).__name__}, which may compute something else"
@@ -80,11 +80,10 @@ def why_not(layer: keras.layers.Layer, shared: frozenset[int] = frozenset()) -> 
 
 
 class ReplicatedCall:
-    """Stands in for a Dense layer's `call`: gathers activations, later errors.
+    """Replaces a Dense layer's `call`: gathers activations, later output gradients.
 
-    Only calls with training=True inside of a traced function exchange anything, and none in a
-    branch or loop of it; evaluation never does. The gradient it hands to TensorFlow is that of the
-    whole batch already.
+    Only calls with training=True in a traced function exchange them, outside of branches and loops.
+    The weight gradients that it returns to TensorFlow are already those of the whole batch.
     """
 
     kernel_use: Use = "replicated"
@@ -96,12 +95,12 @@ class ReplicatedCall:
         self._original = type(layer).call
         self._options = options
         self._process_set = process_set
-        # Orders this layer's collectives among themselves. The kernel would order them after its
-        # own arrival, and later reads of the kernel after them.
+        # Orders this layer's collectives among each other. With the kernel's handle, they would
+        # wait for the kernel's gather, and later reads of the kernel for them.
         self._order = tf.Variable(0.0, trainable=False, name="order")
 
     def belongs_to(self, options: GradientOptions, process_set: ProcessSet) -> bool:
-        """Return whether the call was made for some options and ranks."""
+        """Return whether the call was created for these options and ranks."""
         return self._options is options and self._process_set is process_set
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
@@ -146,7 +145,7 @@ class ReplicatedCall:
     def _kernel_gradient(
         self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
     ) -> Any:
-        """Return the gradient from what `_send` returned, and the errors of the whole batch."""
+        """Return the gradient from the result of `_send` and the whole batch's output gradients."""
         del layer, group
         return tf.matmul(sent, errors, transpose_a=True)
 
@@ -170,10 +169,11 @@ class ReplicatedCall:
 
 
 class PartialCall(ReplicatedCall):
-    """Stands in for a Dense layer's `call`: sends each rank the activations of its rows.
+    """Replaces a Dense layer's `call`: sends each rank the activations for its rows.
 
-    Rank r owns the kernel's rows from `row_cuts` and receives these columns of the activations of
-    the whole batch. The kernel's gradient is an IndexedSlices of its rows; the bias's is whole.
+    A rank owns the kernel's rows given by `row_cuts` and receives the same columns of the
+    activations of the whole batch. The gradient of the kernel is an IndexedSlices of these rows,
+    that of the bias is whole.
 
     Source: [T] 4.2, eq. 4.8.
     """
@@ -202,10 +202,10 @@ class PartialCall(ReplicatedCall):
 
 
 def _note_use(variable: Any, use: Use) -> None:
-    """Note how the function being traced uses a kernel or bias.
+    """Record how the function being traced uses a kernel or bias.
 
-    "plain": its gradient is this rank's. "replicated": it is that of the whole batch. "partial":
-    that too, but of this rank's rows only.
+    "plain": its gradient is that of this rank's samples. "replicated": that of the whole batch.
+    "partial": that of the whole batch, for this rank's rows only.
     """
     graph = current_graph()
     if graph is None:
@@ -216,7 +216,7 @@ def _note_use(variable: Any, use: Use) -> None:
 
 
 def _note_made(layer: keras.layers.Dense, gradients: Sequence[Any]) -> None:
-    """Note the gradients that back-propagation through one call of a layer has made."""
+    """Record the gradients that back-propagation through one call of a layer computes."""
     for variable, gradient in zip((layer.kernel, layer.bias), gradients, strict=False):
         values = values_of(gradient)
         context_of(values.graph).made[values.name] = id(variable)
@@ -226,9 +226,9 @@ def use_of(variable: Any) -> Use:
     """Return how the function being traced uses a variable whose gradient it has computed.
 
     Raises:
-        PlanError: The function uses the layer in training and otherwise, so that parts of the
-            gradient are the whole batch's and parts this rank's; or it is used in a function that
-            this one calls, whose gradient does not tell what it is.
+        PlanError: The function uses the layer both with training=True and without, so that the
+            gradient is partly the whole batch's and partly this rank's; or an inner function uses
+            the layer, so that the kind of its gradient is unknown.
     """
     graph = current_graph()
     if graph is None:
@@ -255,20 +255,20 @@ def use_of(variable: Any) -> Use:
 
 
 def require_own(gradient: Any, variable: Any, trained: Sequence[Any], is_mean: bool) -> None:
-    """Raise unless a gradient is what the calls of the variable's layer have made.
+    """Require that a gradient was computed by the calls of the variable's layer alone.
 
-    It may be cast, be the sum of those of several calls, and be multiplied by what is equal on all
-    ranks: what follows from constants and trained variables alone. Such a term may also be added
-    where gradients are averaged; in a sum of all ranks it would have to be there once for each.
+    It may be cast, summed over several calls, and multiplied by a value that is equal on all ranks,
+    as it depends on constants and trained variables only. If gradients are averaged, such a value
+    may also be added; in a sum over ranks it would be missing all but one time.
 
     Args:
-        gradient: What `apply` was given, for a variable whose `use_of` is not "plain".
+        gradient: The gradient of a variable whose `use_of` is not "plain".
         variable: A kernel or bias.
         trained: Variables that are equal on all ranks.
-        is_mean: Gradients are averaged.
+        is_mean: Whether gradients are averaged.
 
     Raises:
-        PlanError: It is something else.
+        PlanError: The gradient has other contributions.
     """
     graph = current_graph()
     assert graph is not None
@@ -284,7 +284,7 @@ def require_own(gradient: Any, variable: Any, trained: Sequence[Any], is_mean: b
 
 
 class _Walk:
-    """Follows a gradient back to the ops that made it."""
+    """Search from a gradient back to the ops that computed it."""
 
     def __init__(
         self, graph: tf.Graph, variable: Any, trained: Sequence[Any], is_mean: bool
@@ -294,7 +294,7 @@ class _Walk:
         self._handles: set[str] | None = None
 
     def is_own(self, gradient: tf.Tensor) -> bool:
-        """Return whether all of a gradient comes from the layer's calls."""
+        """Return whether a gradient comes from the layer's calls alone."""
         seen, ahead = set(), [gradient]
         while ahead:
             tensor = ahead.pop()
@@ -310,9 +310,9 @@ class _Walk:
         return True
 
     def _made_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """Return the inputs that must come from the layer's calls for a tensor to do so, or [].
+        """Return the inputs that must come from the layer's calls if the tensor does; [] if not.
 
-        What they have made depends on messages, so it never is what `_is_equal` finds.
+        Results of these calls depend on messages, so `_is_equal` is False for them.
         """
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in _SAME:
@@ -350,16 +350,13 @@ class _Walk:
 class DenseCalls:
     """The calls of a model's Dense layers, chosen by a strategy.
 
-    Chosen again whenever a model is prepared, so that facts that were not known before `fit` are
-    taken up; "auto" stays with the first batch size that it learns of.
-
-    Attributes:
-        is_chosen: Whether a model was prepared.
-        rows: Kernel and bias (or None) of each layer whose kernel must be cut between rows.
+    They are chosen again whenever a model is prepared, to use facts that were not known before
+    `fit`; "auto" keeps the first batch size that it is given.
     """
 
     def __init__(self) -> None:
         self.is_chosen = False
+        # Kernel and bias (or None) of each layer whose kernel must be cut between rows.
         self.rows: list[tuple[Any, Any]] = []
         self._global_batch: int | None = None
         self._said: dict[str, str] = {}
@@ -374,19 +371,13 @@ class DenseCalls:
         why_uncut: Callable[[Any], str],
         global_batch: int | None,
     ) -> bool:
-        """Ask the strategy for each Dense layer, and replace the `call` of those it concerns.
+        """Choose the exchange of each Dense layer, and replace the layer's `call` accordingly.
 
-        Args:
-            model: Whose layers.
-            strategy: Decides.
-            options: How gradients are reduced.
-            process_set: The ranks that exchange.
-            is_local: Returns whether a variable stays on its rank.
-            why_uncut: Returns for a variable why it must not be cut, or an empty string.
-            global_batch: Samples of all ranks together, where that is known.
+        `is_local` returns whether a variable stays on its rank, `why_uncut` why it must not be cut
+        (or an empty string).
 
         Returns:
-            Whether a layer exchanges otherwise than before, so that functions must be traced again.
+            Whether the exchange of a layer changed, so that functions must be traced again.
         """
         self._global_batch = strategy.global_batch or self._global_batch or global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
@@ -430,7 +421,7 @@ def _describe(
 def _set_call(
     layer: keras.layers.Dense, kind: DenseKind, options: GradientOptions, process_set: ProcessSet
 ) -> bool:
-    """Give a layer the call of a kind; return whether it had another."""
+    """Give a layer the call of a kind; return whether its call changed."""
     call, make = replaced_call(layer), _CALLS.get(kind)
     is_kind = isinstance(call, ReplicatedCall) and type(call) is make
     if is_kind and call.belongs_to(options, process_set):
@@ -442,7 +433,7 @@ def _set_call(
 
 
 def restore(layer: keras.layers.Layer) -> bool:
-    """Give a layer its own `call` back; return whether it had another."""
+    """Restore a layer's own `call`; return whether it had another."""
     has_another = isinstance(replaced_call(layer), ReplicatedCall)
     if has_another:
         replace_call(layer, None)

@@ -1,4 +1,4 @@
-"""Run exchange plans: reduce gradients, name what this rank updates, publish parameters."""
+"""Execute exchange plans: reduce gradients, select this rank's updates, publish parameters."""
 
 from __future__ import annotations
 
@@ -34,35 +34,19 @@ Observer = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], None]
 
 @dataclass
 class Reduced:
-    """The gradients of one step as this rank applies them.
+    """The gradients of one step as this rank applies them."""
 
-    Attributes:
-        gradients: One for each of `targets`; None where there is none.
-        targets: What this rank updates with them.
-        variables: The model's variables they belong to.
-        arrived: What was received first: nothing may change before it is there.
-        updated: Positions of the parameters that some rank updates, for `Executor.publish`.
-    """
-
-    gradients: list[Any]
-    targets: list[Any]
-    variables: list[Any]
+    gradients: list[Any]  # one for each target, or None
+    targets: list[Any]  # variables or pieces that this rank updates
+    variables: list[Any]  # the model's variable of each target
+    # The first received tensors; nothing may change before they have arrived.
     arrived: list[tf.Tensor] = field(default_factory=list)
+    # Positions of the parameters that some rank updates, for `Executor.publish`.
     updated: frozenset[int] = frozenset()
 
 
 class Executor:
-    """The exchange of one optimizer or tape.
-
-    Attributes:
-        strategy: Compiles the plans.
-        options: How gradients are reduced.
-        process_set: The ranks that exchange; others keep their own gradients.
-        may_shard: Whether the strategy may cut parameters; a tape needs whole gradients.
-        shards: The pieces that this rank owns, once `build` has cut parameters; else None.
-        dense: The calls of the model's dense layers.
-        observer: Called in the step with own and reduced gradients and their variables, or None.
-    """
+    """The exchange of one optimizer or tape."""
 
     def __init__(
         self,
@@ -71,13 +55,10 @@ class Executor:
         process_set: ProcessSet,
         scale_local_gradients: bool = True,
     ) -> None:
-        """Keep what does not change during training; see the class's attributes.
+        """Create without shards and dense calls.
 
         With `scale_local_gradients`, gradients of local variables are divided by the number of
         ranks.
-
-        Raises:
-            ConfigError: `process_set` is something else.
         """
         if not isinstance(process_set, ProcessSet):
             raise ConfigError(
@@ -86,21 +67,22 @@ class Executor:
             )
         self.strategy = strategy
         self.options = options
-        self.process_set = process_set
-        self.may_shard = False
-        self.shards: Shards | None = None
+        self.process_set = process_set  # all other ranks keep their own gradients
+        self.may_shard = False  # stays False for a tape, which needs whole gradients
+        self.shards: Shards | None = None  # set when `build` cuts parameters
         self.dense = DenseCalls()
+        # Called in the step with own and reduced gradients and their variables.
         self.observer: Observer | None = None
         self._given = (strategy, process_set)
         self._scale_local_gradients = scale_local_gradients
         self._local: list[Any] = []
         self._local_layers: list[keras.layers.Layer] = []
-        self._static: list[Parameter] = []  # of `shards`, without a step's gradients
+        self._static: list[Parameter] = []  # of `shards`, without gradients of a step
         self._model: weakref.ref[keras.Model] | None = None
 
     def copy(self) -> Executor:
-        """Return one with the options and local variables that this one was made with."""
-        strategy, process_set = self._given  # whatever a choice or a group has made of them
+        """Return an executor with the same options and local variables."""
+        strategy, process_set = self._given  # the original ones: planning and local SGD change them
         other = Executor(strategy, self.options, process_set, self._scale_local_gradients)
         other._local = list(self._local)
         other._local_layers = list(self._local_layers)
@@ -113,11 +95,11 @@ class Executor:
 
     @property
     def model(self) -> keras.Model | None:
-        """The model whose layers were given their calls, if it still exists."""
+        """The prepared model, if it still exists."""
         return None if self._model is None else self._model()
 
     def keep_local(self, variables: Sequence[Any] = (), layers: Sequence[Any] = ()) -> None:
-        """Leave gradients to this rank alone: of variables, and of layers built now or later."""
+        """Do not exchange gradients of some variables, and of layers built now or later."""
         self._local += variables
         self._local_layers += layers
 
@@ -136,8 +118,8 @@ class Executor:
     ) -> bool:
         """Choose which dense layers exchange activations; return whether to trace functions again.
 
-        Unless one optimizer updates all of the model in every step (`may_cut`), layers whose
-        parameters are cut exchange weights.
+        With a sharding strategy, all layers exchange weights unless one optimizer updates the whole
+        model in every step (`may_cut`).
         """
         self._model = weakref.ref(model)
         if self.is_sharding and not may_cut:
@@ -148,10 +130,10 @@ class Executor:
         )
 
     def build(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> list[Any]:
-        """Cut parameters, if the plan does, and return what this rank updates for each of them.
+        """Cut parameters if the strategy shards; return what this rank updates for each of them.
 
         Args:
-            variables: What an optimizer will train; values must be equal on all ranks.
+            variables: Variables that an optimizer will train; equal on all ranks.
             why_uncut: Returns for a variable why one rank must own it all, or an empty string.
         """
         if not self.is_sharding:
@@ -178,7 +160,7 @@ class Executor:
         self.shards = Shards(variables, plan.segments, whole, group)
         return self.shards.targets
 
-    # Nothing here is for AutoGraph, which would read and convert it in every traced function.
+    # Without this, AutoGraph would read and convert the code in every traced function.
     @tf.autograph.experimental.do_not_convert
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], skips_nonfinite: bool = False
@@ -188,17 +170,19 @@ class Executor:
         Args:
             gradients: This rank's tensors, IndexedSlices or None, one per variable.
             variables: The variables they belong to.
-            skips_nonfinite: The optimizer skips a step with an infinite gradient. One of a local
-                variable then makes a common gradient NaN, so that all ranks skip it.
+            skips_nonfinite: Whether the optimizer skips steps with infinite gradients. If that of
+                a local variable is infinite, a shared gradient is made NaN: all ranks skip the
+                step.
 
         Returns:
-            What this rank applies: gradients equal on all ranks, or those of its own pieces;
-            gradients of local variables are its own, divided by the number of ranks if asked for.
+            The gradients that this rank applies: equal on all ranks, or those of its own pieces.
+            Gradients of local variables are this rank's own, divided by the number of ranks with
+            `scale_local_gradients`.
         """
         group = self.process_set.group()
         if group.size == 1 or group.rank < 0:
-            # Keras's own rules go wrong where an index is repeated (Adam adds up squares of
-            # parts); one process must train as several do.
+            # Keras's update rules are wrong for repeated indices (Adam adds up squares of parts),
+            # and one process must train as several do.
             own = [deduplicate(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
             return Reduced(own, list(variables), list(variables), _last_of(own))
         if not variables:
@@ -222,7 +206,7 @@ class Executor:
             note_gradients()
             own = [gradients[i] for i in shared]
             chosen = [variables[i] for i in shared]
-            if skips_nonfinite and self.shards is None:  # pieces are asked after on all ranks
+            if skips_nonfinite and self.shards is None:  # pieces are checked on all ranks
                 _spoil(own, chosen, [gradients[i] for i in local])
             reduced, arrived, updated = self._run(own, chosen)
             for i, gradient in zip(shared, reduced, strict=True):
@@ -236,7 +220,7 @@ class Executor:
     def _run(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> tuple[list[Any], list[tf.Tensor], frozenset[int]]:
-        """Return reduced gradients, what arrived first, and positions of what is updated."""
+        """Return reduced gradients, the first received tensors, positions of updated parameters."""
         shards = self.shards
         base = list(variables) if shards is None else shards.variables
         places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
@@ -269,7 +253,7 @@ class Executor:
         return [reduced[i] for i in places], arrived, frozenset(places)
 
     def _first(self, plan: ExchangePlan) -> int:
-        """Return a position of the first part, one of which this rank receives something."""
+        """Return a position in the first part, if possible one that this rank owns a piece of."""
         indices = plan.parts[0].indices
         shards = self.shards
         return next((i for i in indices if shards is None or not shards.is_empty(i)), indices[0])
@@ -308,11 +292,11 @@ class Executor:
         arrived: list[tf.Tensor],
         updated: frozenset[int],
     ) -> Reduced:
-        """Return the gradients of what this rank owns."""
+        """Return the gradients of the pieces that this rank owns."""
         assert self.shards is not None
         pairs = zip(gradients, variables, strict=True)
         chosen = [(g, self.shards.place(v), v) for g, v in pairs if g is not None]
-        # Empty pieces cost ops and change nothing; one is left where a rank owns nothing else.
+        # Empty pieces cost ops and change nothing; one is kept if a rank owns nothing else.
         useful = [c for c in chosen if not self.shards.is_empty(c[1])] or chosen[:1]
         targets = [self.shards.targets[place] for _, place, _ in useful]
         return Reduced(
@@ -320,11 +304,11 @@ class Executor:
         )
 
     def publish(self, updated: frozenset[int] | None = None, waits: bool = True) -> None:
-        """Send updated pieces to all ranks. Collective; nothing without pieces.
+        """Send updated pieces to all ranks, if parameters are cut. Collective.
 
         Args:
-            updated: As `Reduced` has them; None publishes all.
-            waits: Return, or let the step end, when all have arrived.
+            updated: As in `Reduced`; None publishes all pieces.
+            waits: Whether the step, or this call, ends after all pieces have arrived.
         """
         if self.shards is not None:
             self.shards.publish(waits, updated)
@@ -340,10 +324,9 @@ class Executor:
 
 
 def layers_in(local_layers: Any, instead: str) -> list[keras.layers.Layer]:
-    """Return the local layers that a user named; `instead` is the call for single variables.
+    """Return local layers as a list; raises a ConfigError for objects that are no layers.
 
-    Raises:
-        ConfigError: There is something else than Keras layers.
+    `instead` is the call for single variables, for the error.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
     wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]
@@ -369,7 +352,7 @@ def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
 
 
 def _changed(gradient: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a gradient with other values, sparse if it was."""
+    """Return a gradient with changed values; IndexedSlices stay IndexedSlices."""
     if isinstance(gradient, tf.IndexedSlices):
         values = change(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -384,7 +367,7 @@ def _last_of(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
-    """Add zero to a gradient that is sent, or NaN where a local gradient is not finite."""
+    """Add zero to a gradient that is sent, or NaN if a local gradient is not finite."""
     if not local:
         return
     # The gradient of a replicated layer is not sent: no other rank would see it.
@@ -395,6 +378,6 @@ def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
             "replicated. Use exchange='allreduce'."
         )
     last = tf.convert_to_tensor(own[sent[-1]])
-    # Each product is cast after it: a large float32 must not become infinite as float16.
+    # Cast after the product: a large float32 must not become infinite as float16.
     zeros = [tf.cast(tf.reduce_sum(0 * values_of(g)), last.dtype) for g in local]
     own[sent[-1]] = last + tf.add_n(zeros)

@@ -1,4 +1,4 @@
-"""Local SGD: groups of ranks train each on their own and average from time to time."""
+"""Local SGD: groups of ranks train separately, and their models are averaged periodically."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from tfscale.exchange.sharded import Sharded
 class AdaptiveInterval:
     """An interval between averages that shrinks with the training loss.
 
-    After each epoch the interval becomes `ceil(start * sqrt(loss / first loss))`; where that is no
-    less than before, `shrink` times the interval before. It never falls below `least`.
+    After each epoch the interval becomes `ceil(start * sqrt(loss / first loss))` or, if that is not
+    less than the previous interval, `shrink` times the previous interval. It is never less than
+    `least`.
 
     Attributes:
         start: Steps between two averages in the first epoch.
-        shrink: In (0, 1).
-        least: 1 or more.
+        shrink: Factor in (0, 1).
+        least: Lower bound of the interval, 1 or more.
 
     Source: Wang, Joshi: Adaptive communication strategies for local-update SGD (AdaComm), 2019,
     eqs. 17 and 18.
@@ -36,7 +37,6 @@ class AdaptiveInterval:
     least: int = 1
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         if not (self.start >= self.least >= 1 and 0 < self.shrink < 1):
             raise ConfigError(
                 "AdaptiveInterval needs start >= least >= 1 and 0 < shrink < 1. Received: "
@@ -47,9 +47,9 @@ class AdaptiveInterval:
         """Return the interval of the next epoch.
 
         Args:
-            interval: That of the epoch that has ended.
-            loss: Its training loss, averaged over all ranks.
-            first_loss: That of the first epoch.
+            interval: Interval of the epoch that has ended.
+            loss: Training loss of that epoch, averaged over all ranks.
+            first_loss: Training loss of the first epoch.
         """
         if not (math.isfinite(loss) and loss >= 0 and first_loss > 0):
             return interval
@@ -61,26 +61,26 @@ class AdaptiveInterval:
 
 @dataclass(frozen=True)
 class LocalSGD(Exchange):
-    """Groups of ranks exchange gradients inside only; their models are averaged now and then.
+    """Ranks exchange gradients within groups; the groups' models are averaged periodically.
 
-    With `Sharded()` inside, a rank averages its own segment only, with the ranks of other groups
-    that own the same one, before the group gathers it. With the optimizer's `compression` groups
-    send in few bits how far they have moved since the last average, or their sums of gradients.
+    With `Sharded()` inside a group, a rank averages only its own segment, with the ranks of other
+    groups that own the same segment, before the group gathers it. The optimizer's `compression`
+    applies to changes of parameters since the last average, or to sums of gradients.
 
     Attributes:
         groups: Number of groups; it must divide the number of ranks. Ranks of a group are
-            consecutive, so groups follow the hosts where ranks do.
+            consecutive, so groups match hosts if ranks are placed host by host.
         interval: Steps between two averages, 1 or more, or `AdaptiveInterval`.
-        within: What happens inside a group: any other exchange.
+        within: The exchange inside a group: any other strategy, or its name.
         average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
             the last common parameters by the learning rate times the mean of the groups' sums of
             gradients since then.
-        start: "immediately", the number of the first local epoch (0 or more), or
-            "after_first_decay" of the learning rate (post-local SGD): after the first step of the
-            epoch that begins at a lower one. Before that all ranks train together, by `within`.
-        outer: A Keras optimizer that takes the change of the average as a gradient, as in DiLoCo;
-            None takes over the average.
-        average_state: Average momentum and other state of the optimizer too.
+        start: "immediately"; the number of the first local epoch (0 or more); or
+            "after_first_decay" (post-local SGD): after the first step of the first epoch that
+            begins with a lower learning rate. Before that all ranks train together with `within`.
+        outer: A Keras optimizer that applies the change of the average as a gradient, as in DiLoCo;
+            None assigns the average.
+        average_state: Average momentum and other state of the optimizer, too.
 
     Source: [L] III-B.
     """
@@ -94,7 +94,6 @@ class LocalSGD(Exchange):
     average_state: bool = False
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         start, interval = self.start, self.interval
         require(is_count(self.groups), "groups", "1 or more", self.groups)
         fits = isinstance(interval, AdaptiveInterval) or is_count(interval)
@@ -114,7 +113,7 @@ class LocalSGD(Exchange):
             )
 
     def members(self, size: int) -> list[list[int]]:
-        """Return which of `size` ranks are in each group."""
+        """Return the ranks of each group, for `size` ranks."""
         if size % self.groups:
             raise ConfigError(
                 f"groups must divide the number of ranks, {size}. Received: groups={self.groups}."
@@ -123,15 +122,15 @@ class LocalSGD(Exchange):
         return [list(range(i * m, (i + 1) * m)) for i in range(self.groups)]
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return the plan of a step inside of a group."""
+        """Return the plan of a step inside a group."""
         return self.within_group().plan(table, group)
 
     def within_group(self) -> Exchange:
-        """Return what happens inside of a group."""
+        """Return the exchange inside a group."""
         return resolve(self.within)
 
     def whole(self) -> Exchange:
-        """Refuse: averaging needs the update, which a tape does not have."""
+        """Raise a ConfigError: averaging follows updates, which a tape does not make."""
         raise ConfigError(
             "Local SGD averages parameters after updates. Received: exchange=LocalSGD for a tape. "
             "Use DistributedOptimizer."

@@ -1,8 +1,8 @@
-"""Exchange plans: one frozen description of the way of each gradient, compiled by every strategy.
+"""Exchange plans: frozen descriptions of a step's exchange, compiled by every strategy.
 
-A strategy is given a `Table` of the trainable parameters and returns an `ExchangePlan`: parts in
-slot order, each of them gradients that are one message, and the buckets of the parameters that
-ranks update piece by piece and gather afterwards. `exchange.executor` runs it.
+A strategy compiles a `Table` of the trainable parameters to an `ExchangePlan`. The plan has parts
+in slot order, each of them the gradients of one message, and buckets of the parameters that ranks
+update in pieces and gather afterwards. `exchange.executor` executes it.
 """
 
 from __future__ import annotations
@@ -24,37 +24,28 @@ from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, row_cuts
 
-# "rows": IndexedSlices. "replicated", "partial": of the whole batch already, all of it or this
-# rank's rows, as the calls of a dense layer have made it. "none": not in this step.
+# "rows": IndexedSlices. "replicated", "partial": computed by a dense layer's call from the whole
+# batch, complete or for this rank's rows. "none": no gradient in this step.
 Gradient = Literal["none", "dense", "rows", "replicated", "partial"]
 ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
 
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How gradients are reduced; the same for every strategy.
+    """Options for the reduction of gradients, the same for every strategy."""
 
-    Attributes:
-        op: "Average" or "Sum".
-        predivide: Divide by this before the sum and by size / predivide after it (Average).
-        compression: See `tfscale.Compression`.
-        sparse_as_dense: Make IndexedSlices dense first.
-        num_groups: Number of buckets; 0 leaves it to the strategy.
-        groups: Variables that are sent together, by object, or a number of buckets as in Horovod,
-            which becomes `num_groups`; None leaves it to the strategy.
-    """
-
-    op: str = "Average"
-    predivide: float = 1.0
-    compression: Any = None
+    op: str = "Average"  # or "Sum"
+    predivide: float = 1.0  # divides before the sum; size / predivide divides after it (Average)
+    compression: Any = None  # see `tfscale.Compression`
     sparse_as_dense: bool = False
-    num_groups: int = 0
+    num_groups: int = 0  # number of buckets; 0: chosen by the strategy
+    # Lists of variables that are sent together, or a number of buckets as in Horovod, which becomes
+    # `num_groups`; None: chosen by the strategy.
     groups: Any = None
 
     def __post_init__(self) -> None:
-        """Check what users choose."""
         if isinstance(self.groups, int):
-            object.__setattr__(self, "num_groups", self.groups)  # a frozen dataclass's own way
+            object.__setattr__(self, "num_groups", self.groups)  # the dataclass is frozen
             object.__setattr__(self, "groups", None)
         if self.op not in (runtime.Average, runtime.Sum):
             raise ConfigError(f"op must be Average or Sum for gradients. Received: op={self.op!r}.")
@@ -86,44 +77,30 @@ class GradientOptions:
             )
 
     def factors(self) -> Scaling:
-        """Return what is multiplied before and after the sum, besides the mean's division."""
+        """Return the factors before and after the sum, without the mean's division by size."""
         return Scaling(1.0 / self.predivide, self.predivide)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trainable variable as strategies see it.
+    """A trainable variable as strategies see it."""
 
-    Attributes:
-        spec: Path, shape and dtype of the variable.
-        wire_dtype: Dtype in which its gradient is sent.
-        gradient: Form of its gradient in the step that is traced.
-        is_local: Its gradient stays on its rank.
-        is_whole: One rank must own all of it, if ranks own parts.
-        row_bucket: Position of the dense kernel, this one or this bias's, that is cut between rows;
-            -1 for all others.
-    """
-
-    spec: GradientSpec
-    wire_dtype: str
-    gradient: Gradient = "none"
-    is_local: bool = False
-    is_whole: bool = False
+    spec: GradientSpec  # path, shape and dtype of the variable
+    wire_dtype: str  # dtype in which its gradient is sent
+    gradient: Gradient = "none"  # form of its gradient in the step that is traced
+    is_local: bool = False  # whether its gradient stays on its rank
+    is_whole: bool = False  # whether one rank must own all of it, if parameters are cut
+    # For a dense kernel that is cut between rows, and for its bias: the kernel's position; else -1.
     row_bucket: int = -1
 
 
 @dataclass(frozen=True)
 class Table:
-    """The trainable parameters, in the order of the model.
-
-    Attributes:
-        parameters: One for each variable.
-        messages: Positions of gradients that the user wants in one message each; instead of the
-            strategy's buckets.
-        n_messages: Number of messages that the user wants instead; 0 leaves it to the strategy.
-    """
+    """The trainable parameters, in the order of the model."""
 
     parameters: tuple[Parameter, ...]
+    # Messages that the user chose instead of the strategy's buckets: the positions of the gradients
+    # of each, or their number; None and 0 leave them to the strategy.
     messages: tuple[tuple[int, ...], ...] | None = None
     n_messages: int = 0
 
@@ -133,13 +110,13 @@ class Table:
         return [i for i, p in enumerate(self.parameters) if not p.is_local]
 
     def given(self, *forms: Gradient) -> list[int]:
-        """Return positions of the shared parameters whose gradients have one of some forms."""
+        """Return positions of the shared parameters with gradients of the given forms."""
         return [i for i in self.shared if self.parameters[i].gradient in forms]
 
     def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
-        """Return positions for each message of dense gradients, in the order of their slots.
+        """Return the positions of each message of dense gradients, in slot order.
 
-        `choose` returns the strategy's buckets, where the user wants no others.
+        `choose` returns the strategy's buckets, which are used unless the user chose messages.
         """
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
@@ -158,22 +135,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Wire:
-    """The ranks, options and variables with which parts send gradients.
-
-    Attributes:
-        group: The ranks that exchange.
-        options: As chosen by the user.
-        variables: The model's, in the order of the table; a tape's sources may be tensors.
-        shards: The pieces that this rank owns; None where it updates whole variables.
-    """
+    """The ranks, options and variables with which parts send gradients."""
 
     group: Group
     options: GradientOptions
-    variables: Sequence[Any]
-    shards: Shards | None = None
+    variables: Sequence[Any]  # in the order of the table; sources of a tape may be tensors
+    shards: Shards | None = None  # None if every rank updates whole variables
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
-        """Return a collective's label and order for the gradients of some variables."""
+        """Return label and order of a collective for the gradients of some variables."""
         chosen = [self.variables[i] for i in indices]
         names = [name_of(v) for v in chosen]
         # Sources of a tape may be tensors, which have no handle.
@@ -196,22 +166,18 @@ class Wire:
 
 @dataclass(frozen=True)
 class Part(abc.ABC):
-    """Gradients that are exchanged together; subclasses say in which way.
+    """Gradients that are exchanged together, by the method of the subclass."""
 
-    Attributes:
-        indices: Positions in the table, in the order of the message.
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # positions in the table, in the order of the message
 
     @property
     def ready(self) -> int:
-        """The position whose gradient completes the part: back-propagation ends with the first."""
+        """The position of the last gradient: back-propagation ends with the first position."""
         return min(self.indices)
 
     @abc.abstractmethod
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
-        """Return the gradients that this rank's update takes. Collective, in slot order.
+        """Return the gradients that this rank's update uses. Collective, in slot order.
 
         `gradients` are this rank's, by position; dense ones are compressed.
         """
@@ -241,27 +207,23 @@ class Rows(Part):
 
 @dataclass(frozen=True)
 class Replicated(Part):
-    """The gradient of one weight of a dense layer, of the whole batch on every rank already."""
+    """The gradient of a dense layer's weight that every rank has computed for the whole batch."""
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
-        """Return it as it is."""
+        """Return the gradient unchanged."""
         del wire
         return {i: gradients[i] for i in self.indices}
 
 
 @dataclass(frozen=True)
 class CutPart(Part):
-    """Gradients of parameters that are cut.
+    """Gradients of parameters that are cut."""
 
-    Attributes:
-        segment: The bucket that the variables lie in, perhaps with others.
-    """
-
-    segment: SegmentedBucket
+    segment: SegmentedBucket  # the bucket of these variables, perhaps with others
 
     @property
     def ready(self) -> int:
-        """As of the whole bucket, whichever of its gradients a step has."""
+        """The position for the whole bucket, even if a step has only some of its gradients."""
         return min(self.segment.indices)
 
 
@@ -270,7 +232,7 @@ class Scatter(CutPart):
     """Dense gradients of which each rank receives the sum of its own segment."""
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
-        """Sum the own segment over the ranks and cut it into the gradients of the own pieces."""
+        """Sum this rank's segment over the ranks and split it into gradients of its pieces."""
         assert wire.shards is not None
         counts = [
             sum(p.count for p in self.segment.pieces(rank) if p.variable in self.indices)
@@ -292,16 +254,12 @@ class Scatter(CutPart):
 
 @dataclass(frozen=True)
 class Partial(CutPart):
-    """The gradient of one weight of a dense layer, of the whole batch, for this rank's piece.
+    """The gradient of a dense layer's weight for the whole batch, for this rank's piece."""
 
-    Attributes:
-        has_own_rows: The gradient has this rank's rows only.
-    """
-
-    has_own_rows: bool
+    has_own_rows: bool  # whether the gradient has this rank's rows only
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
-        """Return the own piece's part."""
+        """Return the gradient of this rank's piece."""
         assert wire.shards is not None
         (i,) = self.indices
         if self.has_own_rows:
@@ -312,21 +270,16 @@ class Partial(CutPart):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The exchange of all gradients of a step, and of the parameters after it.
-
-    Attributes:
-        table: The parameters.
-        parts: In slot order: that in which gradients become ready. Each parameter that has a
-            gradient and is not local is in one of them.
-        segments: Buckets of the parameters that are cut, in forward order. This rank updates its
-            own pieces of them and publishes these; it updates all other parameters whole.
-        overlap: False sends nothing before all gradients exist.
-    """
+    """The exchange of all gradients of a step, and of the parameters after it."""
 
     table: Table
+    # In slot order, in which gradients become ready. Each parameter that has a gradient and is not
+    # local is in one part.
     parts: tuple[Part, ...]
+    # Buckets of the parameters that are cut, in forward order. A rank updates and publishes its own
+    # pieces of them; it updates all other parameters whole.
     segments: tuple[SegmentedBucket, ...] = ()
-    overlap: bool = True
+    overlap: bool = True  # False sends nothing before all gradients are ready
 
 
 def compile_plan(
@@ -336,14 +289,14 @@ def compile_plan(
     overlap: bool = True,
     sum_part: Callable[[tuple[int, ...]], Part] = Sum,
 ) -> ExchangePlan:
-    """Return the plan of some buckets.
+    """Return a plan that scatters the gradients of cut parameters and sums all others.
 
     Args:
         table: The parameters.
         choose: Returns the buckets of gradients that are summed whole.
         segments: Buckets of the parameters that are cut; see `cut_parameters`.
-        overlap: False sends nothing before all gradients exist.
-        sum_part: Makes the part of a bucket of `choose`.
+        overlap: False sends nothing before all gradients are ready.
+        sum_part: Creates the part for a bucket of `choose`.
 
     Raises:
         PlanError: Messages that the user chose overlap.
@@ -359,7 +312,9 @@ def compile_plan(
         if indices:
             parts.append(Scatter(indices, bucket))
         parts += [Partial((i,), bucket, made[i] == "partial") for i in bucket.indices if i in made]
-    parts.sort(key=lambda part: -part.ready)  # stable: what a layer has made follows its bucket
+    parts.sort(
+        key=lambda part: -part.ready
+    )  # stable: a dense layer's gradients follow their bucket
     # Slots start in this order, and an embedding's gradient is the last of back-propagation.
     parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
     return ExchangePlan(table, tuple(parts), tuple(segments), overlap)
@@ -374,13 +329,9 @@ def cut_parameters(
 ) -> tuple[SegmentedBucket, ...]:
     """Return the buckets of the parameters that are cut, in forward order.
 
-    The result depends on what does not change during training alone, so that a rank's pieces stay.
-
-    Args:
-        table: The parameters.
-        positions: Of those that are cut.
-        lay_out: Returns the buckets of some specs, given which of them must not be cut and which
-            are cut between rows.
+    The result depends only on facts that do not change during training, so a rank keeps its
+    pieces. `lay_out` returns the buckets of some specs, given the positions of those that must not
+    be cut and the groups that are cut between rows.
     """
     places = {i: place for place, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
@@ -404,8 +355,8 @@ def values_of(gradient: Any) -> tf.Tensor:
 def _own_rows(gradient: Any, n_in: int, group: Group) -> tf.Tensor:
     """Return this rank's rows of a partial gradient of a kernel with `n_in` rows.
 
-    It is IndexedSlices as `PartialCall` makes them, or a sum of several for a layer that is called
-    more than once; or a tensor of the kernel's (or bias's) shape.
+    The gradient is the IndexedSlices of `PartialCall`, their sum for a layer that is called more
+    than once, or a tensor of the kernel's or bias's shape.
     """
     begin, end = row_cuts(n_in, group.size)[group.rank :][:2]
     if not isinstance(gradient, tf.IndexedSlices):

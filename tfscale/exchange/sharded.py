@@ -1,4 +1,4 @@
-"""Sharded parameters: each rank reduces, updates and keeps the optimizer state of its own part."""
+"""Sharded parameters: each rank reduces and updates its own part, and has its optimizer state."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Sharded(Exchange):
     Parameters lie in flat buffers that are cut into one segment for each rank. A rank receives the
     gradients of its own segment from all others, sums them, updates that segment (the optimizer's
     state exists for it alone) and sends the updated parameters to all. As many values are sent as
-    by an allreduce, but the second half of them during the next forward pass.
+    by an allreduce, but the second half overlaps with the next forward pass.
 
     Attributes:
-        bucket_mb: Largest bucket in MiB; "auto" cuts the model into about eight; 0 gives each
-            variable its own.
-        dense: How the gradients of Dense kernels are made. "weights" exchanges them like all
-            others. "partial" sends each rank the activations of its rows of the kernel and all
-            errors, from which it makes the gradient of its rows for the whole batch. "replicated"
-            sends all activations and errors to all ranks, which never moves fewer values than
-            "partial" and costs each rank the whole gradient: for comparison. "auto" takes
-            "partial" for the layers where it moves fewer values than "weights" ([T] eq. 4.8), and
-            never "replicated". Layers that cannot, such as subclasses of Dense and those with a
-            regularizer, exchange weights; a log line says which and why.
-        overlap_forward: Let a step end before the parameters have arrived; a read of one waits for
-            it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
+        bucket_mb: Largest bucket in MiB; "auto" makes about eight buckets; 0 gives each
+            variable its own bucket.
+        dense: Exchange of Dense layers. "weights": their weight gradients, like those of all other
+            layers. "partial": each rank receives the activations for its rows of the kernel and all
+            output gradients, and computes the gradient of its rows for the whole batch.
+            "replicated": all ranks receive all activations and output gradients. This never sends
+            fewer values than "partial", and each rank computes the whole gradient; it is meant for
+            comparison. "auto": "partial" for layers where it sends fewer values than "weights"
+            ([T] eq. 4.8), else "weights". Layers that cannot, such as subclasses of Dense and
+            layers with a regularizer, exchange weights; a log line names the layer and the reason.
+        overlap_forward: Let a step end before the parameters have arrived; a read of a parameter
+            waits for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
-        global_batch: Samples of all ranks together, for "auto"; None takes that of the
-            `GlobalBatches` that `fit` is given, and "weights" where there is none.
+        global_batch: Samples of all ranks together, for dense="auto". None uses that of the
+            `GlobalBatches` given to `fit`; without one, dense layers exchange weights.
 
     Source: [T] chapter 4 and 5.2.
     """
@@ -53,7 +53,6 @@ class Sharded(Exchange):
     global_batch: int | None = None
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         require_bucket_mb(self.bucket_mb)
         known = ", ".join(map(repr, DENSE))
         require(self.dense in DENSE, "dense", f"one of {known}", self.dense)
@@ -64,16 +63,16 @@ class Sharded(Exchange):
 
     @property
     def waits_for_gathers(self) -> bool:  # type: ignore[override]
-        """Whether a step ends when all parameters have arrived."""
+        """Whether a step ends after all parameters have arrived."""
         return not self.overlap_forward
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]
-        """Layers must be given their calls before they exchange activations."""
+        """The option for dense layers that exchange activations: these need a prepared model."""
         return f"dense={self.dense!r}" if self.dense in ("partial", "replicated") else ""
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return buckets of which each rank owns a segment: of all parameters but local ones."""
+        """Return a plan in which each rank owns a segment of every bucket of shared parameters."""
         mb = self.bucket_mb
 
         def lay_out(specs, whole, by_rows):  # type: ignore[no-untyped-def]
@@ -97,7 +96,7 @@ class Sharded(Exchange):
 def dense_kind(
     asked: str, layer: DenseLayer, size: int, global_batch: int | None
 ) -> tuple[DenseKind, str]:
-    """Return what a layer of a sharded model exchanges, and why not as was asked for."""
+    """Return the exchange of a layer, and the reason if it is not the one that was asked for."""
     if asked == "weights" or layer.why_not:
         return "weights", layer.why_not if asked != "weights" else ""
     if asked == "replicated":

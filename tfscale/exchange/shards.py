@@ -1,4 +1,4 @@
-"""Pieces of parameters that a rank owns: variables beside the model's, gathered when updated."""
+"""A rank's pieces of parameters: variables besides the model's, gathered after updates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tfscale.plan.segments import Piece, SegmentedBucket
 class Shards:
     """Pieces of a model's variables, in buckets.
 
-    Every variable that is cut has a piece, so that an optimizer built on the targets has its slots
-    in the order of one built on the variables; pieces in other ranks' segments are empty.
+    Every variable that is cut has a piece, which is empty if other ranks own all of the variable.
+    So an optimizer that is built on the targets has its slots in the order of one that is built on
+    the variables.
 
     Attributes:
         variables: The model's, in forward order; positions are those of the plan's table.
-        targets: One for each variable, to be updated by this rank: its piece, flat or of the
-            variable's shape where one rank owns it all; the variable itself if it is not cut.
-        pieces: Those of `targets` that are pieces, by position.
-        group: The ranks that share.
+        targets: Updated by this rank, one for each variable: its piece, flat or, if one rank owns
+            the whole variable, of the variable's shape; the variable itself if it is not cut.
+        pieces: The pieces among `targets`, by position.
+        group: The ranks that share the variables.
     """
 
     def __init__(
@@ -37,13 +38,9 @@ class Shards:
         whole: Collection[int],
         group: Group,
     ) -> None:
-        """Copy the own pieces of variables that are equal on all ranks.
+        """Copy this rank's pieces of variables that are equal on all ranks.
 
-        Args:
-            variables: What is trained.
-            segments: How they are cut.
-            whole: Positions of those of which one rank must own all.
-            group: The ranks that share; this process is one of them.
+        `whole` has the positions of variables that one rank must own entirely.
         """
         self.variables = list(variables)
         self.group = group
@@ -65,11 +62,11 @@ class Shards:
         return [self.variables[i] for i in self.pieces]
 
     def owned(self, index: int) -> Piece | None:
-        """Return what this rank owns of a variable that is cut, or None."""
+        """Return the range that this rank owns of a variable that is cut, or None."""
         return self._owned.get(index)
 
     def n_owned(self, index: int) -> int:
-        """Return how many elements this rank owns of a variable that is cut."""
+        """Return the number of elements that this rank owns of a variable that is cut."""
         owned = self._owned.get(index)
         return owned.count if owned else 0
 
@@ -91,7 +88,7 @@ class Shards:
         return self._places[id(variable)]
 
     def part(self, index: int, value: Any) -> Any:
-        """Return the own part of a value of a variable's shape, shaped as its piece."""
+        """Return this rank's part of a value of a variable's shape, in the shape of its piece."""
         owned = self._owned.get(index)
         if index in self._whole and len(value.shape) > 0:
             return value if owned else value[:0]
@@ -99,36 +96,36 @@ class Shards:
         return flat[owned.start : owned.stop] if owned else flat[:0]
 
     def shaped(self, index: int, flat: tf.Tensor) -> tf.Tensor:
-        """Return the elements that this rank owns of a variable, shaped as its piece."""
+        """Reshape the flat elements that this rank owns of a variable to the shape of its piece."""
         shape = tuple(self.variables[index].shape)  # a gradient's may not be known
         if index not in self._whole or not shape:
             return flat
         return tf.reshape(flat, shape if self._owned.get(index) else (0, *shape[1:]))
 
     def refresh(self, variable: keras.Variable, value: Any) -> None:
-        """Follow an assignment of a value, equal on all ranks, to a variable that is cut."""
+        """Update this rank's piece after an assignment, equal on all ranks, to its variable."""
         index = self.place(variable)
         if self._owned.get(index):
             value = tf.cast(value, self.pieces[index].dtype)
             self.pieces[index].assign(self.part(index, value))
 
     def call(self, what: str, indices: Sequence[int]) -> Call:
-        """Return the label and order of a collective of some variables' gradients or parameters."""
+        """Return label and order of a collective for some variables' gradients or parameters."""
         names = [name_of(self.variables[i]) for i in indices]
         after = tuple(self.pieces[i].handle for i in indices)
         own = tuple(names) if what == "gradients" else ()  # parameters are sent as one tensor
         return Call(self.group, f"{what} of {label_of(names)}", after, what, own)
 
     def buckets_with(self, updated: Iterable[int] | None) -> list[SegmentedBucket]:
-        """Return the buckets that hold some of the variables, all of them for None."""
+        """Return the buckets with any of the given positions; all buckets for None."""
         chosen = None if updated is None else frozenset(updated)
         return [b for b in self.segments if chosen is None or not chosen.isdisjoint(b.indices)]
 
     def publish(self, waits: bool, updated: Iterable[int] | None = None) -> None:
-        """Send the own pieces to all ranks and receive theirs, in forward order. Collective.
+        """Send this rank's pieces to all ranks and receive theirs, in forward order. Collective.
 
         Args:
-            waits: Wait for all of them; otherwise readers must (`optimizer.futures`).
+            waits: Wait for all pieces; otherwise readers must wait (`optimizer.futures`).
             updated: Positions of variables; buckets without any of them are left out.
         """
         backend = runtime.backend()
@@ -147,7 +144,7 @@ class Shards:
 
 
 def name_of(variable: Any) -> str:
-    """Return the path of a variable, or the name of a tensor that is the source of a tape."""
+    """Return the path of a variable, or the name of a tensor that is a source of a tape."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", "gradient"))
 
 

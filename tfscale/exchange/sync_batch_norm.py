@@ -16,9 +16,9 @@ from tfscale.config import ConfigError
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """BatchNormalization whose training statistics are those of all ranks' samples together.
 
-    One exchange of 2 * channels + 1 values per layer and direction. Means and variances of the
-    ranks are combined by the parallel variance formula, weighted by the number of samples, so
-    uneven batches are exact.
+    Each layer exchanges 2 * channels + 1 values in the forward pass, and again in back-propagation.
+    Means and variances of the ranks are combined by the parallel variance formula, weighted by the
+    number of samples, so uneven batches are exact.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Create the layer.
 
         Args:
-            process_set: Whose samples count; not saved with the model. By default that of the
-                model's DistributedOptimizer: all ranks, its `process_set`, or with
-                `tfscale.LocalSGD` the ranks of a group.
+            process_set: Ranks whose samples are combined; not saved with the model. The default is
+                that of the model's DistributedOptimizer: all ranks, its `process_set`, or, with
+                `tfscale.LocalSGD`, the ranks of a group.
             fused: Must be False; kept for scripts written for Horovod.
             **options: As for keras.layers.BatchNormalization.
 
         Raises:
-            ConfigError: `fused` is something else.
+            ConfigError: `fused` is not False.
         """
         if fused is not False:
             raise ConfigError(
@@ -48,7 +48,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._process_set = self._own_set = process_set
 
     def follow(self, process_set: ProcessSet) -> bool:
-        """Take the optimizer's process set, unless one was given; return whether to trace again."""
+        """Use the optimizer's process set unless one was given; return whether to trace again."""
         before = self._process_set
         self._process_set = process_set if self._own_set is global_process_set else self._own_set
         return self._process_set is not before
@@ -87,7 +87,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         )
 
     def _n_samples(self, inputs: Any, mask: Any) -> tf.Tensor:
-        """Return the number of values behind each channel's statistics."""
+        """Return the number of values in each channel's statistics."""
         if mask is None:
             return tf.size(inputs) // tf.shape(inputs)[self.axis]
         weights = tf.cast(mask, tf.float32)

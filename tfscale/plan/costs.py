@@ -155,7 +155,7 @@ class Scenario:
         return part * self._product_s(2.0 * n_in * n_out * layer.rows, batch)
 
     def update_s(self, n_values: float) -> float:
-        """Return the time of an update, reading gradient, parameter, slots and writing the latter two."""
+        """Return the time of an update: reads gradient, parameter, slots; writes the latter two."""
         accesses = 3 + 2 * self.n_slots
         return BYTES_PER_VALUE * accesses * n_values / self.machine.memory_bytes_per_s
 
