@@ -49,35 +49,35 @@ class AdaptiveBatchSize(ChangingBatchSize):
     """Grow batch size and learning rate together while training, then let the rate decay.
 
     * theta = (F_0 - F) / ||w_0 - w|| at the end of an epoch. F is the epoch's mean training loss
-      (`logs["loss"]`, regularization included), averaged over ranks; F_0 that of the first global
-      batch, or of all batches of the first execution under `steps_per_execution`; w_0 are the
-      trainable variables before the first step, after any broadcast.
-    * Epochs n count from 1, which is the first epoch of the `fit` after `warmup_epochs`. In those
-      the rate is left alone: a warm-up callback may set it. The rate they end with is the initial
-      one.
-    * The interval K is given, or read off theta. "robust": K = n at the first n >= 3 with two
-      changes of theta below `tolerance` in a row, all thetas involved finite and positive.
-      "thesis": K = n at the first n >= 2 with one such change (algorithm 3 to the letter, no
-      guards, no limits). "peak": the epoch with the largest theta, once two epochs in a row lie
-      below it.
-    * For "robust" and "peak" K is at least 1, and at most what leaves three fifths of the planned
-      epochs at `max_batch_size`; if nothing is found by then, it is taken.
+      (`logs["loss"]`, regularization included), averaged over ranks; F_0 is the loss of the first
+      global batch, or of all batches of the first execution under `steps_per_execution`; w_0 are
+      the trainable variables before the first step, after any broadcast.
+    * Epochs n count from 1, the first epoch of the `fit` after `warmup_epochs`. During the warm-up
+      the rate is not changed here: a warm-up callback may set it. The rate at its end is the
+      initial rate.
+    * The interval K is given, or found from theta. "robust": K = n at the first n >= 3 with two
+      consecutive relative changes of theta below `tolerance`, all thetas involved finite and
+      positive. "thesis": K = n at the first n >= 2 with one such change (algorithm 3 as published,
+      without guards and limits). "peak": the epoch with the largest theta, once two consecutive
+      epochs lie below it.
+    * For "robust" and "peak", K is at least 1, and at most the interval that leaves three fifths
+      of the planned epochs at `max_batch_size`. If none is found by then, K is that interval.
     * The batch grows at the end of epoch max(K, the epoch in which K was found), and every K
       epochs from there, up to `max_batch_size`, until memory is not expected to suffice for more,
       or until the first decay.
-    * The first decay sets the rate to `decay` times the initial one, later ones multiply by
-      `decay`. They come with the epochs in `decay_epochs`, or where the training cost saturates
-      once growth has ended: its mean over three epochs is less than `saturation` below that of
-      the three before, with the same batch and rate.
+    * The first decay sets the rate to `decay` times the initial one, later ones multiply it by
+      `decay`. Decays happen at the epochs in `decay_epochs`, or when the training cost saturates
+      after growth has ended: its mean over three epochs is less than `saturation` below that of
+      the three epochs before, with the same batch and rate.
 
-    Every decision is taken from numbers averaged over the ranks and is the same on all of them.
+    Every decision depends on numbers averaged over the ranks only, so it is the same on all ranks.
     It is logged with its reason and written to `log_path`; batch size, rate and theta are added
     to the logs of the epoch.
 
     Collective: all ranks must pass it to `fit`, at the same place. Order: BackupAndRestore,
-    broadcast, MetricAverageCallback, this, then what uses metrics. Each `fit` starts afresh,
-    except with a backup to resume from. At its end the data has its own batch size again; the rate
-    stays, and is the initial one for another instance.
+    broadcast, MetricAverageCallback, this callback, then callbacks that use metrics. Each `fit`
+    starts afresh, except when it resumes from a backup. After `fit` the data has its own batch size
+    again; the rate stays, and another instance takes it as its initial rate.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
@@ -114,39 +114,43 @@ class AdaptiveBatchSize(ChangingBatchSize):
         """Choose how to grow.
 
         Args:
-            data: What `fit` trains on.
-            max_batch_size: Samples of a step over all ranks at the end; at most those of `data`.
-            start_batch_size: Samples of a step in the beginning; None: `data.batch_size`. The
+            data: The data that `fit` trains on.
+            max_batch_size: Final number of samples of a step over all ranks; at most the number of
+                samples of `data`.
+            start_batch_size: Initial number of samples of a step; None uses `data.batch_size`. The
                 largest stable batch is best; `tfscale tune batch-size` looks for it.
-            factor: Of each growth, greater than 1; the last one may be smaller.
-            learning_rate_rule: The rate grows by the same factor ("linear"), its root ("sqrt") or
-                not ("none").
-            interval: Epochs from one growth to the next; or (lowest, highest) for one that is
-                found; None: found, with the limits above.
-            rule: How it is found: "robust", "thesis" or "peak"; see above.
-            tolerance: Relative change up to which theta is unchanged.
-            saturation: Relative fall up to which the training cost is saturated; None: never.
+            factor: Factor of each growth, greater than 1; that of the last one may be smaller.
+            learning_rate_rule: The rate grows by the same factor ("linear"), by its root ("sqrt")
+                or not at all ("none").
+            interval: Epochs between two growths; a pair (lowest, highest) limits the interval that
+                is found from theta; None uses the limits above.
+            rule: Rule that finds the interval: "robust", "thesis" or "peak"; see above.
+            tolerance: Relative change of theta below which it counts as unchanged.
+            saturation: Relative decrease of the training cost below which it counts as saturated;
+                None disables decays by saturation.
             decay: Factor of each decay, in (0, 1].
-            decay_epochs: Epochs, counted from 0 as `initial_epoch` is, with which decays begin;
-                instead of decays by saturation. The warm-up and one epoch come before.
-            warmup_epochs: Epochs at the beginning that do not count.
-            signal: "noise_scale" grows whenever the gradient noise scale, estimated from the norms
-                of the ranks' gradients and of their mean, reaches the next batch size, at most
-                once per `interval` (1 if None). It needs two ranks and an exchange that sums whole
-                gradients.
-            active_ranks: "grow" lets a batch be smaller than 2 samples per rank: the surplus ranks
-                repeat another rank's slice with weight 0 and join as the batch grows. It needs
-                losses that are means, and gradients that all ranks average. Metrics without weights
-                and losses that layers add, such as activity regularizers, count these repetitions.
+            decay_epochs: Epochs at whose begin the rate decays, counted from 0 like
+                `initial_epoch`; they replace decays by saturation. The first must come after the
+                warm-up and one more epoch.
+            warmup_epochs: Epochs at the beginning that are not counted.
+            signal: "theta", or "noise_scale": the batch grows whenever the gradient noise scale,
+                estimated from the norms of the ranks' gradients and of their mean, reaches the next
+                batch size, at most once per `interval` (1 if None). This needs two ranks and an
+                exchange that sums whole gradients.
+            active_ranks: "grow" allows batches of less than 2 samples per rank: surplus ranks
+                repeat another rank's slice with weight 0, and become active as the batch grows.
+                This needs losses that are means, and gradients averaged over all ranks. Metrics
+                without weights and losses added by layers, such as activity regularizers, count the
+                repeated samples.
             momentum_correction: As in `LearningRateScheduleCallback`.
-            log_path: JSON lines, one per epoch, written by rank 0; None: none.
-            verbose: 1 writes a line on rank 0 whenever something changes.
+            log_path: JSON-lines file, one line per epoch, written by rank 0; None writes none.
+            verbose: 1 prints a line on rank 0 at every change.
 
         Raises:
             ConfigError: An argument does not fit. When training begins, also if `fit` trains on
-                other data, a batch size does not suit the ranks, the learning rate is a schedule
-                outside of `tfscale.ScalableSchedule`, callbacks contradict each other, or with
-                "grow" there is `class_weight`, a loss or an exchange that is no mean of all ranks.
+                other data, the ranks cannot share a batch size, the learning rate is a schedule
+                other than `tfscale.ScalableSchedule`, another callback sets rate or batch size, or
+                "grow" meets `class_weight`, or a loss or exchange that is not a mean.
         """
         super().__init__()
         check_data(data)
@@ -175,12 +179,12 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
 
     def set_model(self, model: Any) -> None:
-        """Prepare the model, and its optimizer for the signal."""
+        """Prepare the model, and measure gradient norms in its optimizer if the signal needs it."""
         super().set_model(model)
         self._measures.watch(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check what is asked for; start afresh, or from a backup."""
+        """Check the configuration; start afresh, or from a backup."""
         super().on_train_begin(logs)
         settings, epochs = self._settings, (self.params or {}).get("epochs")
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup
@@ -213,7 +217,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
             self._n_warmup_left = state["n_warmup_left"]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Apply what was decided."""
+        """Apply the last decision."""
         super().on_epoch_begin(epoch, logs)
         self._is_new_epoch = True
         if not self._n_warmup_left:
@@ -221,13 +225,13 @@ class AdaptiveBatchSize(ChangingBatchSize):
             self._rate.rescale(self._control.rate_scale, stretch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remember the first parameters."""
+        """Keep the first parameters."""
         super().on_train_batch_begin(batch, logs)
         self._measures.begin_batch(self.model, is_first=self._is_new_epoch)
         self._is_new_epoch = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remember the loss of the first batch."""
+        """Keep the loss of the first batch."""
         super().on_train_batch_end(batch, logs)
         if not self.is_void:
             self._measures.end_batch(logs)
@@ -239,7 +243,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         return EpochBatch(control.batch_size, control.next_size, self._has_surplus)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Decide what holds from the next epoch on. Collective."""
+        """Decide batch size and rate of the next epoch. Collective."""
         super().on_epoch_end(epoch, logs)
         if self.is_void:
             return
@@ -279,17 +283,17 @@ class AdaptiveBatchSize(ChangingBatchSize):
             append_json_lines(self.log_path, [record])
 
     def _keep_records(self, before: int) -> None:
-        """Keep what an earlier part of the run has written of the epochs before this one."""
+        """Keep the log lines that an earlier part of the run wrote for epochs before this one."""
         if self.log_path is not None and runtime.rank() == 0:
             kept = read_json_lines(self.log_path) if before else []
             write_json_lines(self.log_path, [line for line in kept if line["epoch"] < before])
 
     def size_of(self, epoch: int) -> int:
-        """Return the batch size that was decided."""
+        """Return the batch size of the last decision."""
         return self._control.batch_size
 
     def backup_state(self) -> dict[str, Any]:
-        """Return all that decides what comes, for `BackupAndRestore`."""
+        """Return the state that later decisions depend on, for checkpoints."""
         measures, origin = self._measures.state()
         return {
             "control": self._control.state(),
@@ -300,17 +304,17 @@ class AdaptiveBatchSize(ChangingBatchSize):
         }
 
     def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from a backup when training begins."""
+        """Resume from a backup when training begins."""
         self._backup = (state, epoch)
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what another number of ranks goes on with, given the states of all ranks."""
+        """Return the state with which another number of ranks resumes, from those of all ranks."""
         measures = self._measures.merge([state["measures"] for state in states])
         return {**states[0], "measures": measures}
 
 
 def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int, int | None]:
-    """Return the lowest and the highest interval that may be found; None: limited by the epochs."""
+    """Return the limits of the interval; None as the highest: limited by the number of epochs."""
     if not isinstance(interval, tuple):
         return 1, None
     if signal == "noise_scale":
@@ -322,12 +326,9 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
 
 
 class AdaptiveRate(Rate):
-    """Sets a learning rate, or scales a schedule, relative to the initial rate.
+    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate.
 
-    Args:
-        model: A compiled model, whose rate is a number or a `ScalableSchedule`.
-        momentum_correction: See `Rate`.
-        former: That of an earlier `fit`, whose initial rate counts unless the rate was changed.
+    The initial rate of `former`, that of an earlier `fit`, is kept unless the rate has changed.
     """
 
     def __init__(
@@ -342,11 +343,10 @@ class AdaptiveRate(Rate):
             self._initial = former._initial
 
     def rescale(self, scale: float, stretch: float) -> None:
-        """Set the rate for the steps that come.
+        """Set the rate of later steps to `scale` times the initial rate, or times the schedule.
 
-        Args:
-            scale: Relative to the initial rate, or to what the schedule says.
-            stretch: Present batch size over the first one; a schedule advances by as many steps.
+        `stretch` is the present batch size over the first one; a schedule advances by that many
+        steps per update.
         """
         if self._schedule is None:
             if self._initial is None:
@@ -356,13 +356,13 @@ class AdaptiveRate(Rate):
             return
         before = self._schedule.state()
         if before[:2] != [scale, stretch]:
-            # What Keras asks the schedule with: micro-batches, where it accumulates gradients.
+            # Keras calls the schedule with the number of micro-batches if it accumulates gradients.
             self._schedule.rescale(scale, stretch, n_updates(update_rule(self._optimizer)))
             if scale != before[0]:
                 self.correct(scale / before[0])
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` takes."""
+        """Return the state for `restore`."""
         schedule = None if self._schedule is None else self._schedule.state()
         return {"initial": self._initial, "schedule": schedule}
 

@@ -28,11 +28,9 @@ SETTERS = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlat
 
 
 def check_decays(settings: GrowthSettings, first: int) -> None:
-    """Refuse decays in the warm-up or the first epoch after it, which are never looked at.
+    """Refuse decays in the warm-up or the first epoch after it, which would never take effect.
 
-    Args:
-        settings: What the run chose.
-        first: The epoch that the run began with.
+    `first` is the epoch in which the run began.
     """
     end = first + settings.warmup_epochs
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
@@ -45,7 +43,7 @@ def check_decays(settings: GrowthSettings, first: int) -> None:
 
 
 def check_compared(sizes: Sequence[int]) -> None:
-    """Refuse batches that are to grow and feed one rank: no two gradients could be compared."""
+    """Refuse growing batches that feed one rank only: there would be no gradients to compare."""
     lonely = [n for n in sizes[:-1] if count_active(n, runtime.size()) < 2]
     if lonely:
         raise ConfigError(
@@ -56,11 +54,9 @@ def check_compared(sizes: Sequence[int]) -> None:
 
 
 def check_rate_and_order(callback: Callback, warmup_epochs: int) -> None:
-    """Refuse a `fit` in which the rate could not be controlled. Builds a model that is not built.
+    """Refuse a `fit` in which the callback cannot control the rate; build the model if need be.
 
-    Args:
-        callback: Whose training begins.
-        warmup_epochs: Epochs in which another callback may set the learning rate.
+    Another callback may set the learning rate during the first `warmup_epochs`.
     """
     name, model = type(callback).__name__, callback.model
     if not is_built(model):  # the first parameters must be known
@@ -106,9 +102,9 @@ def _sets_rate_later(callback: Any, warmup_epochs: int) -> bool:
 
 
 def begin_with_surplus(session: FitSession) -> None:
-    """Let fewer ranks than there are share the batches of a `fit` that begins, its model built.
+    """Let a part of the ranks share the batches of a `fit`; the others repeat slices with weight 0.
 
-    The others repeat a slice with weight 0.
+    Called when training begins, with the model built.
 
     Raises:
         ConfigError: Weights would not make the loss, or the gradient, that of the active ranks.
@@ -122,7 +118,7 @@ def begin_with_surplus(session: FitSession) -> None:
 
 
 def _check_exchange(session: FitSession) -> None:
-    """Refuse steps whose gradients are not averaged over all ranks: weights suit only those."""
+    """Refuse steps whose gradients are not averaged over all ranks: the weights assume that."""
     distributed = distributed_of(session.model.optimizer)
     strategy = None if distributed is None else distributed.strategy
     n_ranks = runtime.size() if distributed is None else distributed.process_set.size()
@@ -136,7 +132,7 @@ def _check_exchange(session: FitSession) -> None:
 
 
 def _check_weights(session: FitSession) -> None:
-    """Refuse what does not become the mean over the active ranks by weights."""
+    """Refuse losses that weights cannot turn into the mean over the active ranks."""
     if session.call.class_weight is not None:
         raise ConfigError(
             'active_ranks="grow" serves sample weights, and Keras takes them or class_weight. '
@@ -154,11 +150,9 @@ def _check_weights(session: FitSession) -> None:
 
 
 def has_wide_losses(model: keras.Model, epochs: Any) -> bool:
-    """Tell whether losses have more than one value per sample, as those of sequences or images.
+    """Return whether losses have more than one value per sample, as for sequences or images.
 
-    Args:
-        model: Built.
-        epochs: Keras's iterator of epochs, whose batches tell the outputs of a subclass.
+    For a subclassed model the outputs are computed from a batch of `epochs`, Keras's iterator.
     """
     outputs = getattr(model, "outputs", None)
     if not outputs:

@@ -28,22 +28,23 @@ from tfscale.optimizer.distributed import accumulating, distributed_optimizers
 class Callback(Traits):
     """Prepares the model and keeps the ranks of a `fit` together.
 
-    Subclasses that override a hook call the one here first. With several tfscale callbacks in a
-    list the first one's hook counts, so their number is free; but every rank must have one.
+    A subclass that overrides a hook calls the base hook first. With several tfscale callbacks in a
+    list only the first one's hooks act, so ranks may have different numbers of them; but every rank
+    must have at least one.
     """
 
     _session: FitSession | None = None
 
     @property
     def session(self) -> FitSession:
-        """The `fit` that runs, which all callbacks of it share."""
+        """The session of the running `fit`, shared by all of its callbacks."""
         if self._session is None or self._session.model is not self.model:
             self._session = session_for(self.model)
         return self._session
 
     @property
     def is_void(self) -> bool:
-        """Whether the first step of this epoch was given up, so that nothing may be sent."""
+        """Whether the first step of this epoch was given up, so that no collective is allowed."""
         return self.session.is_void
 
     def set_model(self, model: keras.Model) -> None:
@@ -63,9 +64,9 @@ class Callback(Traits):
         """Agree on the number of steps and epochs, and on when to save. Collective.
 
         Raises:
-            ConfigError: Keras's BackupAndRestore is among the callbacks of several ranks, or a
-                callback does not go together with sharded parameters.
-            ExchangeError: They differ between ranks.
+            ConfigError: There are several ranks and Keras's own BackupAndRestore, or a callback is
+                incompatible with sharded parameters.
+            ExchangeError: Steps, epochs or callbacks differ between ranks.
         """
         self._session = session = session_for(self.model, joining=self)
         if not runtime.is_single():
@@ -82,34 +83,33 @@ class Callback(Traits):
         self.session.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the other ranks that this one's epoch is over."""
+        """Notify the other ranks that this one's epoch is over."""
         self.session.end_epoch(epoch)
         warn_if_unsynchronised(self.model, self.session.callbacks, has_exchanged_gradients())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Tell the other ranks that this one's `fit` is over."""
+        """Notify the other ranks that this one's `fit` is over."""
         self.session.end_training()
         steps = (self.params or {}).get("steps")
-        if isinstance(steps, StepCount):  # `History` has the same dict, which people write as JSON
+        if isinstance(steps, StepCount):  # `History` shares this dict, and users write it as JSON
             self.params["steps"] = int(steps)
 
 
 class BeforeValidation(Callback):
     """Acts once per epoch on all ranks: after the last batch, before `fit` validates.
 
-    Where `fit` does not know the number of steps, or the epoch was cut short, it acts when
-    validation begins or, without one, at the end of the epoch, before callbacks that come later
-    save the model.
+    If `fit` does not know the number of steps, or the epoch was cut short, it acts when validation
+    begins or, without validation, at the end of the epoch, before later callbacks save the model.
     """
 
     _has_acted = False
-    _open_epoch: int | None = None  # the one that has begun, and not ended
+    _open_epoch: int | None = None  # has begun, and not ended
 
     def act(self) -> None:
-        """Do what is due. Collective: all ranks must call this, in the same order."""
+        """Run the action. Collective: all ranks must call this, in the same order."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Make the epoch due."""
+        """Expect one action in this epoch."""
         super().on_epoch_begin(epoch, logs)
         self._has_acted, self._open_epoch = False, epoch
 
@@ -118,7 +118,7 @@ class BeforeValidation(Callback):
         super().on_train_batch_end(batch, logs)
         steps = (self.params or {}).get("steps")
         is_last = steps is not None and steps_until(self.model, batch) >= int(steps)
-        # Where this step was given up, those who stopped act at the end of the epoch.
+        # After a step that was given up, the ranks that stopped act at the end of the epoch.
         if is_last and not self.session.is_given_up and may_communicate():
             self._act_once()
 
@@ -126,7 +126,7 @@ class BeforeValidation(Callback):
         """Act before `fit` validates, if that has not happened in this epoch."""
         super().on_test_begin(logs)
         if self._open_epoch is not None and not self._has_acted:
-            # Ranks that wait in a step must learn first that this one runs no more of them.
+            # Ranks that wait in a step must first learn that this rank runs no more steps.
             self.session.end_epoch(self._open_epoch)
             self._act_once()
 
@@ -143,7 +143,7 @@ class BeforeValidation(Callback):
 
 
 class Container(Callback):
-    """Hands its hooks on to the callbacks inside, after its own."""
+    """Forwards its hooks to the callbacks inside, after its own."""
 
     def parts(self) -> list[Any]:
         """Return the callbacks inside, in the order of their calls."""
@@ -154,7 +154,7 @@ def _forwarding(name: str) -> Callable[..., None]:
     def hook(self: Container, *args: Any, **kwargs: Any) -> None:
         getattr(super(Container, self), name)(*args, **kwargs)
         for part in self.parts():
-            getattr(part, name)(*args, *kwargs.values())  # whatever it calls them
+            getattr(part, name)(*args, *kwargs.values())  # its parameters may have other names
 
     hook.__name__ = name
     hook.__doc__ = f"Hand `{name}` on to the callbacks inside."
@@ -172,7 +172,7 @@ for _name in (
 
 
 def may_communicate() -> bool:
-    """Tell whether this is the main thread; hooks of batches may run on others."""
+    """Return whether this is the main thread; hooks of batches may run on other threads."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -185,14 +185,12 @@ def _refuse_plain_backup(callbacks: Sequence[Any]) -> None:
 
 
 def keep_finite(model: keras.Model) -> None:
-    """Let the training steps of a model put back moving statistics that they have spoiled.
+    """Let training steps restore moving statistics that they have made infinite or NaN.
 
-    Needed with `nonfinite="skip"` only. A forward pass moves them before its gradients are known,
-    and of an average with NaN nothing finite is left. On a rank where that happens all of them
-    become what they were before the step. The check costs a small op for each; no step copies any.
-
-    Args:
-        model: Compiled. Its step is wrapped once, and traced again.
+    Needed with `nonfinite="skip"` only: a forward pass updates the statistics before its gradients
+    are known, and an average with NaN stays NaN. On a rank where that happens all statistics become
+    what they were before the step. The check costs a small op per variable, and no copies. The
+    step of the compiled model is wrapped once, and traced again.
     """
     if not _skips(model) or getattr(model.train_step, "keeps_finite", False):
         return
@@ -217,7 +215,7 @@ def _skips(model: keras.Model) -> bool:
 
 
 def _put_back_spoiled(before: Sequence[tuple[keras.Variable, tf.Tensor]]) -> tf.Tensor:
-    """Leave what has always been infinite, such as a minimum that nothing was seen of yet."""
+    """Restore all if one became infinite; values infinite before, as an initial minimum, stay."""
     now = [tf.identity(variable.value) for variable, _ in before]
     is_spoiled = tf.reduce_any(
         [_is_finite(old) & ~_is_finite(new) for (_, old), new in zip(before, now, strict=True)]

@@ -1,4 +1,4 @@
-"""Batch sizes that change between the epochs of one `fit`, set beforehand or by a subclass."""
+"""Batch sizes that change between the epochs of one `fit`, by a schedule or a subclass."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tfscale.internals.traits import own_of
 
 
 class ChangingBatchSize(Callback):
-    """Sets the batch size of an epoch when it begins; the data has its own again after `fit`.
+    """Sets the batch size of each epoch when it begins; `fit` ends with the data's own again.
 
-    A subclass enters `_take_over` when training begins, and says how large batches are.
+    A subclass enters `_take_over` when training begins, and defines `size_of`.
     """
 
     sets_batch_size = True
     _data: GlobalBatches
 
     def size_of(self, epoch: int) -> int:
-        """Return the samples of a step over all ranks in an epoch."""
+        """Return the number of samples of a step, over all ranks, in an epoch."""
         return self._data.batch_size
 
     @contextlib.contextmanager
     def _take_over(self, data: GlobalBatches) -> Iterator[None]:
-        """Change the batch size of `data` from now on, and refuse other callbacks that do.
+        """Control the batch size of `data` from now on, and refuse other callbacks that do.
 
-        Settings of the data that are changed inside are put back after `fit`, or if this raises.
+        Settings of the data that the context changes are restored after `fit`, or if it raises.
         """
         others = [c for c in own_of(self.session.callbacks) if c.sets_batch_size and c is not self]
         if others:
@@ -60,20 +60,21 @@ class ChangingBatchSize(Callback):
 class BatchSizeSchedule(ChangingBatchSize):
     """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
 
-    The learning rate is left alone: growing the batch takes the place of its decay. Before the
-    first epoch named, the data's own batch size holds; the data has it again when `fit` ends. `fit`
-    must train on `tfscale.data.GlobalBatches`, with a rate that does not count steps. The size is
-    added to the logs as `batch_size`.
+    The learning rate is not changed: growing the batch replaces its decay. Before the first epoch
+    given, the data's own batch size holds, and again after `fit`. `fit` must train on
+    `tfscale.data.GlobalBatches`, with a rate that does not depend on the number of steps. The size
+    is added to the logs as `batch_size`.
 
     Collective: all ranks must pass it to `fit`, with the same arguments.
 
     Args:
-        sizes: Epoch, counted from 0, and samples of a step over all ranks from there on.
+        sizes: Maps an epoch, counted from 0, to the number of samples of a step over all ranks from
+            that epoch on.
 
     Raises:
         ConfigError: Epochs or sizes are not whole numbers; when training begins, also if the data
-            or the ranks do not suit a size, another callback sets it too, or the optimizer has a
-            LearningRateSchedule.
+            or the ranks do not suit a size, another callback sets the batch size, or the optimizer
+            has a LearningRateSchedule.
 
     Source: Smith et al., Don't Decay the Learning Rate, Increase the Batch Size (2018); [T] 5.4.
     """
@@ -91,7 +92,7 @@ class BatchSizeSchedule(ChangingBatchSize):
         self._first_size = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse what cannot be served."""
+        """Refuse data, sizes and learning rates that do not fit."""
         super().on_train_begin(logs)
         data = self.session.data
         check_data(data)
@@ -131,13 +132,9 @@ def check_data(data: Any) -> None:
 
 
 def check_sizes(data: GlobalBatches, sizes: Sequence[int], name: str, remedy: str) -> None:
-    """Refuse batch sizes that the data or the ranks cannot serve.
+    """Refuse batch sizes, ascending, that exceed the data or that the ranks cannot share.
 
-    Args:
-        data: What is trained on.
-        sizes: Samples over all ranks, ascending.
-        name: What the user knows the largest size as.
-        remedy: What to do about a size that the ranks cannot share.
+    Errors call the largest size `name`, and end with `remedy` if the ranks cannot share a size.
     """
     if sizes[-1] > data.samples:
         raise ConfigError(

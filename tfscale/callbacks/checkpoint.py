@@ -1,4 +1,4 @@
-"""Save all that a run is now and then, and resume it."""
+"""Save the complete state of a run periodically, and resume it."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ logger = logging.getLogger("tfscale")
 
 
 class Checkpoint(Callback):
-    """Save all that a run is, now and then, and go on from the newest checkpoint.
+    """Save the complete state of a run periodically, and resume from the newest checkpoint.
 
-    Each rank copies its part between two steps and writes it while training goes on: weights and
-    what else is equal on all ranks are written by the first of them, shards of the optimizer's
-    state, moving statistics, states of metrics and of random numbers by each. When `fit` begins,
-    the newest checkpoint that all ranks can read is restored, also in mid-epoch; a damaged one is
-    passed over. See docs/checkpoints.md for what is the same afterwards.
+    Each rank copies its part between two steps and writes it while training continues. Values that
+    are equal on all ranks, such as weights, are written by the first rank that has them; shards of
+    the optimizer's state, moving statistics, and states of metrics and of random numbers by every
+    rank. When `fit` begins, the newest checkpoint that all ranks can read is restored, also in the
+    middle of an epoch; damaged ones are skipped. docs/checkpoints.md lists the state that a resumed
+    run has in common with an uninterrupted one.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
-    with exit code 75 (`tfscale.config.PREEMPTED`): start the job again to go on.
+    with exit code 75 (`tfscale.config.PREEMPTED`): start the job again to resume.
 
     Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale and those
     with a state of their own. A directory belongs to one `fit` of a program.
 
     Args:
-        directory: On a file system that all ranks share, unless `shared` is False; made if need be.
+        directory: Folder on a file system that all ranks share, unless `shared` is False; created
+            if need be.
         every_n_steps: Training steps between two checkpoints.
-        every_n_epochs: Epochs between two; 1 if nothing else is given.
-        every_seconds: Seconds between two, looked at about once a second.
-        keep: Finished checkpoints that stay, 1 or more; one more is there while it is written.
-        asynchronous: Write on a thread. False lets training wait for the files.
-        shared: False sends the parts of all ranks to rank 0, which writes and reads them for all:
-            no other rank needs the directory. For small models.
+        every_n_epochs: Epochs between two checkpoints; 1 if no other interval is given.
+        every_seconds: Seconds between two checkpoints, checked about once a second.
+        keep: Number of finished checkpoints to keep, 1 or more; there is one more during a write.
+        asynchronous: Write on a thread. With False training waits for the files.
+        shared: False sends the parts of all ranks to rank 0, which writes and reads them for all,
+            so that no other rank needs the directory. For small models.
 
     Raises:
         ConfigError: An argument does not fit. When training begins: ranks do not share the
@@ -84,7 +86,7 @@ class Checkpoint(Callback):
         return session is not None and self in session.callbacks
 
     def _restart(self) -> None:
-        self._saver.wait()  # for what a `fit` that ended by an error began
+        self._saver.wait()  # a `fit` that ended by an error may have begun a checkpoint
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
         self._schedule.restart()
@@ -94,7 +96,7 @@ class Checkpoint(Callback):
         self._is_due = self._is_stopping = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Find the newest checkpoint; it is restored when the epoch begins. Collective."""
+        """Find the newest checkpoint, to be restored when the epoch begins. Collective."""
         early = self._go_first()
         super().on_train_begin(logs)
         self._require_order(early)
@@ -117,11 +119,11 @@ class Checkpoint(Callback):
         self._handler.install()
 
     def _go_first(self) -> list[str]:
-        """Move this callback in front of all others; return those that were before it wrongly.
+        """Move this callback in front of all others; return the callbacks wrongly before it.
 
-        Keras's callbacks may stand before it in the list. After it they set their learning rates
-        when the checkpoint's was restored, and at the end of an epoch it sees whether training had
-        been stopped before, amid the epoch.
+        Keras's own callbacks may come before it in the list. Moved after it, they set their
+        learning rates once the checkpoint's is restored, and at the end of an epoch this callback
+        still sees whether training was stopped during the epoch.
         """
         self._session = session_for(self.model)  # of this `fit`, which it has not joined yet
         callbacks = self.session.callbacks
@@ -143,13 +145,13 @@ class Checkpoint(Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Restore what was found, before the other callbacks begin the epoch."""
+        """Restore the checkpoint that was found, before the other callbacks begin the epoch."""
         super().on_epoch_begin(epoch, logs)
         first_step = self._begin_from(self._reader, epoch) if self._reader is not None else 0
         self._position.epoch, self._position.step = epoch, first_step
 
     def _begin_from(self, reader: Reader, epoch: int) -> int:
-        """Return the first step of the epoch."""
+        """Restore a checkpoint; return the first step of the epoch."""
         self._reader = None
         rank, position = runtime.rank(), self._position
         counters = reader.parts[reader.source].info["keras_callbacks"]
@@ -168,7 +170,7 @@ class Checkpoint(Callback):
         self._restored.run()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Copy what is due, now that all callbacks have ended the step before."""
+        """Take a checkpoint if one is due, now that all callbacks have ended the last step."""
         super().on_train_batch_begin(batch, logs)
         if self._restored is not None:
             self._restored.finish()
@@ -183,7 +185,7 @@ class Checkpoint(Callback):
             self._save(self._run)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count, and agree on what is due. Collective about once a second."""
+        """Count steps, and agree on checkpoints that are due. Collective about once a second."""
         super().on_train_batch_end(batch, logs)
         if self.session.is_given_up:
             return
@@ -202,12 +204,12 @@ class Checkpoint(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a checkpoint be taken once all callbacks have ended the epoch."""
-        self._agree_on_due("epoch")  # before others are told that this rank's epoch is over
+        self._agree_on_due("epoch")  # before the other ranks learn that this rank's epoch is over
         super().on_epoch_end(epoch, logs)
         if self.is_void:
             return
         steps = (self.params or {}).get("steps")
-        # Where the number of steps is unknown: one that stops training in a batch cuts the epoch.
+        # With an unknown number of steps, stopping training within a batch cuts the epoch.
         is_stopped = bool(self.model.stop_training)
         self._is_cut = is_stopped if steps is None else self._position.step < int(steps)
         self._position.epoch, self._position.step = epoch + 1, 0
@@ -215,11 +217,11 @@ class Checkpoint(Callback):
             self._make_due()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Save the end of training, unless an epoch was cut or the model broken. Collective."""
+        """Save the end of training, unless an epoch was cut or the model is broken. Collective."""
         if not self.session.asks_before_epochs:
             self._agree_on_due("end")
         super().on_train_end(logs)
-        if self._reader is not None:  # there was no epoch to begin
+        if self._reader is not None:  # no epoch has begun
             if not is_built(self.model):
                 raise ConfigError(
                     "A model must be built where nothing is left to train. Received: "
@@ -236,9 +238,9 @@ class Checkpoint(Callback):
         self._is_due = True
 
     def _agree_on_due(self, place: str) -> None:
-        """Leave out what is due if parts must be sent, and some rank ends an epoch or training.
+        """Drop a checkpoint that is due if parts must be sent and a rank ends an epoch or training.
 
-        Where one rank stops training, they meet here from different hooks.
+        When one rank stops training, ranks call this from different hooks.
         """
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
@@ -256,11 +258,11 @@ class Checkpoint(Callback):
         self._schedule.start_clock()
 
     def _save_last(self, is_new: bool, is_end: bool) -> None:
-        """Save what is new on some rank; alike wherever in `fit` ranks are. Collective."""
+        """Save if any rank has new steps; ranks may call this from different hooks. Collective."""
         self._saver.finish()
         is_new, stops = agree_on_end(is_new, preemption.is_requested(), is_broken(self.model))
         self._is_stopping |= stops
-        if is_new:  # under another name: some rank may have begun a checkpoint of this step
+        if is_new:  # under a new name: a rank may have begun a checkpoint of this step
             self._save(self._saver.name_run(), is_end)
             self._saver.finish()
             self._is_stopping |= agree_on_end(False, preemption.is_requested())[1]
@@ -276,22 +278,22 @@ class BackupAndRestore(Checkpoint):
     """`keras.callbacks.BackupAndRestore` on any number of ranks.
 
     A `tfscale.callbacks.Checkpoint` with Keras's arguments: rank 0 writes and reads the parts of
-    all ranks, so only rank 0 needs the folder, and a run may go on with another number of ranks.
-    A backup is written when the first step after it begins: all callbacks have then ended the epoch
-    before. A run goes on with the next step, and bit by bit where operations are deterministic.
+    all ranks, so only rank 0 needs the folder, and a run may resume with another number of ranks.
+    A backup is written when the next step begins, after all callbacks have ended the epoch before.
+    A resumed run continues with the next step, bit for bit if operations are deterministic.
 
     Collective: all ranks must pass it to `fit`, before other callbacks of tfscale and those with a
-    state of their own. Keras's own would write and delete the same files on every rank.
+    state of their own. Keras's own callback would write and delete the same files on every rank.
 
     Args:
         backup_dir: Folder that is used for nothing else.
         save_freq: "epoch", or the number of batches between two backups.
-        double_checkpoint: Keep the backup before, too, in case the newest one gets damaged.
-        delete_checkpoint: Delete the backups, and the folder if nothing else is in it, when
+        double_checkpoint: Also keep the previous backup, in case the newest one gets damaged.
+        delete_checkpoint: Delete the backups, and the folder if it is otherwise empty, when
             training has ended.
 
     Raises:
-        ConfigError: An argument does not fit; see `Checkpoint`, too.
+        ConfigError: An argument does not fit; see also `Checkpoint`.
     """
 
     def __init__(
