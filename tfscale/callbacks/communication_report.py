@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Report of the time that steps spend on computing and communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("tfscale")
 
 
 class CommunicationReport(Callback):
-    """Write what each collective cost, and how much of communication is hidden.
+    """Write the cost of each collective, and the part of communication overlapped with computation.
 
     At the end of each epoch rank 0 adds to `communication.jsonl`, per recorded step and rank:
     step time, compute, exposed communication, waiting for the slowest rank and overlap ratio R;
@@ -37,12 +37,12 @@ class CommunicationReport(Callback):
 
     Backends other than the engine record no collectives; then only step times are written.
 
-    Collective: all ranks must pass it, at the same place.
+    Collective: all ranks must pass it to `fit`, at the same place.
 
     Args:
-        directory: Folder of the files; rank 0 makes it and writes there. Files of an earlier run
-            are replaced.
-        every_n_steps: Steps from one recorded step to the next. The first step of a fit, which
+        directory: Folder of the files, created and written by rank 0. Files of an earlier run are
+            replaced.
+        every_n_steps: Steps from one recorded step to the next. The first step of a `fit`, which
             traces the model, is never recorded.
 
     Raises:
@@ -71,7 +71,7 @@ class CommunicationReport(Callback):
         self._events: list[np.ndarray] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begin to listen; align the clocks."""
+        """Begin to record collectives; align the clocks."""
         super().on_train_begin(logs)
         self._n_calls, self._is_due, self._has_memory = 0, False, False
         self._forget()
@@ -116,7 +116,7 @@ class CommunicationReport(Callback):
         timeline.note_span(f"step {self._first_step}", self._begin_ns, end_ns)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Collect what all ranks recorded; rank 0 writes it."""
+        """Collect the records of all ranks; rank 0 writes them."""
         super().on_epoch_end(epoch, logs)
         if self.is_void:
             self._forget()
@@ -135,7 +135,7 @@ class CommunicationReport(Callback):
             append_json_lines(self._path, itertools.chain.from_iterable(every))
 
     def _write_memory(self) -> None:
-        """Write once how many bytes of optimizer state each rank holds."""
+        """Write the bytes of optimizer state on each rank, once."""
         distributed = distributed_of(optimizer_of(self.model))
         if self._has_memory or distributed is None:
             return
@@ -170,7 +170,7 @@ class CommunicationReport(Callback):
                 self._events.append(events)
 
     def _finished_record(self) -> analysis.RankRecord:
-        """Return what this rank recorded, in times of rank 0."""
+        """Return the record of this rank, in times of rank 0's clock."""
         record = self._record
         times = np.array([(w.begin, w.end) for w in record.windows], np.int64).reshape(-1, 2)
         pairs = zip(record.windows, self._clocks.to_rank_zero(times).tolist(), strict=True)

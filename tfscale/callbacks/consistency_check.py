@@ -21,22 +21,22 @@ NAMES_SHOWN = 3
 class ConsistencyCheck(Callback):
     """Require bitwise equal weights on all ranks after the first update and at epoch ends.
 
-    Each rank sends eight bytes per variable, so a check costs about one pass over the weights.
-    Compared are trainable variables and the optimizer's state, learning rate and step count
-    included; not compared are local variables with their slots, and non-trainable state.
+    Each rank sends a digest of eight bytes per variable, so a check costs about one pass over the
+    weights. It compares trainable variables and the optimizer's state, including learning rate and
+    step count, but neither local variables with their slots nor non-trainable state.
 
-    Collective: all ranks must pass it to `fit`, at the same place. The callback
-    `BroadcastGlobalVariablesCallback` contains one.
+    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` contain one.
 
     Args:
         every_n_epochs: Epochs between two checks; 0 checks after the first update only.
         optimizer_state: Whether the optimizer's state is compared.
         local_variables: Variables that may differ, besides those registered with the optimizer.
-        groups: Ranks within which weights have to be equal, one sequence for each group; None
-            takes the groups of local SGD or, without it, the optimizer's process set.
+        groups: Groups of ranks within which weights must be equal, one sequence of ranks each; None
+            uses the groups of local SGD or, without local SGD, the optimizer's process set.
 
     Raises:
-        ExchangeError: At a check, on all ranks, naming the variable and the ranks that differ.
+        ExchangeError: At a check, on all ranks, if weights differ; names the variable and ranks.
     """
 
     compared = ("every_n_epochs", "optimizer_state")
@@ -56,14 +56,14 @@ class ConsistencyCheck(Callback):
         self._is_first_due, self._n_passes = True, 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Make the check after the first update due."""
+        """Expect a check after the first update."""
         super().on_train_begin(logs)
         self._is_first_due, self._n_passes = True, 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check after the first batch, or after those that make up the first update."""
+        """Check after the first update, which may take several batches."""
         super().on_train_batch_end(batch, logs)
-        # Where this step was given up, ranks that stopped check at the end of the epoch.
+        # After a step that was given up, ranks that stopped check at the end of the epoch.
         if not self._is_first_due or self.session.is_given_up or not may_communicate():
             return
         self._n_passes += self.model.steps_per_execution
@@ -72,7 +72,7 @@ class ConsistencyCheck(Callback):
             self.check("after the first update")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check, if an epoch with a check ends."""
+        """Check if one is due."""
         super().on_epoch_end(epoch, logs)
         is_due = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
         if (is_due or self._is_first_due) and not self.is_void:
@@ -83,10 +83,10 @@ class ConsistencyCheck(Callback):
         """Compare now. Collective: all ranks must call this, in the same order.
 
         Args:
-            moment: When this is, in words for the error message.
+            moment: Description of the time of the check, for the error message.
 
         Raises:
-            ExchangeError: Some rank differs from the first rank of its group.
+            ExchangeError: A rank differs from the first rank of its group.
         """
         if runtime.size() == 1:
             return
@@ -121,7 +121,7 @@ def _digest(variable: keras.Variable) -> bytes:
 
 
 def _differing(digests: list[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose value of a variable differs from that of their group's first."""
+    """Return the ranks whose digest differs from that of the first rank of their group."""
     return sorted(r for group in groups for r in group if digests[r] != digests[group[0]])
 
 

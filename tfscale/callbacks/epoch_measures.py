@@ -26,17 +26,11 @@ logger = logging.getLogger("tfscale")
 
 @dataclass(frozen=True)
 class EpochBatch:
-    """How the ranks of this job share the batches of an epoch.
+    """The batch size of an epoch, and its division among the ranks."""
 
-    Attributes:
-        size: Samples over all ranks.
-        larger: Of the next larger batch; None if there is none.
-        has_surplus: Whether ranks may be left over.
-    """
-
-    size: int
-    larger: int | None
-    has_surplus: bool
+    size: int  # samples over all ranks
+    larger: int | None  # the next larger size, if there is one
+    has_surplus: bool  # some ranks may have no samples of their own
 
     @property
     def active(self) -> int:
@@ -58,11 +52,7 @@ class EpochBatch:
 
 
 class EpochMeasures:
-    """Collects cost, distance, noise scale and memory, and averages them over the ranks.
-
-    Args:
-        has_noise_scale: Whether to measure the gradient noise scale.
-    """
+    """Collects cost, distance, noise scale and memory, and averages them over the ranks."""
 
     def __init__(self, has_noise_scale: bool) -> None:
         self._norms = GradientNorms() if has_noise_scale else None
@@ -71,7 +61,7 @@ class EpochMeasures:
         self._first_cost = math.nan  # this rank's
 
     def watch(self, model: keras.Model) -> None:
-        """Let the optimizer of a model take the norms of gradients, if they are needed."""
+        """Let the optimizer of a model measure gradient norms, if they are needed."""
         if self._norms is not None:
             self._norms.watch(model)
 
@@ -83,19 +73,19 @@ class EpochMeasures:
             self._norms.reset()
 
     def begin_batch(self, model: keras.Model, is_first: bool) -> None:
-        """Remember the memory before an epoch, and the parameters before the run's first step."""
+        """Note the memory before an epoch, and keep the parameters before the run's first step."""
         if is_first:
             self._guard.begin_epoch()
         if self._origin is None:
             self._origin = [np.array(v.numpy()) for v in _variables(model)]
 
     def end_batch(self, logs: dict[str, Any] | None) -> None:
-        """Remember the loss of the run's first batch."""
+        """Keep the loss of the run's first batch."""
         if math.isnan(self._first_cost):
             self._first_cost = _loss(logs)
 
     def end_steps(self, batch: EpochBatch) -> None:
-        """Remember the memory of an epoch's steps, before validation takes more."""
+        """Note the memory of an epoch's steps, before validation takes more."""
         self._guard.end_epoch(batch.local)
 
     def end_epoch(
@@ -103,13 +93,7 @@ class EpochMeasures:
     ) -> Measures:
         """Return the measures of the epoch, averaged over the ranks. Collective.
 
-        Args:
-            model: The model.
-            logs: Of the epoch; their loss may have been averaged already.
-            batch: How the epoch's batches were shared.
-
-        Raises:
-            ConfigError: The logs have no loss.
+        The loss in `logs` may have been averaged already; raises ConfigError if there is none.
         """
         larger = batch.larger_local
         own: dict[str, Any] = {
@@ -130,21 +114,21 @@ class EpochMeasures:
         )
 
     def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Return what `restore` takes."""
+        """Return the arguments for `restore`."""
         norms = self._norms.values() if self._norms is not None else None
         return {"first_cost": self._first_cost, "norms": norms}, list(self._origin or [])
 
     @staticmethod
     def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a state for any rank from those of all ranks of before.
+        """Combine the states of all ranks into one for a job of another size.
 
-        The norms of gradients within an epoch cannot be compared over different numbers of ranks:
-        the noise scale of this epoch is that of the steps to come.
+        Norms of gradients from different numbers of ranks cannot be compared, so the noise scale of
+        this epoch is measured in its remaining steps only.
         """
         return {"first_cost": _mean([state["first_cost"] for state in states]), "norms": None}
 
     def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from `state`."""
         self._first_cost = state["first_cost"]
         self._origin = list(origin) or None
         if self._norms is not None and state.get("norms") is not None:
@@ -165,7 +149,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean; that of equal values is their value, whatever their number."""
+    """Return the mean; for equal values it is exactly that value."""
     if not all(map(math.isfinite, values)):
         return math.nan
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
@@ -181,7 +165,7 @@ def _loss(logs: dict[str, Any] | None) -> float:
 
 
 def _noise_of(norms: list[list[float]], batch: EpochBatch) -> float:
-    """Return the noise scale from what the ranks have summed over the epoch."""
+    """Return the noise scale from the norms that each rank has summed over the epoch."""
     steps = norms[0][2]
     if batch.active < 2 or not steps:
         return math.nan
@@ -191,14 +175,14 @@ def _noise_of(norms: list[list[float]], batch: EpochBatch) -> float:
     return noise_scale(local, batch.local, norms[0][1] / steps, batch.size)
 
 
-# Memory: what training took so far against what is left
+# Memory: used by training so far, and left
 
 
 class MemoryGuard:
     """Extrapolates the memory of training steps to a larger local batch, on the safe side.
 
-    What steps take is counted from before the first one, and by peaks of the process: steps below
-    an earlier peak, of validation for example, leave the estimate as it was.
+    The memory of steps is the peak of the process minus its memory before the first step. Steps
+    below an earlier peak, of validation for example, do not change the estimate.
     """
 
     def __init__(self) -> None:
@@ -206,12 +190,12 @@ class MemoryGuard:
         self._peak = self._bytes_per_sample = 0.0
 
     def begin_epoch(self) -> None:
-        """Note what is used before the first step of an epoch."""
+        """Note the memory in use before the first step of an epoch."""
         now, self._peak = _used_bytes()
         self._before = now if self._before is None else self._before
 
     def end_epoch(self, local_batch: int) -> None:
-        """Note what the steps of an epoch took, before anything else takes more."""
+        """Note the memory that the steps of an epoch took, before anything else takes more."""
         _, peak = _used_bytes()
         if peak > self._peak or not self._bytes_per_sample:
             self._bytes_per_sample = max(peak - (self._before or 0), 0) / local_batch
@@ -229,7 +213,7 @@ class MemoryGuard:
 
 
 def _used_bytes() -> tuple[int, int]:
-    """Return the memory of this process, or of its GPU: now, and at most so far."""
+    """Return the memory of this process, or of its GPU, in bytes: now, and at its peak."""
     if tf.config.list_logical_devices("GPU"):
         found = tf.config.experimental.get_memory_info("GPU:0")
         return found["current"], found["peak"]
@@ -238,7 +222,7 @@ def _used_bytes() -> tuple[int, int]:
 
 
 def _free_bytes() -> float:
-    """Return what is left for this rank, on its GPU or its share of the host."""
+    """Return the memory left for this rank, on its GPU or as its share of the host."""
     if tf.config.list_logical_devices("GPU"):
         from tensorflow.python.client import device_lib
 
@@ -248,7 +232,7 @@ def _free_bytes() -> float:
     with contextlib.suppress(OSError, ValueError):  # "max", or no control group of version 2
         left = int(Path("/sys/fs/cgroup/memory.max").read_text())
         left -= int(Path("/sys/fs/cgroup/memory.current").read_text())
-        cache = _numbers("/sys/fs/cgroup/memory.stat")  # counted as used, but can be had
+        cache = _numbers("/sys/fs/cgroup/memory.stat")  # counted as used, but can be reclaimed
         free = min(free, left + cache.get("active_file", 0) + cache.get("inactive_file", 0))
     return free / max(1, runtime.local_size())
 

@@ -17,8 +17,8 @@ from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.optimizer.lars import LARS
 
 Multiplier = Callable[[float], float]
-# Rules whose velocities add up steps, each times the rate of then, and what they call them. Muon's,
-# which are called momentums too, add up gradients.
+# Update rules whose velocities sum up past steps, each multiplied by the rate of its time, and the
+# name of that attribute. Muon's momentums sum up gradients, and are not among them.
 _VELOCITIES: dict[type, str] = {
     keras.optimizers.SGD: "momentums",
     keras.optimizers.RMSprop: "_momentums",
@@ -40,13 +40,14 @@ class LearningRateScheduleCallback(Callback):
         initial_lr: Learning rate that the multiplier refers to.
         multiplier: A number m, meaning m ** (epoch - start_epoch), or a function of the epoch.
         start_epoch: First epoch, counted from 0, in which the callback acts.
-        end_epoch: First epoch in which it does not act any more; None for no end.
+        end_epoch: First epoch in which it no longer acts; None for no end.
         staircase: Whether the rate changes at the first batch of each epoch only. Otherwise it
-            changes at every batch, or once per execution under `steps_per_execution`, and the
-            multiplier is given fractions of epochs, those of the batch that comes. A multiplier
-            that is a number is always a staircase.
+            changes before every batch, or once per execution under `steps_per_execution`, and the
+            multiplier receives the epoch with its fraction at that batch. A number as multiplier
+            is always a staircase.
         momentum_correction: Whether to correct the momentum; see above.
-        steps_per_epoch: Batches per epoch where `staircase` is False; by default what `fit` knows.
+        steps_per_epoch: Batches per epoch where `staircase` is False; None uses the number that
+            `fit` knows.
 
     Raises:
         ConfigError: When training begins, if the optimizer's learning rate is a schedule, or
@@ -78,7 +79,7 @@ class LearningRateScheduleCallback(Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse what the callback cannot control."""
+        """Refuse a learning rate that the callback cannot control."""
         super().on_train_begin(logs)
         self._rate = Rate(self.model, self.momentum_correction)
         rate = rate_of(update_rule(self.model.optimizer))
@@ -92,7 +93,7 @@ class LearningRateScheduleCallback(Callback):
             self._steps()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remember the epoch."""
+        """Keep the number of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
@@ -135,20 +136,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate linearly from `initial_lr / factor` to `initial_lr`.
 
     In batch b of epoch e the multiplier is `(x * (factor - 1) / warmup_epochs + 1) / factor` with
-    x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up gets `initial_lr`.
-    Under `steps_per_execution` the rate changes once per execution, to that of its first batch, and
-    is `initial_lr` once the last epoch of the warm-up has ended.
-    By default the factor is the number of ranks, so with one process the rate is `initial_lr`
-    throughout. For local SGD with G groups pass `initial_lr=G * lr, factor=G`, or the square root
-    of G in both places.
+    x = e + (b + 1) / steps_per_epoch, so that the last batch of the warm-up has the rate
+    `initial_lr`. Under `steps_per_execution` the rate changes once per execution, to that of its
+    first batch, and is `initial_lr` after the last epoch of the warm-up. By default the factor is
+    the number of ranks, so with one process the rate is always `initial_lr`. For local SGD with G
+    groups pass `initial_lr=G * lr, factor=G`, or the square root of G in both places.
 
     Args:
         initial_lr: Learning rate after the warm-up, already scaled by the number of ranks.
         warmup_epochs: Length of the warm-up in epochs, greater than 0.
         momentum_correction: As in `LearningRateScheduleCallback`.
-        steps_per_epoch: Batches per epoch; by default what `fit` knows.
-        verbose: 1 writes a line on rank 0 when the warm-up is over.
-        factor: By how much the rate rises; None for the number of ranks.
+        steps_per_epoch: Batches per epoch; None uses the number that `fit` knows.
+        verbose: 1 prints a line on rank 0 when the warm-up is over.
+        factor: Ratio of the final rate to the first one; None for the number of ranks.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.2.
     """
@@ -191,8 +191,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class LearningRateScaling(LearningRateScheduleCallback):
     """Scale a small batch's learning rate to a fixed large batch, with a gradual warm-up.
 
-    The target is `initial_lr * batch_size / base_batch_size` ("linear") or `initial_lr` times the
-    root of that ("sqrt"). In batch b of epoch e of the warm-up the rate is
+    The target is `initial_lr * batch_size / base_batch_size` ("linear"), or `initial_lr` times the
+    root of that ratio ("sqrt"). In batch b of epoch e of the warm-up the rate is
     `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`; under
     `steps_per_execution` it changes once per execution. It does not depend on the number of ranks.
 
@@ -200,11 +200,11 @@ class LearningRateScaling(LearningRateScheduleCallback):
 
     Args:
         initial_lr: Learning rate that suits a batch of `base_batch_size`.
-        base_batch_size: Samples over all ranks.
-        batch_size: Samples over all ranks of this run.
+        base_batch_size: Samples over all ranks that `initial_lr` was chosen for.
+        batch_size: Samples over all ranks in this run.
         rule: "linear", "sqrt" or "none".
         warmup_epochs: Length of the warm-up in epochs; 0 for none.
-        decay_epochs: Epochs, counted from 0, from which on the rate is multiplied by 0.1 once more.
+        decay_epochs: Epochs, counted from 0; from each of them on the rate is multiplied by 0.1.
 
     Raises:
         ConfigError: An argument is out of its range; or as `LearningRateScheduleCallback`.
@@ -239,7 +239,7 @@ class LearningRateScaling(LearningRateScheduleCallback):
 
 
 class Rate:
-    """Reads and sets the learning rate of a compiled model, a number, and corrects velocities."""
+    """Reads and sets the learning rate, a number, of a compiled model, and corrects velocities."""
 
     def __init__(self, model: keras.Model, momentum_correction: bool) -> None:
         self._optimizer = model.optimizer
@@ -260,11 +260,11 @@ class Rate:
             self.correct(new / old)
 
     def correct(self, factor: float) -> None:
-        """Multiply the velocities, where that is wanted, by the new rate over the old one."""
+        """Multiply the velocities by `factor`, if momentum correction is on."""
         slots = _velocities(update_rule(self._optimizer)) if self._corrects else []
         if not slots:
             return
-        if [id(s) for s in slots] != [id(s) for s in self._slots]:  # a change of plan makes others
+        if [id(s) for s in slots] != [id(s) for s in self._slots]:  # a new plan makes new ones
             self._slots = slots
 
             @tf.function

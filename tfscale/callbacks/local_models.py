@@ -1,4 +1,4 @@
-"""Local SGD during a `fit`: start of groups, averages for validation, and distance of models."""
+"""Local SGD during a `fit`: start of groups, averages for validation, distance between models."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ logger = logging.getLogger("tfscale")
 class LocalModels(BeforeValidation):
     """Show validation, callbacks and files the average of the groups' models.
 
-    Before `fit` validates, the groups' parameters are averaged into a copy, which stays in the
-    model until the next epoch begins; then each group goes on with its own. After training all
+    Before `fit` validates, the groups' parameters are averaged, and the model holds the average
+    until the next epoch begins, when each group resumes with its own parameters. After training all
     ranks hold the average. The callback also starts groups that begin later
-    (`LocalSGD(start=...)`) and sets an interval that adapts.
+    (`LocalSGD(start=...)`) and sets an adaptive interval.
 
-    Collective: all ranks must pass it to `fit`, at the same place. The callback
-    `BroadcastGlobalVariablesCallback` contains one; without local SGD it does nothing.
+    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` contains one;
+    without local SGD it does nothing.
     """
 
     shows_averages = True
@@ -58,10 +58,10 @@ class LocalModels(BeforeValidation):
             self.session.stop_together()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Go on with the own model; form groups if that is due."""
+        """Resume with the group's own model; form groups if that is due."""
         super().on_epoch_begin(epoch, logs)
         if self._strategy is None or self.session.is_over:
-            return  # with the average in the model, if another rank has stopped
+            return  # the model keeps the average if another rank has stopped
         if self._own is not None:
             self.model.optimizer.set_own(self._own)
             self._own = None
@@ -99,7 +99,7 @@ class LocalModels(BeforeValidation):
         """Adapt the interval."""
         super().on_epoch_end(epoch, logs)
         strategy, average = self._strategy, self.session.group_average
-        if strategy is not None:  # a rate that was trained with: that of a warm-up rises first
+        if strategy is not None:  # the highest rate in use so far: during a warm-up it rises
             self._highest_rate = max(self._rate(), self._highest_rate or 0.0)
         if strategy is None or average is None or self.is_void:
             return
@@ -121,11 +121,11 @@ class LocalModels(BeforeValidation):
         self._own = None
 
     def backup_state(self) -> dict[str, Any]:
-        """Return what coming decisions are compared with."""
+        """Return the highest rate and first loss, with which later ones are compared."""
         return {"rate": self._highest_rate, "loss": self._first_loss}
 
     def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from a backup when training begins."""
+        """Resume from a backup when training begins."""
         del epoch
         self._backup = state
 
@@ -137,20 +137,20 @@ class ModelDistance(Callback):
     """Record the distance between the groups' models and their average, at each average.
 
     D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
-    the averaging step itself; one number for each group travels besides. The last one of an epoch
-    is added to the epoch's logs as `model_distance`; an epoch without an average adds none. Of
-    several averages within one execution (`steps_per_execution`) the last one is recorded. Under
-    `average="gradients"`, where no mean of models is formed, the distance is that to the model
-    with which all groups go on; with plain SGD inside that is their mean.
+    the averaging step itself, which sends one more number per group. The last distance of an epoch
+    is added to its logs as `model_distance`; an epoch without an average adds none. Of several
+    averages within one execution (`steps_per_execution`) the last one is recorded. Under
+    `average="gradients"`, which forms no mean of models, the distance is that to the model with
+    which all groups continue; with plain SGD inside the groups that is their mean.
 
     Args:
-        directory: Rank 0 writes `distance.jsonl` there, a line with "step" and "distance" for each
-            average; None writes nothing. A `fit` that resumes a run keeps the lines of the steps
-            before.
+        directory: Folder in which rank 0 writes `distance.jsonl`, a line with "step" and "distance"
+            for each average; None writes nothing. A `fit` that resumes a run keeps the lines of
+            earlier steps.
 
     Attributes:
-        distances: Pairs of step and distance, of this `fit`. Steps are counted from 1 over the
-            whole run, where `fit` knows how many an epoch has; else over this `fit`.
+        distances: Pairs of step and distance of this `fit`. Steps are counted from 1 over the whole
+            run if `fit` knows the number of steps per epoch, else over this `fit`.
 
     Source: [L] eq. 9.
     """
@@ -176,10 +176,10 @@ class ModelDistance(Callback):
         self._n_before, self._n_steps_before = len(self.distances), self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Take down the distance, if this step has averaged."""
+        """Record the distance if this step has averaged."""
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_steps_before + steps_until(self.model, batch)
-        if self._is_new and self._path is not None:  # keep what was written of the steps before
+        if self._is_new and self._path is not None:  # keep the lines of earlier steps
             n_before = self._n_steps - self.model.steps_per_execution
             lines = read_json_lines(self._path)
             write_json_lines(self._path, [line for line in lines if line["step"] <= n_before])

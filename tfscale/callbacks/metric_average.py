@@ -1,4 +1,4 @@
-"""Metrics of all ranks together in the logs of `fit` and `evaluate`."""
+"""Metrics over the data of all ranks in the logs of `fit` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class MetricAverageCallback(Callback):
     """Put metrics of all ranks' data into `logs`, in place.
 
     The states of metrics are reduced over ranks and the results recomputed, so that accuracy,
-    AUC, precision and loss are those of one process that sees all samples, whatever the sizes of
-    the ranks' shares. States are added up; a metric whose states do not add says so with an
-    attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. Numbers that no metric
-    made are averaged, each rank counting the same.
+    AUC, precision and loss are those of one process that sees all samples, whatever the number of
+    samples per rank. States are summed; a metric whose states must be reduced differently has an
+    attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. Numbers that do not come from
+    a metric are averaged with equal weights of the ranks.
 
-    One kind of state does not know its samples: the losses of single outputs, which Keras shows
-    for models with several, count each batch alike, whatever its size, unless that is known
-    beforehand (with `tfscale.data.GlobalBatches` it never is). Their sum, `loss`, counts samples.
+    One kind of state is not weighted by samples: the losses of single outputs, which Keras shows
+    for models with several outputs, count each batch alike unless its size is known beforehand
+    (with `tfscale.data.GlobalBatches` it never is). Their sum, `loss`, is weighted by samples.
 
     Callbacks that use metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) and callbacks
-    that call `evaluate` themselves come after it. Within `fit` ranks communicate when the steps of
-    an epoch are over and at no other time, so one rank may evaluate alone as long as it keeps the
-    results out of the logs. `model.evaluate(..., callbacks=[MetricAverageCallback()])` returns the
-    metrics of all ranks.
+    that call `evaluate` themselves must come after it. Within `fit` ranks communicate only when the
+    steps of an epoch are over, so one rank may evaluate alone if it keeps the results out of the
+    logs. `model.evaluate(..., callbacks=[MetricAverageCallback()])` returns the metrics of all
+    ranks.
 
     Collective: all ranks must pass it, at the same place.
 
@@ -44,7 +44,7 @@ class MetricAverageCallback(Callback):
         device: Ignored; kept for scripts written for Horovod.
 
     Raises:
-        ExchangeError: At the end of an epoch, on all ranks, naming a key that only some have.
+        ExchangeError: At the end of an epoch, on all ranks, if a key is missing on some of them.
     """
 
     averages_metrics = True
@@ -57,7 +57,7 @@ class MetricAverageCallback(Callback):
         self._epoch_logs: dict[str, Any] = {}
 
     def set_model(self, model: keras.Model) -> None:
-        """Begin a `fit` or an `evaluate` of its own."""
+        """Begin a `fit`, or an `evaluate` outside of `fit`."""
         super().set_model(model)
         self._is_fitting = False
         give_back_results(model)
@@ -75,7 +75,7 @@ class MetricAverageCallback(Callback):
         self._snapshots = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Save the training states; outside of `fit`, replace the coming results."""
+        """Save the training states; outside of `fit`, replace the results of this `evaluate`."""
         super().on_test_begin(logs)
         if runtime.size() == 1:
             return
@@ -110,11 +110,11 @@ class MetricAverageCallback(Callback):
         """Put the metrics of all ranks into the logs."""
         super().on_train_end(logs)
         if logs is not None:
-            # Keras hands out the last epoch's logs again, as they were before on_epoch_end.
+            # Keras passes the last epoch's logs again, as they were before on_epoch_end.
             logs.update({key: self._epoch_logs.get(key, value) for key, value in logs.items()})
 
     def _replace_results(self) -> None:
-        """Let the results of the running `evaluate` be those of all ranks."""
+        """Let the running `evaluate` return the results of all ranks."""
         model = self.model
 
         def of_all_ranks(results: Any) -> dict[str, Any]:
@@ -127,23 +127,14 @@ class MetricAverageCallback(Callback):
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """States and results of a model's metrics at one moment on this rank.
+    """States and results of a model's metrics at one moment on this rank."""
 
-    Attributes:
-        variables: State variables of all metrics.
-        values: Their values as float64 arrays.
-        modes: Per variable, how it is reduced over ranks: a key of `REDUCE`.
-        labels: Per variable, metric, name and shape, which must be equal on all ranks.
-        results: What the metrics gave, by key of the logs.
-        stateless: Names of metrics that hold no state variables.
-    """
-
-    variables: list[keras.Variable]
-    values: list[np.ndarray]
-    modes: list[str]
-    labels: list[str]
-    results: dict[str, Any]
-    stateless: frozenset[str]
+    variables: list[keras.Variable]  # the states of all metrics
+    values: list[np.ndarray]  # of the variables, as float64
+    modes: list[str]  # reduction of each variable over ranks, a key of `REDUCE`
+    labels: list[str]  # metric, name and shape of each variable; must be equal on all ranks
+    results: dict[str, Any]  # by key of the logs
+    stateless: frozenset[str]  # names of metrics without variables
 
     @classmethod
     def of(cls, model: keras.Model) -> _Snapshot:
@@ -159,9 +150,9 @@ class _Snapshot:
         )
 
     def reduced_results(self, model: keras.Model) -> dict[str, Any]:
-        """Return the results of all ranks' data, by key of the logs. Collective.
+        """Return the results over all ranks' data, by key of the logs. Collective.
 
-        One message for each mode in use. The metrics are left as they are.
+        Sends one message for each mode in use, and leaves the metrics as they are.
         """
         mapping = []
         for mode, op in REDUCE.items():
@@ -178,22 +169,18 @@ class _Snapshot:
 def _average_logs(
     model: keras.Model, logs: dict[str, Any], snapshots: dict[str, _Snapshot]
 ) -> None:
-    """Replace the values of `logs` by those of all ranks together, in place.
+    """Replace the values of `logs` by those of all ranks together, in place. Collective.
 
-    A value made by metrics, a number or an array, is recomputed from their reduced states. Any
-    other number is averaged, each rank counting the same; all else is left alone. Collective.
-
-    Args:
-        model: The model whose metrics made the logs.
-        logs: Numbers by name.
-        snapshots: By prefix of the keys ("" for training, "val_" for validation).
+    A number or array made by metrics is recomputed from their reduced states. Any other number is
+    averaged with equal weights of the ranks; other values stay. `snapshots` has prefixes of keys
+    as its keys: "" for training, "val_" for validation.
 
     Raises:
         ExchangeError: On all ranks, if a key or a metric's state exists on some ranks only.
     """
     for key, value in logs.items():
         if not isinstance(value, (int, float)) and np.ndim(value) == 0 and _is_number(value):
-            logs[key] = float(value)  # of numpy or TensorFlow, from a callback
+            logs[key] = float(value)  # a NumPy or TensorFlow number, from a callback
     mine = {
         "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
         "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
@@ -227,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
-    """Return where a value comes from: "metric", "number" or "other"."""
+    """Return the kind of a value of the logs: "metric", "number" or "other"."""
     is_number = isinstance(value, (int, float))
     if not is_number and not (np.ndim(value) and _is_number(value)):
         return "other"
@@ -236,15 +223,15 @@ def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
         is_stateless = any(name == s or name.endswith(f"_{s}") for s in snapshot.stateless)
         if not key.startswith(prefix) or name not in snapshot.results or is_stateless:
             continue
-        # A metric that returns its variable unchanged (keras.metrics.Sum) shows the validation's
-        # value under the training's key, as Keras keeps a tensor that shares the buffer.
+        # A metric that returns its variable unchanged (keras.metrics.Sum) shows the value of
+        # validation under the key of training, as Keras keeps a tensor that shares the buffer.
         if any(_is_close(value, taken.results.get(name)) for taken in snapshots.values()):
             return "metric"
     return "number" if is_number else "other"
 
 
 def _is_close(value: Any, result: Any) -> bool:
-    """Return whether a value of the logs is what a metric gave, rounded at most."""
+    """Return whether a value of the logs equals the result of a metric, up to rounding."""
     if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
         return False
     return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))

@@ -1,7 +1,7 @@
-"""Model files written by Keras's `ModelCheckpoint` and its kin, of which one rank writes each.
+"""Model files of `ModelCheckpoint` and its subclasses, each written by one rank.
 
-Ranks must know of each other's callbacks that save, to gather sharded state in time:
-`agree_on_saves` tells them when a `fit` begins.
+Ranks must know each other's callbacks that save, to gather sharded state in time:
+`agree_on_saves` exchanges them when a `fit` begins.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tfscale.optimizer.distributed import distributed_optimizers, sharded_states
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` that writes on rank 0 only.
 
-    Arguments are those of Keras. It may be given to `fit` on every rank or on rank 0 only. All
-    ranks that have it make the same decisions, given logs equal on all ranks
-    (`MetricAverageCallback` comes first), so `best` agrees everywhere.
+    The arguments are those of Keras. It may be passed to `fit` on all ranks or on rank 0 only.
+    Ranks that have it make equal decisions, and have an equal `best`, if their logs are equal: put
+    it after `MetricAverageCallback`.
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
@@ -39,16 +39,15 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class BestModelCheckpoint(ModelCheckpoint):
     """Write the model whenever the monitored quantity improves; rank 0 writes.
 
-    All ranks take the same decisions, given logs equal on all ranks: `MetricAverageCallback`
-    comes first.
+    All ranks make equal decisions if their logs are equal: put it after `MetricAverageCallback`.
 
     Args:
         monitor: Key of the logs to watch.
-        verbose: 1 writes a line for each decision.
+        verbose: 1 prints a line for each decision.
         mode: `"min"`, `"max"` or `"auto"`, which infers the direction from the metric.
         save_freq: `"epoch"` or a number of batches.
         filepath: Path ending in `.keras`; may contain `{epoch}` and keys of the logs.
-        initial_value_threshold: Only better values than this one are saved.
+        initial_value_threshold: The model is saved only for values better than this one.
     """
 
     def __init__(
@@ -71,18 +70,14 @@ class BestModelCheckpoint(ModelCheckpoint):
         )
 
 
-# What the ranks of a `fit` agree on.
+# Agreement of the ranks when a `fit` begins.
 
 
 class SavePoints(keras.callbacks.Callback):
-    """Gathers the complete state of sharded optimizers where a callback of any rank will save.
+    """Gathers the complete state of sharded optimizers before a callback of any rank saves.
 
     `agree_on_saves` puts it in front of the callbacks of each rank. Ranks that write keep the state
     until the next step.
-
-    Attributes:
-        silent: Callbacks of this rank for which another one writes.
-        is_given_up: The last step, or the epoch that ends, was given up: nothing may be saved.
     """
 
     def __init__(
@@ -90,32 +85,32 @@ class SavePoints(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._session = session
-        self._points = [SimpleNamespace(**point) for point in points]  # one for each rhythm
+        self._points = [SimpleNamespace(**point) for point in points]  # one per saving callback
         self._is_keeper = is_keeper  # a callback of this rank writes
-        self.silent = silent
-        self.is_given_up = False
+        self.silent = silent  # callbacks of this rank whose file another rank writes
+        self.is_given_up = False  # the last step or epoch was given up: nothing may be saved
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Drop what the step makes outdated."""
+        """Drop the gathered state, which the step makes outdated."""
         for kept in sharded_states(self.model):
             kept.forget()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gather, if a callback saves after this batch; not after a step that was given up."""
+        """Gather if a callback saves after this batch, but not after a step that was given up."""
         self.is_given_up = self._session.is_given_up
         due = [saves_after(point, batch) for point in self._points]
         if any(due) and not self.is_given_up:
             self._gather()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gather, if a callback saves at the end of epochs."""
+        """Gather if a callback saves at the end of epochs."""
         self._session.end_epoch(epoch)  # Ranks that wait in a step must learn of it.
-        self.is_given_up = self._session.is_void  # else all ranks have this epoch, if not the step
+        self.is_given_up = self._session.is_void  # if not, all ranks have completed steps of it
         if not self.is_given_up and any(point.save_freq == "epoch" for point in self._points):
             self._gather()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Let saves outside of `fit` be agreed on one by one."""
+        """End the agreement: saves outside of `fit` are agreed on one by one."""
         self._session.saves = None
 
     def _gather(self) -> None:
@@ -124,7 +119,7 @@ class SavePoints(keras.callbacks.Callback):
 
 
 def agree_on_saves(session: FitSession) -> None:
-    """Tell the ranks of each other's callbacks that save, if they share optimizer state.
+    """Exchange the callbacks that save between ranks, if they share optimizer state.
 
     Collective: all ranks, when a `fit` begins.
     """
@@ -138,7 +133,7 @@ def agree_on_saves(session: FitSession) -> None:
     later = [o for o in optimizers if o.may_share_state]
     if not sharing and not later:
         return
-    # When a callback saves, and where; it may have counted batches before.
+    # Time and path of each callback's saves; a callback may have counted batches before.
     own = [{"save_freq": c.save_freq, "path": c.filepath, **batches_of(c)} for c in saving]
     process_set = (sharing or later)[0].sharing_set
     every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
@@ -180,7 +175,7 @@ def _require_averages_saved(saving: list[Any], swaps: bool) -> None:
 
 
 def make_checkpoints_safe() -> None:
-    """Let Keras's own callback keep to what the ranks agreed on."""
+    """Let Keras's own `ModelCheckpoint` follow the agreement of the ranks."""
     wrap_saves(_agreed)
 
 

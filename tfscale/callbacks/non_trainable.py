@@ -22,20 +22,20 @@ MODES = ("average", "root", "local")
 
 
 class NonTrainableState(BeforeValidation):
-    """Unite the non-trainable state of the ranks once per epoch.
+    """Make the non-trainable state equal on all ranks, once per epoch.
 
-    Every rank's BatchNormalization sees the batches of that rank only, so the moving statistics
-    differ. They are united before `fit` validates, see `BeforeValidation`. Integers, states of seed
-    generators, local layers and variables are left alone. One message per epoch.
+    The BatchNormalization of a rank sees that rank's batches only, so the moving statistics differ.
+    They are combined before `fit` validates, with one message per epoch. Integers, states of seed
+    generators, and local layers and variables are not changed.
 
-    Collective: all ranks must pass it to `fit`, at the same place. The callback
-    `BroadcastGlobalVariablesCallback` contains one.
+    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` contain one.
 
     Args:
-        mode: `"average"` takes the mean over those ranks whose values are finite, `"root"` the
-            values of `root_rank`, `"local"` keeps each rank's own.
-        root_rank: Used with `"root"`.
-        local_variables: Variables to leave alone.
+        mode: `"average"` takes the mean over the ranks whose values are finite, `"root"` the values
+            of `root_rank`, `"local"` keeps each rank's own values.
+        root_rank: The rank whose values are used with `"root"`.
+        local_variables: Variables that stay different on every rank.
 
     Raises:
         ConfigError: `mode` is none of the above.
@@ -59,19 +59,19 @@ class NonTrainableState(BeforeValidation):
         self._united: list[tuple[keras.Variable, np.ndarray]] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forget what an earlier `fit` united."""
+        """Forget the combined values of an earlier `fit`."""
         super().on_train_begin(logs)
         self._united = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Unite the state after the last batch; take back what a step that was given up moved."""
+        """Combine the state after the last batch; restore it after a step that was given up."""
         super().on_train_batch_end(batch, logs)
-        if self.is_void:  # its forward pass has moved statistics before it was given up
+        if self.is_void:  # the forward pass updated statistics before the step was given up
             for variable, value in self._united:
                 variable.assign(value)
 
     def act(self) -> None:
-        """Unite the state now. Collective: all ranks must call this, in the same order."""
+        """Combine the state now. Collective: all ranks must call this, in the same order."""
         if self.mode == "local" or runtime.size() == 1:
             return
         members = model_state.process_set_of(self.model)
@@ -93,16 +93,16 @@ def average_variables(
     name: str,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace values by their weighted mean over ranks, with one message.
+    """Replace values by their weighted mean over ranks, with one message. Collective.
 
-    In float64, in which the mean of equal float32 values is the value itself. Collective.
+    Computes in float64, in which the mean of equal float32 values is the value itself.
 
     Args:
         variables: The same on all ranks.
-        weights: This rank's, 0 or more, one for each variable. A value with weight 0 need not be
-            finite, and one that has weight 0 on all ranks stays.
-        name: What logs and errors call the message.
-        process_set: Who takes part.
+        weights: This rank's weight of each variable, 0 or more. A value with weight 0 need not be
+            finite; a variable with weight 0 on all ranks keeps its value.
+        name: Name in logs and errors.
+        process_set: The ranks that take part.
     """
     values = [np.asarray(variable.numpy(), np.float64) for variable in variables]
     sent = [w * v if w else np.zeros_like(v) for v, w in zip(values, weights, strict=True)]
@@ -115,7 +115,7 @@ def average_variables(
 
 
 def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
-    """Leave out values that are not finite: the sum would be NaN for all ranks."""
+    """Average without values that are not finite: the sum would be NaN for all ranks."""
     counted = [bool(np.all(np.isfinite(np.asarray(v.numpy())))) for v in variables]
     paths = [v.path for v, counts in zip(variables, counted, strict=True) if not counts]
     if paths:

@@ -1,4 +1,4 @@
-"""Independent training of the ranks, whose parameters are averaged from time to time."""
+"""Independent training of the ranks, with periodic averages of their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DistanceWeights:
     variables together.
 
     Attributes:
-        lam: 0 or more; 0 weights all ranks alike.
+        lam: Strength, 0 or more; 0 gives all ranks the same weight.
 
     Raises:
         ConfigError: `lam` is negative.
@@ -54,7 +54,8 @@ class Divergence:
     """Average only when the ranks have drifted apart.
 
     Attributes:
-        threshold: Mean over ranks of ||w_i - common|| / ||common|| above which they have.
+        threshold: Lower limit, 0 or more, of the mean over ranks of
+            ||w_i - common|| / ||common||; at or below it no average is taken.
 
     Raises:
         ConfigError: `threshold` is negative.
@@ -69,23 +70,23 @@ class Divergence:
 
 
 class ParameterAveraging(BeforeValidation):
-    """Average the parameters of models that the ranks train each on its own.
+    """Average the parameters of models that the ranks train independently.
 
-    For a plain Keras optimizer: gradients are not exchanged. Start all ranks alike with
+    For a plain Keras optimizer: gradients are not exchanged. Start all ranks with equal weights by
     `BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")` before
     this callback in the list, and give each rank its own batches
     (`tfscale.data.GlobalBatches`). Averages are taken before `fit` validates. Moving statistics
-    are averaged with the parameters; the optimizer's state stays each rank's own. Ranks leave `fit`
-    with equal models only if its last epoch is one that averages.
+    are averaged with the parameters; each rank keeps its own optimizer state. Ranks leave `fit`
+    with equal models only if an average is taken in its last epoch.
 
     Collective: all ranks must pass it to `fit`, at the same place, with the same arguments. Epochs
     must have as many batches on all ranks.
 
     Args:
-        every_n_epochs: Epochs between two averages, 1 or more; "end" averages once, after the
-            last epoch (which fails where the models have drifted too far apart).
+        every_n_epochs: Epochs between two averages, 1 or more; "end" averages once, after the last
+            epoch, which gives a poor model if the ranks have drifted too far apart.
         weights: "uniform" for the mean, or `DistanceWeights`.
-        when: None averages each time; `Divergence` only if the ranks have drifted apart.
+        when: None averages each time; a `Divergence` only if the ranks have drifted apart.
 
     Raises:
         ConfigError: An argument does not fit, or, when training begins, the optimizer is a
@@ -139,17 +140,17 @@ class ParameterAveraging(BeforeValidation):
         self._common = next(iter(backup.get("arrays", [])), None)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remember the parameters all ranks start from."""
+        """Keep the parameters that all ranks start from."""
         if self._common is None and self._variables():
             self._common = _flat(self._variables())
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the epoch."""
+        """Keep the number of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Average at the end, where that came before the last epoch."""
+        """Average now with "end", if training ended before its last epoch."""
         super().on_train_end(logs)
         if self.every_n_epochs == "end" and self.n_averages == self._n_before:
             self._average_if_apart()
@@ -160,11 +161,11 @@ class ParameterAveraging(BeforeValidation):
         return {"n_averages": self.n_averages - self._n_before, "arrays": arrays}
 
     def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from a backup when training begins."""
+        """Resume from a backup when training begins."""
         self._backup = state
 
     def act(self) -> None:
-        """Average if it is due."""
+        """Average if one is due."""
         if self.every_n_epochs == "end":
             is_due = self._epoch + 1 == int((self.params or {}).get("epochs") or 0)
         else:
@@ -202,6 +203,6 @@ class ParameterAveraging(BeforeValidation):
 
 
 def _flat(variables: list[keras.Variable]) -> np.ndarray:
-    """Return all values in float64, in which equal float32 values have themselves as mean."""
+    """Return all values as one float64 vector: the mean of equal float32 values is then exact."""
     parts = [np.asarray(v.numpy(), np.float64).ravel() for v in variables]
     return np.concatenate([np.zeros(0), *parts])

@@ -19,16 +19,16 @@ _CHANGES_MODEL = (
 class RankZero(Container):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
 
-    Give it to `fit` on every rank. On the other ranks the callback learns of nothing, not even
-    of the model. Where it sets `model.stop_training`, all ranks stop together.
+    Pass it to `fit` on every rank. On the other ranks no hook of the callback is called, not even
+    `set_model`. If it sets `model.stop_training`, all ranks stop together.
 
     Args:
         callback: A Keras callback that does not communicate.
 
     Raises:
-        ConfigError: `callback` is no callback, one of tfscale's that needs all ranks, a
-            BackupAndRestore, which decides in which epoch the ranks begin, or one that changes
-            weights or the learning rate.
+        ConfigError: `callback` is not a Keras callback, is one of tfscale's, which need all ranks,
+            is a BackupAndRestore, which sets the epoch in which the ranks begin, or changes weights
+            or the learning rate.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
@@ -53,5 +53,5 @@ class RankZero(Container):
         return [self.callback] if runtime.rank() == 0 else []
 
     def resumables(self) -> list[Resumable]:
-        """Return the callback inside if checkpoints keep its state, which is rank 0's."""
+        """Return the callback if checkpoints keep its state, which is that of rank 0."""
         return [OnRankZero(self.callback)] if isinstance(self.callback, Resumable) else []

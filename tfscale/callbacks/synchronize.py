@@ -1,4 +1,4 @@
-"""Keep the models of all ranks equal during a `fit`, and their metrics common."""
+"""Keep the models and metrics of all ranks equal during a `fit`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from tfscale.fit.preparation import build
 
 
 class Synchronize(Container):
-    """All that the ranks of a `fit` do together, in one callback: `Synchronize()`.
+    """Synchronize weights, statistics and metrics of the ranks of a `fit`: `Synchronize()`.
 
     * Before the first update it copies all weights and the optimizer's state from one rank to the
       others. A model that is not built yet is built from the data first.
-    * Before validation and saving it unites moving statistics (`NonTrainableState`) and, with
+    * Before validation and saving it combines moving statistics (`NonTrainableState`) and, with
       `tfscale.LocalSGD`, shows the average of the groups' models.
     * At the end of epochs it puts metrics of all ranks' data into the logs
-      (`MetricAverageCallback`), and requires bitwise equal weights (`ConsistencyCheck`), which is
-      also done after the first update.
+      (`MetricAverageCallback`), and requires bitwise equal weights (`ConsistencyCheck`), also after
+      the first update.
 
-    Collective: all ranks must pass it to `fit`, at the same place: after what restores weights when
-    training begins (`tfscale.callbacks.Checkpoint`), before what uses metrics (EarlyStopping).
+    Collective: all ranks must pass it to `fit`, at the same place: after callbacks that restore
+    weights when training begins (`tfscale.callbacks.Checkpoint`), before callbacks that use metrics
+    (EarlyStopping).
 
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
         metrics: Whether to average metrics.
         check: Whether to compare weights.
-        local_variables: Model variables that stay different on every rank, or one. They, and the
-            optimizer slots that belong to them, are neither copied nor checked, like those of
-            local layers (`PartialDistributedOptimizer`) and of `register_local_var`.
-        non_trainable: What happens to moving statistics before validation and saving; see
+        local_variables: A model variable, or several, that stay different on every rank. They and
+            their optimizer slots are neither copied nor checked, like those of local layers
+            (`PartialDistributedOptimizer`) and of `register_local_var`.
+        non_trainable: Treatment of moving statistics before validation and saving, the `mode` of
             `NonTrainableState`.
 
     Raises:
@@ -82,7 +83,7 @@ class Synchronize(Container):
                 part.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, now that the callbacks before this one have restored what they restore."""
+        """Broadcast, after the callbacks before this one have restored their state."""
         Callback.on_train_begin(self, logs)
         if not 0 <= self.root_rank < runtime.size():
             raise ConfigError(
@@ -103,13 +104,13 @@ class Synchronize(Container):
 
 
 class BroadcastGlobalVariablesCallback(Synchronize):
-    """Horovod's name of `Synchronize` without metrics: `MetricAverageCallback` comes after it.
+    """Horovod's name of `Synchronize` without metrics; put `MetricAverageCallback` after it.
 
     Args:
         root_rank: As for `Synchronize`.
         device: Ignored; kept for scripts written for Horovod.
         local_variables: As for `Synchronize`.
-        consistency_check: Its `check`.
+        consistency_check: `check` of `Synchronize`.
         non_trainable: As for `Synchronize`.
 
     Raises:
@@ -139,14 +140,14 @@ class BroadcastGlobalVariablesCallback(Synchronize):
 def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     """Give all variables of a model, and of its optimizer, the values of one rank.
 
-    Local layers and variables, and states of random numbers (dropout), stay each rank's own.
+    Local layers and variables, and states of random numbers (dropout), are not changed.
 
     Collective: all ranks must call this.
 
     Args:
-        root_rank: Whose values.
-        model: A built Keras model. TensorFlow 2 has no global collection of variables, so it must
-            be given, or `Synchronize` be used.
+        root_rank: The rank whose values are sent.
+        model: A built Keras model. It is required, as TensorFlow 2 has no global collection of
+            variables; `Synchronize` needs no model.
 
     Raises:
         ConfigError: No model is given, or root_rank is not a rank.
