@@ -26,7 +26,7 @@ class RankZero(Container):
         callback: A Keras callback that does not communicate.
 
     Raises:
-        ConfigError: `callback` is not a Keras callback, is one of tfscale's, which need all ranks,
+        ConfigError: `callback` is not a Keras callback, is one of tfscale's that needs all ranks,
             is a BackupAndRestore, which sets the epoch in which the ranks begin, or changes weights
             or the learning rate.
     """

@@ -1,4 +1,5 @@
-"""How ranks are started, found, watched and started again: everything around the program.
+"""The command `tfscale`: start, watch and restart ranks; check, plan and tune.
 
-Nothing here imports TensorFlow: a rank's guardian and `tfscale run` are small processes.
+Modules that start and watch ranks do not import TensorFlow, so that `tfscale run` and the process
+beside each rank stay small.
 """

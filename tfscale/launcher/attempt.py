@@ -1,4 +1,4 @@
-"""Run a launcher once, to its end: signals passed on, failures reported, no rank left running."""
+"""Run a launcher once: pass on signals, collect failures, leave no process of the job running."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tfscale.launcher.reports import Report, ReportReader, describe_errors
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.1
-# After the first failure: others that fail for the same reason have a moment to say so. The rank
-# that is the cause may come after one that only noticed, or the other way round.
+# Seconds after the first failure in which the reports of other ranks are collected. The rank that
+# is the cause may report before or after a rank that fails because of it.
 _COLLECT_S = 0.3
 _COLLECT_CAUSE_S = 2.0
 _COLLECT_LEAVING_S = 20.0
-# After the end of all ranks, until what keeps the launcher waiting is ended.
+# Seconds after the end of all ranks, until processes that keep the launcher waiting are ended.
 _PIPES_S = 1.0
 
 
@@ -36,14 +36,14 @@ class StopRequest:
     """
 
     def __init__(self, grace_s: float) -> None:
-        """Take no signals yet."""
+        """Install no handlers yet."""
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._before: dict[int, object] = {}
         self.first: int | None = None
 
     def __enter__(self) -> StopRequest:
-        """Take the signals."""
+        """Install the handlers."""
         for number in _FORWARDED:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
@@ -51,7 +51,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -61,11 +61,11 @@ class StopRequest:
         self.first = self.first or number
 
     def is_over(self) -> bool:
-        """Return whether ranks have had their time to end."""
+        """Return whether the ranks' time to end is over."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, or return at a signal."""
+        """Sleep, but return early at a signal."""
         deadline = time.monotonic() + seconds
         while self.first is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -76,13 +76,13 @@ class Outcome:
     """The end of an attempt."""
 
     exit_code: int  # of the job: 0, that of the first rank that failed, else the launcher's
-    failure: Report | None = None  # of the first rank that failed; None where none said so
+    failure: Report | None = None  # of the first rank that failed; None if no rank reported one
     was_stopped: bool = False  # this process was asked to end
-    is_orderly: bool = False  # all ranks left the job together, whatever their exit status
-    notes: str = ""  # tracebacks of the ranks, and what else is to be said before the failure
+    is_orderly: bool = False  # all ranks left the job together, with any exit status
+    notes: str = ""  # printed before the failure: tracebacks of the ranks, and remarks
 
     def describe(self) -> str:
-        """Return the lines that say why the job failed; empty where it did not."""
+        """Return the lines that explain why the job failed; empty if it did not."""
         if self.failure is not None:
             return self.notes + self.failure.describe()
         if self.is_orderly or self.was_stopped:
@@ -94,19 +94,19 @@ class Outcome:
 
 
 def _input() -> int | None:
-    """Return what a launcher reads from: not the terminal of a shell that has it in background."""
+    """Return the launcher's stdin: not the terminal, if this process runs in the background."""
     if not os.isatty(0):
         return None
     try:
         is_in_front = os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # the terminal of another session
         is_in_front = False
-    # A launcher has a session of its own, where nothing would stop it from reading.
+    # The launcher runs in its own session, where the terminal would not stop it from reading.
     return None if is_in_front else subprocess.DEVNULL
 
 
 class _Launcher:
-    """mpiexec or srun, and what it prints."""
+    """A running mpiexec or srun, with the reader of its stderr."""
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], may_kill: bool, is_quiet: bool
@@ -114,7 +114,7 @@ class _Launcher:
         self._may_kill = may_kill
         self._job, marked = new_job(environ)
         self._ended_at: float | None = None
-        # A session of its own: a terminal's Ctrl-C reaches the launcher once, through us.
+        # In a session of its own Ctrl-C reaches the launcher once, through this process.
         self.process = subprocess.Popen(
             list(command),
             env=marked,
@@ -128,7 +128,7 @@ class _Launcher:
         self.reader = ReportReader(self.process.stderr.fileno(), 2, is_quiet)
 
     def wait(self, stop: StopRequest, stop_signal: int) -> int:
-        """Wait for its end, and see to it that it comes; return its exit code."""
+        """Wait for the launcher, or end it after a stop or failure; return its exit code."""
         is_told = False
         while True:
             try:
@@ -139,14 +139,14 @@ class _Launcher:
                 is_told = True
                 self.process.send_signal(stop_signal)
             self.reader.look_for_lost_hosts()
-            # srun would leave the ranks alone; the one that failed ends them there.
+            # Killing srun would not end the ranks; there the process beside the failed rank does.
             if stop.is_over() or (self._may_kill and self._has_collected()):
                 self._kill()
             elif self.reader.have_all_ended():
                 self._end_children()
 
     def _has_collected(self) -> bool:
-        """Return whether a rank has failed, and the others had their time to add why."""
+        """Return whether a rank has failed and the time for the others' reports is over."""
         at, failure = self.reader.first_failure_at, self.reader.failure()
         if at is None or failure is None:
             return False
@@ -162,7 +162,7 @@ class _Launcher:
         mpi_files.remove(files)
 
     def _end_children(self) -> None:
-        """End what ranks have started and left, if it keeps the launcher's output open."""
+        """End processes that ranks started and left running, if they keep the launcher waiting."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
         waited_s = time.monotonic() - self._ended_at
@@ -185,7 +185,7 @@ class _Launcher:
             self._kill()
 
     def _is_launcher(self, pid: int) -> bool:
-        """Return whether a process is the launcher, serves it here, or stands beside a rank."""
+        """Return whether a process is the launcher, its proxy here, or the one beside a rank."""
         own = {self.process.pid, *self.reader.pids_beside()}
         return pid in own or "proxy" in Path(_command_of(pid).partition(" ")[0]).name
 
@@ -215,18 +215,17 @@ def run_attempt(
     may_kill: bool = True,
     is_quiet: bool = False,
 ) -> Outcome:
-    """Run a launcher until it ends.
+    """Run a launcher until it ends; afterwards no process of the job is left on this host.
+
+    The outcome is not printed yet.
 
     Args:
         command: From `build_command`; ranks run under `tfscale.launcher.rank_process`.
         environ: Environment variables of the launcher.
         stop: Signals to this process; the ranks get SIGTERM and their time to end, then SIGKILL.
-        stop_signal: What makes the launcher send ranks a signal that they take for SIGTERM.
-        may_kill: Ranks end when the launcher is killed.
-        is_quiet: Leave out what TensorFlow says at its start.
-
-    Returns:
-        How it ended; nothing of it is printed yet. No process of the job is left on this host.
+        stop_signal: Signal to the launcher that makes it stop the ranks.
+        may_kill: Whether ranks end when the launcher is killed.
+        is_quiet: Remove TensorFlow's start-up messages.
     """
     launcher = _Launcher(command, environ, may_kill, is_quiet)
     failure = None
@@ -241,7 +240,7 @@ def run_attempt(
 def _judge(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
     reports, failure = reader.reports, reader.failure()
     if failure is None and stop.first is None:
-        # Only some were asked to end, and died of it; or a rank went with the process beside it.
+        # Only some ranks got a signal and died of it, or a rank ended with the process beside it.
         failure = next((r for r in reports if r.signal is not None and r.has_joined), None)
         if failure is None and code > 0:
             failure = reader.find_unreported()

@@ -117,7 +117,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
 
 
 def _read_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the program and its arguments; a script that is no program is one of Python."""
+    """Return the program and its arguments; Python runs a script that is not executable."""
     words = words[1:] if words[:1] == ["--"] else words
     if words and words[0].endswith(".py") and shutil.which(words[0]) is None:
         return (sys.executable, *words)
@@ -125,7 +125,7 @@ def _read_command(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_places(options: argparse.Namespace) -> Places:
-    """Return all hosts; those of a file only where some may have to be left out."""
+    """Return all hosts; those of a host file only for restarts, which may leave some out."""
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
             f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show(job: Job, spec: LaunchSpec) -> str:
-    """Return the command of a job as one would type it, without values that may be secret."""
+    """Return the command of a job as typed in a shell, without values that may be secret."""
     command = shlex.join(job.command())
     secret = spec.environment or {}
     shown = " ".join(
@@ -218,7 +218,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-# What adds the parser of each command, whose `handler` takes the options and returns a code.
+# Functions that add the parser of a command; its `handler` maps the options to an exit code.
 COMMANDS = {
     "run": _add_run,
     "doctor": _add_doctor,
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(run_command=main)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
-    # Only what is called for: modules of the others may import TensorFlow, which takes seconds.
+    # Add only the command in use: modules of others may import TensorFlow, which takes seconds.
     for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:
         COMMANDS[name](commands)
     options = parser.parse_args(words)

@@ -30,7 +30,7 @@ from tfscale.launcher.mpi_command import (
     thread_variables,
 )
 
-# The ranks test this very package, not one that lies in the folder they start in.
+# The ranks test this package, not one in the folder where they start.
 _SELF_TEST = f"""
 import sys
 sys.path[0] = {str(PACKAGE.parent)!r}
@@ -88,7 +88,7 @@ def check_keras(environ: Mapping[str, str]) -> Check:
 
 
 def check_mpi(mpi: Mpi | None) -> Check:
-    """Say which MPI would start the ranks."""
+    """Report the MPI that would start the ranks."""
     if mpi is None:
         path = find_tool("mpiexec")
         detail = f"{path} is of an unknown kind" if path else "no mpiexec here or on PATH"
@@ -114,7 +114,7 @@ def check_library(mpi: Mpi | None) -> Check:
 
 
 def check_threads(environ: Mapping[str, str]) -> Check:
-    """Show the cores and what the ranks would be given of them."""
+    """Report the cores, and the threads that ranks would use."""
     cores = count_cores()
     inter_op = environ.get("TF_NUM_INTEROP_THREADS", "")
     if inter_op == "1":
@@ -142,7 +142,7 @@ def check_shared_memory() -> Check:
 
 
 def check_gpus(timeout_s: float = 120.0) -> Check:
-    """Count the GPUs TensorFlow sees; asked in a process of its own."""
+    """Count the GPUs that TensorFlow sees, in a separate process."""
     command = [sys.executable, "-c", _GPU_TEST]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -181,12 +181,10 @@ def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: fl
 def examine(
     environ: Mapping[str, str], is_root: bool = False, timeout_s: float = 120.0
 ) -> list[Check]:
-    """Look at everything that several ranks need.
+    """Check everything that several ranks need; the machine is ready if no check is "missing".
 
-    Returns:
-        One check per thing; the machine can run several ranks if none is "missing". The self
-        test is left out where something it needs is missing. Each check that starts processes
-        takes `timeout_s` at most.
+    The self test is skipped if another check is "missing". Checks that start processes take
+    `timeout_s` each at most.
     """
     mpi = find_mpi()
     checks = [

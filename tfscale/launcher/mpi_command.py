@@ -1,4 +1,4 @@
-"""Start ranks with the MPI at hand: places, command lines, variables, processes of a job."""
+"""Start ranks with the installed MPI: places, command lines, variables, processes of a job."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _items(text: str) -> list[str]:
 
 
 def require_hosts(text: str, source: str) -> str:
-    """Return a list of hosts, or a host file's text; raises ConfigError if it names none.
+    """Return the text of a host list or host file; raises ConfigError if it names no host.
 
-    An empty one is no wish for this host. `source` is the option that it comes from.
+    An empty list does not mean this host. `source` is the option that gave the text.
     """
     if not _items(text):
         raise ConfigError(
@@ -44,12 +44,12 @@ def require_hosts(text: str, source: str) -> str:
 def parse_places(text: str) -> Places:
     """Read "host1:2,host2:2", or the lines of a host file, as places for ranks.
 
-    Items are "host:2" or "host slots=2", separated by commas or lines; a name alone may have one
-    rank. "#" begins a comment. A name that comes again adds to its number, as in files of PBS with
-    a line per rank; the order is that in which names first come.
+    Items are "host:2" or "host slots=2", separated by commas or lines; a name alone means one rank.
+    "#" begins a comment. Numbers of a repeated name are added, as in PBS files with a line per
+    rank; hosts keep the order in which they first appear.
 
     Raises:
-        ConfigError: A number is not positive, or there is something else.
+        ConfigError: A number is not positive, or an item has another form.
     """
     places: dict[str, int] = {}
     for item in _items(text):
@@ -95,7 +95,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start."""
+    """A program to start on several ranks, and the way to start it."""
 
     command: tuple[str, ...]  # program and arguments of each rank
     size: int  # ranks, at least 1
@@ -103,11 +103,11 @@ class LaunchSpec:
     hostfile: str | None = None  # in the MPI's own format
     is_slurm: bool = False  # start with srun inside an allocation
     is_prefixed: bool = False  # print the rank before each line of output
-    bind_to: str | None = None  # "none", "core", "socket" or another word of the MPI; None: ours
+    bind_to: str | None = None  # "none", "core", "socket" or another word of the MPI; None: default
     environment: Mapping[str, str] | None = None  # for every rank; see `variables_of`
-    is_root: bool = False  # started by root, which Open MPI refuses unless told otherwise
+    is_root: bool = False  # started by root, which Open MPI refuses without an option
     n_cores: int = 1  # of this host
-    cpus_per_task: str = ""  # asked of Slurm by the batch script; srun does not read that itself
+    cpus_per_task: str = ""  # requested by the batch script; srun does not read that itself
 
 
 def _listed(hosts: Places) -> str:
@@ -137,12 +137,12 @@ def _intel(spec: LaunchSpec, mpi: Mpi) -> list[str]:
 def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
     line = [mpi.mpiexec, *(["--allow-run-as-root"] if spec.is_root else [])]
     is_remote = bool(spec.hosts or spec.hostfile)
-    # It counts cores without their threads, or the tasks of an allocation, and refuses more ranks.
+    # Open MPI refuses more ranks than cores (not threads), or than tasks of an allocation.
     line += [] if is_remote else ["--oversubscribe"]
     line += ["--tag-output"] if spec.is_prefixed else []
     # Its default binds a rank to one core, which leaves TensorFlow one core.
     line += ["--bind-to", spec.bind_to or "none"]
-    for name in spec.environment or {}:  # it takes the values from its own environment
+    for name in spec.environment or {}:  # mpirun reads the values from its own environment
         line += ["-x", name]
     line += ["-H", _listed(spec.hosts)] if spec.hosts else []
     line += ["--hostfile", spec.hostfile] if spec.hostfile else []
@@ -150,7 +150,7 @@ def _openmpi(spec: LaunchSpec, mpi: Mpi) -> list[str]:
 
 
 def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
-    # All of its own environment, also where the batch script was to get nothing (--export=NONE).
+    # Pass on srun's whole environment, even if the batch script was started with --export=NONE.
     line = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
     if mpi is not None:
         line += ["--mpi=pmix" if mpi.kind == "openmpi" else "--mpi=pmi2"]
@@ -160,20 +160,20 @@ def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     if spec.hosts:
         names = ",".join(name for name, _ in spec.hosts)
         line += [f"--nodelist={names}", f"--nodes={len(spec.hosts)}"]
-        counts = {n for _, n in spec.hosts}  # srun has no way to say unequal ones
+        counts = {n for _, n in spec.hosts}  # srun has no option for unequal numbers
         line += [f"--ntasks-per-node={counts.pop()}"] if len(counts) == 1 else []
     line += [f"--nodefile={spec.hostfile}"] if spec.hostfile else []
     return [*line, *spec.command]
 
 
 def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
-    """Return the words of the command, mpiexec's or srun's, that starts the ranks.
+    """Return the words of the mpiexec or srun command that starts the ranks.
 
-    It is to be run with `variables_of(spec, mpi)` in its environment, which every launcher hands
-    on: other users may read its arguments. `mpi` may be None with srun only.
+    Run it with `variables_of(spec, mpi)` in its environment, which every launcher passes on to the
+    ranks; in its arguments other users could read them. `mpi` may be None with srun only.
 
     Raises:
-        ConfigError: Nothing to start, no rank, hosts given twice, or no MPI.
+        ConfigError: There is no program, rank or MPI.
     """
     if spec.size < 1 or not spec.command:
         raise ConfigError(
@@ -191,7 +191,7 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
 
 
 def parse_version(text: str) -> tuple[str, str] | None:
-    """Return kind and version of an MPI by what `mpiexec --version` prints, or None."""
+    """Return kind and version of an MPI from the output of `mpiexec --version`, or None."""
     patterns = (
         ("intel", r"Intel\(R\) MPI Library.*?Version\s+([\d.]+)"),
         ("openmpi", r"\((?:OpenRTE|Open MPI|PRRTE)\)\s+([\d.]+)"),
@@ -205,7 +205,7 @@ def parse_version(text: str) -> tuple[str, str] | None:
 
 
 def variables_of(spec: LaunchSpec, mpi: Mpi | None) -> dict[str, str]:
-    """Return the environment variables for the launcher of `spec`, and so for every rank."""
+    """Return the environment variables for the launcher of `spec`, which all ranks inherit."""
     given = dict(spec.environment or {})
     if mpi is not None and mpi.kind == "intel" and spec.bind_to:
         is_none = spec.bind_to == "none"
@@ -213,19 +213,19 @@ def variables_of(spec: LaunchSpec, mpi: Mpi | None) -> dict[str, str]:
     return given
 
 
-# Before the words of a command as JSON, see `quote`.
+# Option that precedes the words of a command as JSON, see `quote`.
 WORDS_OPTION = "--words"
 
 
 def quote(command: Sequence[str]) -> tuple[str, ...]:
-    """Return what `rank_process` takes for a command, without a word that mpiexec would take.
+    """Return the arguments that pass a command to `rank_process` through mpiexec.
 
-    ":" ends a command for every mpiexec, wherever it stands.
+    A word ":" anywhere ends the command for every mpiexec, so such a command is sent as JSON.
     """
     return (WORDS_OPTION, json.dumps(list(command))) if ":" in command else ("--", *command)
 
 
-# Every process of a job carries this variable, so that none can be overlooked at its end.
+# Every process of a job has this variable, so that all are found at its end.
 JOB_VARIABLE = "TFSCALE_JOB"
 
 
@@ -243,10 +243,10 @@ def find_mpi(mpiexec: str | None = None) -> Mpi | None:
 
 
 def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:
-    """Return the MPI that a job is started with, or None where there is none, or srun needs none.
+    """Return the MPI that starts a job, or None where there is none, or srun needs none.
 
     Raises:
-        ConfigError: There is an mpiexec, named or found, of an unknown kind.
+        ConfigError: The mpiexec, named or found, is of an unknown kind.
     """
     mpi = find_mpi(mpiexec)
     path = mpiexec or (None if is_slurm else find_tool("mpiexec"))
@@ -265,9 +265,9 @@ def count_cores() -> int:
 
 
 def _has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
-    """Return whether ranks may be on other hosts, by the user's word or a scheduler's.
+    """Return whether the user or a scheduler may place ranks on other hosts.
 
-    mpiexec reads by itself where PBS, LSF and Grid Engine say which hosts it may use.
+    mpiexec itself reads the host lists of PBS, LSF and Grid Engine.
     """
     if spec.hosts:
         here = ("", "localhost", "127.0.0.1", socket.gethostname())
@@ -282,13 +282,13 @@ def _has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Share the cores of a host among its ranks, which else start a thread per core each.
+    """Return variables that share the cores of a host among its ranks.
 
-    Returns:
-        Variables to set besides those in `environ`: each rank gets cores / ranks-per-host threads,
-        at least 1, for one operation, and at least 2 operations at a time, which overlapping
-        communication needs. Empty for one rank, where the user has switched it off, and where ranks
-        may be on other hosts, whose cores are not known here: `tfscale.init` sees to these.
+    Without them each rank starts a thread per core. An operation gets cores / ranks-per-host
+    threads, at least 1; at least 2 operations run at a time, which overlapping communication needs.
+    Variables in `environ` are not changed. Empty for one rank, with TFSCALE_SET_THREADS=0, and
+    where ranks may be on other hosts, whose cores are unknown here: `tfscale.init` then sets the
+    threads.
     """
     if not sets_threads(environ) or spec.size < 2 or _has_other_hosts(spec, environ):
         return {}
@@ -304,7 +304,7 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
 def loopback_variables(
     spec: LaunchSpec, mpi: Mpi | None, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Let MPICH's transports listen on the loopback interface only, where all ranks share a host.
+    """Return variables that let MPICH listen on the loopback interface only, for ranks of one host.
 
     An interface that the user chose in `environ` stays.
     """
@@ -315,7 +315,7 @@ def loopback_variables(
 
 
 def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return a job's mark and the environment that carries it."""
+    """Return the id of a new job, and the environment with it."""
     job = uuid.uuid4().hex
     return job, {**environ, JOB_VARIABLE: job}
 
@@ -339,9 +339,9 @@ def find_processes(job: str) -> list[int]:
 def end_processes(
     job: str, grace_s: float = 2.0, keep: Callable[[int], bool] = lambda pid: False
 ) -> None:
-    """End what is left of a job: SIGTERM first, SIGKILL after `grace_s`. Returns when none is left.
+    """End the processes of a job: SIGTERM first, SIGKILL after `grace_s`; wait until none is left.
 
-    Processes for whose id `keep` is true are left alone.
+    Processes whose id satisfies `keep` are left running.
     """
 
     def find() -> list[int]:

@@ -1,4 +1,4 @@
-"""The command `tfscale plan`: predict step times on machines that need not be there yet."""
+"""The command `tfscale plan`: predict step times, also for machines that do not exist yet."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """Return the numbers in "1,2,4"; raises ConfigError where one is below `least`, or none."""
+    """Return the numbers in "1,2,4"; raises ConfigError if one is below `least`, or none given."""
     try:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -104,7 +104,7 @@ def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
 
 
 def read_input_shape(options: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return what `--input-shape` says, or None."""
+    """Return the numbers of `--input-shape`, or None."""
     return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
 
 
@@ -146,7 +146,7 @@ def _plan(options: argparse.Namespace) -> int:
         points = forecast(scenario, ranks, options.groups, options.interval)
     except ConfigError:
         raise
-    except ValueError as error:  # a PlanError: the command line's own kind
+    except ValueError as error:  # a PlanError; the command line reports ConfigError
         raise ConfigError(str(error)) from error
     text = report(scenario, points)
     sys.stdout.write(text)

@@ -1,9 +1,9 @@
-"""The process beside a rank: starts it, reports its end, ends the job where others would wait.
+"""The process beside a rank: start the rank, report its end, end the job if others would wait.
 
 `tfscale run` puts it between the launcher of the MPI and the program, on every host:
-`python -m tfscale.launcher.rank_process -- python train.py`. The launcher sees this process, which
-outlives the rank, so that whatever ends a rank there is time to report it; and then, if it was a
-failure, a process that dies of SIGKILL, at which every launcher ends all others.
+`python -m tfscale.launcher.rank_process -- python train.py`. This process outlives the rank, so it
+can report every kind of end. After a failure it dies of SIGKILL, and then every launcher ends all
+other ranks.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from tfscale.launcher.mpi_command import (
 )
 from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Leaving, Report, Start, send
 
-# After a report, until this process ends the job itself; `tfscale run` is faster.
+# Seconds after the report of a failure until this process ends the job; `tfscale run` is faster.
 PATIENCE_S = 3.0
-# After that of a rank which only noticed: the cause may be one that is ending.
+# The same for a failure of communication: the rank that is the cause may still be ending.
 _PATIENCE_TOLD_S = 25.0
 _LOOK_S = 0.5
-# A signal to a process group may reach the rank first, and this process so much later.
+# A signal to a process group may reach the rank first, and this process up to so much later.
 _SAME_SIGNAL_S = 0.2
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_STARTED = 127
-# Of the launcher, not of the rank.
+# Variables that the rank does not inherit.
 _NOT_INHERITED = (STOP_VARIABLE, RANK_VARIABLE)
 
 
 class _Rank:
-    """The program as a child process, which does not outlive this one."""
+    """The program as a child process that does not outlive this process."""
 
     def __init__(self, command: Sequence[str], launch: Launch) -> None:
         self.number = launch.rank
-        # srun, and mpirun of Open MPI: they pass on this signal, and the rank is to get SIGTERM.
+        # srun and Open MPI's mpirun pass on this signal; the rank gets SIGTERM instead.
         name = environment().get(STOP_VARIABLE)
         self._stop_signal = signal.Signals[name] if name else None
         self._stops = {*_STOPS, *({self._stop_signal} if self._stop_signal else ())}
         self._parent = os.getppid()
         self._is_beating, self._next_beat = bool(environment().get(BEAT_VARIABLE)), 0.0
         self._watched = {*self._stops, signal.SIGCHLD}
-        # Before the child exists: a signal must find it or wait.
+        # Block signals until the child exists, so that none is lost.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
         self.status = process.create()
         self.was_stopped = False
@@ -73,13 +73,13 @@ class _Rank:
         set_death_signal(signal.SIGKILL)
         if self._stop_signal:
             # Slurm signals its tasks alone, their process groups, or all processes, as configured.
-            # The rank gets SIGTERM from here, and must not end by what stands for it.
+            # The rank gets SIGTERM from this process, and must not end by Slurm's signal.
             os.setpgid(0, 0)
             signal.signal(self._stop_signal, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def wait(self) -> int:
-        """Return the exit status; negative: the signal that ended the rank."""
+        """Wait for the rank's end; return its exit status, or minus the signal that ended it."""
         while (code := self._process.poll()) is None:
             if self._is_beating and time.monotonic() >= self._next_beat:
                 self._next_beat = time.monotonic() + BEAT_S
@@ -89,7 +89,7 @@ class _Rank:
             if received is not None and received.si_signo in self._stops:
                 self._stop(received.si_pid)
             if os.getppid() != self._parent:
-                self._process.kill()  # The launcher has died: nothing else would end this rank.
+                self._process.kill()  # The launcher has died, and nothing else ends this rank.
         if -code in self._stops and signal.sigtimedwait(self._stops, _SAME_SIGNAL_S):
             self.was_stopped = True
         return code
@@ -98,25 +98,25 @@ class _Rank:
         before, self._state = self._state, process.read(self.status).state
         if not self._state:  # MPI may be starting
             self._files |= self._find_files()
-        elif not before and self._state == process.JOINED:  # all ranks have read what MPI needs
+        elif not before and self._state == process.JOINED:  # all ranks have opened MPI's files
             mpi_files.remove(self._files | self._find_files())
         elif self._state == process.LEFT != before:
             send(Leaving(self.number))
 
     def _find_files(self) -> set[str]:
-        """Return what MPI has made for this rank and for the process that has started this one."""
+        """Return the files that MPI made for this rank and for the parent of this process."""
         pids = [self._process.pid, *([self._parent] if os.getppid() == self._parent else [])]
         return mpi_files.used_by(pids)
 
     def remove_files(self) -> None:
-        """Remove what MPI has made for this job on this host: the job ends."""
+        """Remove the files that MPI made for this job on this host, as the job ends."""
         job = environment().get(JOB_VARIABLE)
         others = find_processes(job) if job else []
         mpi_files.remove(self._files | self._find_files() | mpi_files.used_by(others))
 
     def _stop(self, sender: int) -> None:
         self.was_stopped = True
-        # MPICH signals the whole process group; anybody else means this process alone.
+        # MPICH signals the whole process group, the rank included; other senders only this process.
         if sender != self._parent or self._stop_signal:
             self._process.send_signal(signal.SIGTERM)
 
@@ -125,7 +125,7 @@ def _close_listening_sockets() -> None:
     """Close the launcher's listening sockets, which this process inherits by mistake."""
     for name in os.listdir("/proc/self/fd"):
         with (
-            contextlib.suppress(OSError),  # the descriptor that lists, or no socket
+            contextlib.suppress(OSError),  # the descriptor of the listing, or not a socket
             socket.socket(fileno=os.dup(int(name))) as candidate,
         ):
             if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -133,17 +133,16 @@ def _close_listening_sockets() -> None:
 
 
 def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
-    """Decide whether the others can live with how a rank ended.
+    """Return the report of a rank's end, and whether it is a failure for the other ranks.
+
+    It is a failure unless the rank ended with 0 while not needed by others, after all had left the
+    job, after it was asked to end, or as a job of its own. Exit code `PREEMPTED` needs a request.
 
     Args:
-        launch: Number of the rank.
-        code: Exit status; negative: the signal that ended it.
-        status: Its last words.
-        was_stopped: It had been asked to end.
-
-    Returns:
-        A failure, unless the rank ended with 0 or after all had left the job, or was asked to
-        end, or is a job of its own. `PREEMPTED` needs a request, too.
+        launch: Place of the rank.
+        code: Exit status, or minus the signal that ended the rank.
+        status: Contents of its status file.
+        was_stopped: Whether it had been asked to end.
     """
     was_asked = was_stopped or status.was_asked
     if code < 0:
@@ -199,5 +198,5 @@ def main(command: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    # mpiexec takes ":" for the end of a command, so that one with it comes in another form.
+    # A command with ":", which mpiexec takes for the end of a command, is passed as JSON.
     sys.exit(main(json.loads(words[1]) if words[0] == WORDS_OPTION else words[1:]))

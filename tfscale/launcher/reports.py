@@ -1,4 +1,4 @@
-"""Messages of the processes beside ranks to `tfscale run`: lines among the ranks' stderr."""
+"""Messages from the processes beside ranks to `tfscale run`: lines among the ranks' stderr."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 
 from tfscale.config import PREEMPTED
 
-# Where ranks run on several hosts, the process beside each sends a sign of life so often.
+# Seconds between heartbeats of the process beside each rank, if ranks run on several hosts.
 BEAT_S = 2.0
-# Given to these processes where they are to send signs of life.
+# Set for the processes beside ranks if they are to send heartbeats.
 BEAT_VARIABLE = "TFSCALE_BEAT"
 _SILENCE_S = 20.0
-# What piled up while the launcher or its output was blocked arrives within this time.
+# Messages that accumulated while the launcher or its output was blocked arrive within this time.
 _PERSISTENT_S = 3.0
 
 
-# `host` is a name as the host calls itself.
+# `host` is the name that a host gives itself (`socket.gethostname`).
 
 
 @dataclass(frozen=True)
 class Start:
-    """One of `size` ranks has been started; `pid` is that of the process beside it."""
+    """One of `size` ranks has been started; `pid` is the id of the process beside it."""
 
     rank: int
     host: str
@@ -41,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life."""
+    """A heartbeat."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A rank has left the job before others, which failed of it; its exit status is to come."""
+    """A rank has left the job, and others failed because of that; its exit status will follow."""
 
     rank: int
 
@@ -71,18 +71,18 @@ class Report:
     status: int | None  # exit status; None where a signal ended it
     signal: int | None  # number of the signal that ended it; None where it ended by itself
     is_failure: bool  # the other ranks cannot continue
-    has_joined: bool  # it had come through `tfscale.init`
+    has_joined: bool  # `tfscale.init` had returned
     place: str = ""  # the last collective it finished
     error: str = ""  # its traceback
-    is_lost: bool = False  # nothing is heard of its host; how it ended is not known
-    is_told: bool = False  # it ended because of others, or of communication: maybe not the cause
+    is_lost: bool = False  # its host sends no heartbeats, so the kind of its end is unknown
+    is_told: bool = False  # communication failed or other ranks ended it: maybe not the cause
     has_left: bool = False  # it left the job while others still called collectives
-    is_alone: bool = False  # the process beside it ended without a word, and so did the rank
-    was_asked: bool = False  # to save and stop; else exit status 75 is not believed
+    is_alone: bool = False  # the process beside it ended without a report, and so did the rank
+    was_asked: bool = False  # to save and stop; if not, exit status 75 is not genuine
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the job, if this is how it ends; never 0 for a failure."""
+        """Exit code of the job if this report ends it; never 0 for a failure."""
         if self.signal is not None:
             return 128 + self.signal
         if self.is_unbelieved:
@@ -91,11 +91,11 @@ class Report:
 
     @property
     def is_unbelieved(self) -> bool:
-        """Exit status 75, which means a checkpoint on request, without a request."""
+        """Whether the exit status is 75, that of a checkpoint on request, without a request."""
         return self.status == PREEMPTED and not self.was_asked
 
     def describe(self) -> str:
-        """Return the lines that name the rank, for people."""
+        """Return the lines that describe the end of the rank to users."""
         who = f"tfscale: rank {self.rank} on host {self.host}"
         if self.is_lost:
             text = f"{who} gives no sign of life: the host or its network is lost."
@@ -149,16 +149,16 @@ Message = Start | Beat | Leaving | Words | Report
 _KINDS: dict[str, type[Message]] = {
     kind.__name__.lower(): kind for kind in (Start, Beat, Leaving, Words, Report)
 }
-# Less than a pipe takes at once (PIPE_BUF), so that a message stays in one piece. A character
-# takes 12 bytes of JSON at most.
+# Less than the size of an atomic write to a pipe (PIPE_BUF), so that a message stays in one piece.
+# A character takes 12 bytes of JSON at most.
 _MAX_BYTES = 4000
 _MAX_CHARACTERS = 300
 _START = b"\x1e"
-# What launchers print before a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
+# Launchers' prefixes of a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
 _PREFIX = rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?"
 _LINE = re.compile(_PREFIX + rb"\x1etfscale ([^\n]*)\n")
-# What TensorFlow says at its start, whatever TF_CPP_MIN_LOG_LEVEL is: of levels below a warning,
-# and that there is no GPU.
+# TensorFlow's start-up messages, printed for every TF_CPP_MIN_LOG_LEVEL: those below a warning, and
+# those about a missing GPU.
 _NOISE = re.compile(
     rb"^" + _PREFIX + rb"(?:WARNING: All log messages before absl::InitializeLog\(\) is called"
     rb"|To enable the following instructions: "
@@ -173,7 +173,7 @@ _CUT_PREFIX = re.compile(rb"\[\d*(?:,\d*)?(?:\](?:<\w*>?:?)? ?)?|\d+:? ?")
 
 
 def _may_be_noise(beginning: bytes) -> bool:
-    """Return whether a line that begins so, perhaps in the middle of a word, may be noise."""
+    """Return whether a line with this beginning, which may end inside a word, may be noise."""
     if _CUT_PREFIX.fullmatch(beginning):
         return True
     head = re.sub(rb"\d", b"0", re.sub(rb"^" + _PREFIX, b"", beginning))
@@ -181,7 +181,7 @@ def _may_be_noise(beginning: bytes) -> bool:
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as a line that is printed; an error goes before its report, in pieces."""
+    """Return a message as a line to print; the error of a report goes first, in `Words`."""
     if isinstance(message, Report) and message.error:
         error, step = message.error, _MAX_CHARACTERS
         starts = range(0, len(error), step)
@@ -209,27 +209,27 @@ def _decode(text: bytes) -> Message | None:
 
 
 class Pulse:
-    """The last signs of life; times are in seconds of any steady clock.
+    """The last heartbeats of the ranks; times are in seconds of a monotonic clock.
 
-    A host is lost when it has been silent for long while another one is heard. Where all are
-    silent, it is the launcher that does not listen: its output may be blocked, or it was stopped.
+    A host is lost if it has been silent for a long time while another one sends heartbeats. If all
+    are silent, the launcher does not pass them on: its output may be blocked, or it was stopped.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Begin without heartbeats."""
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._suspected_since: float | None = None
 
     def hear(self, beat: Beat, now: float) -> None:
-        """Note a sign of life."""
+        """Record a heartbeat."""
         self._heard[beat.rank] = (beat, now)
 
     def forget(self, rank: int) -> None:
-        """Expect no more of a rank, which has ended in good order."""
+        """Expect no heartbeats of a rank that has ended without a failure."""
         self._heard.pop(rank, None)
 
     def find_lost(self, now: float) -> Beat | None:
-        """Return the last sign of life of a rank whose host is lost, or None. Ask often."""
+        """Return the last heartbeat of a rank whose host is lost, or None. Call this often."""
         entries = list(self._heard.values())
         silent = [beat for beat, at in entries if now - at >= _SILENCE_S]
         silent_hosts = {beat.host for beat in silent}
@@ -246,15 +246,15 @@ class Pulse:
 
 
 class ReportReader(threading.Thread):
-    """Passes on what a launcher prints on stderr, takes messages out, watches their senders.
+    """Copies a launcher's stderr, takes out the messages, and watches the processes beside ranks.
 
     Attributes:
         reports: Ends of ranks, in the order in which they became known.
-        first_failure_at: Time of the first failure (`time.monotonic`); None without.
+        first_failure_at: Time of the first failure (`time.monotonic`), or None.
     """
 
     def __init__(self, source: int, target: int, is_quiet: bool = False) -> None:
-        """Copy from one descriptor to another, without TensorFlow's first words if `is_quiet`."""
+        """Start to copy, without TensorFlow's start-up messages if `is_quiet`."""
         super().__init__(daemon=True)
         self._source, self._target, self._is_quiet = source, target, is_quiet
         self._rest = b""
@@ -262,7 +262,7 @@ class ReportReader(threading.Thread):
         self._words: dict[int, str] = defaultdict(str)
         self._leaving: set[int] = set()
         self._starts: dict[int, Start] = {}
-        # Descriptors of the processes beside this host's ranks, and those that have ended.
+        # The processes beside this host's ranks by descriptor, and those that have ended.
         self._beside: dict[int, Start] = {}
         self._gone: list[Start] = []
         self.reports: list[Report] = []
@@ -270,13 +270,13 @@ class ReportReader(threading.Thread):
         self.start()
 
     def look_for_lost_hosts(self) -> None:
-        """Report a rank whose host is lost, once; to be called often."""
+        """Report a rank whose host is lost, once. Call this often."""
         lost = self._pulse.find_lost(time.monotonic())
         if lost is not None and self.first_failure_at is None:
             self._add(Report(lost.rank, lost.host, None, None, True, True, is_lost=True))
 
     def failure(self) -> Report | None:
-        """Return the first report of a failure, best of one that was its own; or None."""
+        """Return the first failure, preferably of a rank that is its own cause, or None."""
         failures = [report for report in self.reports if report.is_failure]
         return next((r for r in failures if not r.is_told), next(iter(failures), None))
 
@@ -298,17 +298,17 @@ class ReportReader(threading.Thread):
         return any(start.host != socket.gethostname() for start in self._starts.values())
 
     def is_cause_to_come(self) -> bool:
-        """Return whether a rank is ending that others have failed of."""
+        """Return whether a rank that made others fail is still ending."""
         failure = self.failure()
         return failure is not None and failure.is_told and bool(self._leaving)
 
     def have_all_ended(self) -> bool:
-        """Return whether all ranks have said that they ended."""
+        """Return whether the ends of all ranks have been reported."""
         size = next((start.size for start in self._starts.values()), 0)
         return 0 < size <= len({report.rank for report in self.reports})
 
     def run(self) -> None:
-        """Read until the end; on a thread of its own."""
+        """Read until the end, on a thread of its own."""
         poll = select.poll()
         poll.register(self._source, select.POLLIN)
         try:
@@ -325,7 +325,7 @@ class ReportReader(threading.Thread):
                     for new in set(self._beside) - before:
                         poll.register(new, select.POLLIN)
         except OSError:
-            return  # the descriptor was closed: this thread is not waited for any more
+            return  # the descriptor was closed: no thread waits for this one
         finally:
             self._write(self._rest)
             for descriptor in self._beside:
@@ -338,7 +338,7 @@ class ReportReader(threading.Thread):
         self._write(_NOISE.sub(b"", text) if self._is_quiet else text)
 
     def _end_of_whole(self, text: bytes) -> int:
-        """Return where a line begins that is to be read as a whole and is not all there yet."""
+        """Return the begin of an incomplete line that must be read as a whole, or the length."""
         start = text.rfind(b"\n") + 1
         is_held = _START in text[start:]
         is_held |= self._is_quiet and _may_be_noise(text[start:])
@@ -351,7 +351,7 @@ class ReportReader(threading.Thread):
         if isinstance(message, Start):
             self._starts[message.rank] = message
             if message.host == socket.gethostname():
-                # An old kernel, or a Python that was built on one.
+                # pidfd_open is missing on an old kernel, or in a Python that was built on one.
                 with contextlib.suppress(OSError, AttributeError):
                     self._beside[os.pidfd_open(message.pid)] = message
         elif isinstance(message, Beat):
@@ -373,6 +373,6 @@ class ReportReader(threading.Thread):
             self.first_failure_at = time.monotonic()
 
     def _write(self, text: bytes) -> None:
-        with contextlib.suppress(OSError):  # no reader any more; reports still count
+        with contextlib.suppress(OSError):  # the output has no reader; reports still count
             while text:
                 text = text[os.write(self._target, text) :]

@@ -1,4 +1,4 @@
-"""Start a job again after a failure, by rules."""
+"""Run a job, and restart it after a failure as its rule allows."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tfscale.launcher.mpi_command import (
 from tfscale.launcher.reports import BEAT_VARIABLE
 
 _MAX_PAUSE_S = 60.0
-# An attempt that lasted so long was worth it: the next pause is short again.
+# After an attempt that lasted this long the next pause is short again.
 WORTHWHILE_S = 60.0
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """How often, and with how few ranks, a job may be started again."""
+    """Limits of restarts: their number, ranks and places."""
 
     restarts: int = 0
-    min_ranks: int | None = None  # None: no fewer than at first
-    places: Places = ()  # spare ones too; empty for this host alone
-    grace_s: float = 30.0  # that ranks have to end after a signal to the launcher
+    min_ranks: int | None = None  # None: as many as at first
+    places: Places = ()  # spare ones included; empty for this host alone
+    grace_s: float = 30.0  # time of ranks to end after a signal to the launcher
 
 
 def check_rule(rule: RestartRule, spec: LaunchSpec) -> None:
@@ -63,11 +63,11 @@ def check_rule(rule: RestartRule, spec: LaunchSpec) -> None:
 
 
 def may_restart(outcome: Outcome) -> bool:
-    """Return whether another attempt could end better.
+    """Return whether another attempt could succeed.
 
-    Not after success, preemption or a signal to `tfscale run`; not where all ranks left the job
-    together; and not where a rank failed by itself before `tfscale.init`, which it would do again:
-    a wrong argument, a missing module. One that waited there for others in vain did not.
+    It could not after success, preemption, a signal to `tfscale run`, or where all ranks left the
+    job together; nor after a rank failed before `tfscale.init`, for example by a wrong argument or
+    a missing module, unless it failed while waiting there for other ranks.
     """
     if outcome.was_stopped or outcome.is_orderly or outcome.exit_code in (0, PREEMPTED):
         return False
@@ -78,16 +78,15 @@ def may_restart(outcome: Outcome) -> bool:
 
 
 def pause_s(n_short: int) -> float:
-    """Return the seconds to wait after so many short attempts in a row: 1, 2, 4, ... 60."""
+    """Return the seconds to wait after a number of consecutive short attempts: 1, 2, 4, ... 60."""
     return min(_MAX_PAUSE_S, 2.0 ** min(n_short, 10))
 
 
 def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
-    """Return what `--min-np` allows to give up after a failure.
+    """Return the place that `--min-np` allows to leave out after a failure: (host, ranks).
 
-    Returns:
-        The host of the rank that failed, with all its ranks; one place where `hosts` is empty,
-        which means this host alone. None where no rank is the cause.
+    That is the host of the failed rank with all its ranks, or one place of this host if `hosts` is
+    empty. None if no rank is the cause.
     """
     if outcome.failure is None or outcome.failure.is_told:
         return None
@@ -102,14 +101,14 @@ def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
 def next_places(
     places: Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
 ) -> Places | None:
-    """Return where the next attempt may run: some of the places on hosts that answer, or None.
+    """Return the places of the next attempt, or None; `places` are those on hosts that answer.
 
-    Without `min_ranks` all `places`, if they suffice for `size` ranks. With it, those without
-    the lost one if they suffice for `min_ranks`, else all if these suffice.
+    Without `min_ranks` these are all places, if they suffice for `size` ranks. With it, the places
+    without the lost one if they suffice for `min_ranks`, else all if these suffice.
     """
     candidates = [places]
     if rule.min_ranks is not None and lost is not None:
-        # A host of several has lost all its places, also those that had no rank.
+        # A named host loses all its places, also those without a rank.
         gone = 10**9 if lost[0] else lost[1]
         kept = [(name, n - gone if name == lost[0] else n) for name, n in places]
         candidates.insert(0, tuple((name, n) for name, n in kept if n > 0))
@@ -117,9 +116,9 @@ def next_places(
     return next((c for c in candidates if sum(n for _, n in c) >= fewest), None)
 
 
-# How often this job was started again; the script may read it.
+# Number of restarts of this job so far; the script may read it.
 RESTART_VARIABLE = "TFSCALE_RESTART"
-# Set where the job's output is shown in a terminal: ranks write to a pipe and cannot tell.
+# Set if the job's output is shown in a terminal; ranks write to a pipe, so they cannot detect it.
 TERMINAL_VARIABLE = "TFSCALE_TERMINAL"
 # TensorFlow's level of messages; see also `ReportReader`.
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -127,7 +126,7 @@ _ANSWER_S = 20.0
 
 
 class Job:
-    """A job that is started, and started again as its rule says."""
+    """A job with its attempts."""
 
     def __init__(
         self,
@@ -137,14 +136,14 @@ class Job:
         environ: Mapping[str, str],
         is_verbose: bool = False,
     ) -> None:
-        """Prepare a job.
+        """Prepare a job; raises ConfigError if the rule does not fit.
 
         Args:
-            spec: What to start at first, without the hosts of `rule`.
-            mpi: The MPI that is there.
-            rule: When and where to start again; raises ConfigError if it does not fit.
+            spec: The first start, without the hosts of `rule`.
+            mpi: The installed MPI.
+            rule: Limits of restarts.
             environ: Environment variables of the launcher.
-            is_verbose: Show what TensorFlow says at its start.
+            is_verbose: Show TensorFlow's start-up messages.
         """
         check_rule(rule, spec)
         given = {**environ, **(spec.environment or {})}
@@ -152,13 +151,13 @@ class Job:
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
-        # At SIGTERM srun kills the ranks, and mpirun of Open MPI gives them one second; both just
-        # pass SIGUSR1 on.
+        # At SIGTERM srun kills the ranks, and Open MPI's mpirun gives them one second; both only
+        # pass on SIGUSR1.
         passes_on = spec.is_slurm or (mpi is not None and mpi.kind == "openmpi")
         self._stop_signal = signal.SIGUSR1 if passes_on else signal.SIGTERM
 
     def command(self) -> list[str]:
-        """Return the command of the next attempt; raises ConfigError where there can be none."""
+        """Return the command of the next attempt; raises ConfigError if it cannot be built."""
         spec = self._next_spec()
         beside = (sys.executable, "-m", "tfscale.launcher.rank_process")
         command = (*beside, *quote(spec.command)) if spec.command else ()
@@ -190,7 +189,7 @@ class Job:
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
 
     def run(self) -> int:
-        """Run to the end, saying on stderr why an attempt ended; return the job's exit code."""
+        """Run all attempts, explain on stderr why each ended, and return the job's exit code."""
         with StopRequest(self._rule.grace_s) as stop:
             while True:
                 started = time.monotonic()
@@ -208,7 +207,7 @@ class Job:
                     return outcome.exit_code
 
     def _prepare_next(self, outcome: Outcome, stop: StopRequest) -> bool:
-        """Return whether there is another attempt; say why this one ended, after all else."""
+        """Explain why an attempt ended, as its last output; return whether there is another one."""
         why = outcome.describe()
         if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
             _say(why)
@@ -230,7 +229,7 @@ class Job:
 
     def _find_places(self) -> Places:
         if len(self._places) < 2:
-            return self._places  # Starting again shows soon enough whether it answers.
+            return self._places  # The restart itself shows whether a single host answers.
         return tuple((name, n) for name, n in self._places if self._answers(name))
 
     def _answers(self, host: str) -> bool:

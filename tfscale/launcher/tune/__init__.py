@@ -159,7 +159,7 @@ def _add_links(tuners: argparse._SubParsersAction) -> None:
 
 
 def add_links_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `tfscale tune links` passes to the ranks that it starts."""
+    """Add the options that `tfscale tune links` passes to the ranks that it starts."""
     parser.add_argument("--output", default="machine.json", metavar="FILE")
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="also time a model's layers")
     parser.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
@@ -174,7 +174,7 @@ def add_links_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune_links(options: argparse.Namespace) -> int:
-    """Check what would otherwise fail after everything is measured, then start the ranks."""
+    """Start the ranks, after checks that would otherwise fail when everything is measured."""
     if options.size < 2:
         raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
     if options.batch < 1:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         ExchangeError: The backend records no times, or hosts have unequal numbers of ranks.
-        ConfigError: There is no such model, or the shape of its inputs is not known.
+        ConfigError: The model does not exist, or the shape of its inputs is unknown.
     """
     parser = argparse.ArgumentParser()
     add_links_options(parser)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{every}, of the host of each rank. Choose -np and -H so that they have."
         )
     model = None
-    if options.model or options.model_file:  # before a wrong one costs minutes
+    if options.model or options.model_file:  # before the measurements, which take minutes
         model = find_model(options.model, options.model_file)
         inputs_of(model, read_input_shape(options))
     between = links.measure_links(tfscale.global_process_set)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Model) -> Machine:
-    """Return a machine that knows how long the layers of a model take. Collective."""
+    """Return the machine with measured times of a model's layers. Collective."""
     shape, size = read_input_shape(options), runtime.size()
     table = read_layers(model, shape)
     random = np.random.default_rng(runtime.rank())
@@ -103,7 +103,7 @@ def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Mo
 def _time_layers(
     model: keras.Model, table: LayerTable, data: Any, overlap: bool
 ) -> tuple[LayerMeasurement, float]:
-    """Return the middle one of three measurements with one exchange per layer, and the spread."""
+    """Return the median of three measurements with one exchange per layer, and their spread."""
     exchange = per_layer(table, overlap)
     sgd = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-6, 0.9), exchange=exchange)
     model.compile(sgd, loss="mse")
@@ -135,7 +135,7 @@ _SHOWN = (
 
 
 def describe(machine: Machine) -> str:
-    """Return what was measured, a line per number."""
+    """Return the measured numbers, one per line."""
     lines = []
     for name, unit, factor in _SHOWN:
         spread = 100 * machine.spread.get(name, 0.0)

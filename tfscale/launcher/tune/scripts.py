@@ -1,8 +1,8 @@
 """Run a script's `fit` as a measurement: shortened, without its backups and stops.
 
 `measure_script` measures gradients at chosen epochs, in this process. As a program this module is
-one rank of `tfscale tune groups`: it trains for some steps of local SGD and writes how far the
-groups' models part. Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
+one rank of `tfscale tune groups`: it trains for some steps of local SGD and writes the distances
+between the groups' models. Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tfscale.measure.batch_size import Stage, measure
 logger = logging.getLogger("tfscale")
 
 _of_keras = keras.callbacks
-# Those that begin a file again would empty that of the user's last run.
+# Callbacks that rewrite a file would empty that of the user's last run.
 FILES_AND_STOPS: tuple[type, ...] = (
     _of_keras.BackupAndRestore,
     _of_keras.ModelCheckpoint,
@@ -67,7 +67,7 @@ class _Done(Exception):
 
 
 def _run(words: Sequence[str], fit: Callable[..., Any]) -> None:
-    """Run a script with its arguments and import path, and another `fit`, which may end it."""
+    """Run a script with its arguments and import path, and with `fit` in place of Keras's."""
     folder = str(Path(words[0]).resolve().parent)
     with (
         mock.patch.object(sys, "argv", list(words)),
@@ -84,9 +84,9 @@ def arguments_of(
     options: dict[str, Any],
     left_out: tuple[type, ...],
 ) -> dict[str, Any]:
-    """Return by name what a script gives to `fit`, without callbacks of some classes.
+    """Return a script's arguments of `fit` by name, without callbacks of the classes `left_out`.
 
-    `AdaptiveBatchSize`, where it stays, sets batches and rates and writes no record.
+    An `AdaptiveBatchSize` that stays sets batches and rates, but writes no log.
     """
     given = inspect.signature(fit).bind(*arguments, **options).arguments
     callbacks = given.get("callbacks") or []
@@ -109,19 +109,19 @@ def arguments_of(
 def measure_script(
     words: Sequence[str], *, batch_sizes: Sequence[int], at_epochs: Sequence[int], samples: int
 ) -> list[Stage]:
-    """Run a training script in this process until all stages are measured.
+    """Run a training script in this process until all stages are measured; see `measure`.
 
     Args:
         words: Path of the script, and its arguments.
-        batch_sizes: See `measure`.
+        batch_sizes: Passed to `measure`.
         at_epochs: Epochs trained before each measurement, counted from the first of the `fit`.
-        samples: See `measure`.
+        samples: Passed to `measure`.
 
     Returns:
         The stages that the first `fit` of the script reached.
 
     Raises:
-        ConfigError: There is no such script, it trains on data that cannot be read in other
+        ConfigError: The script does not exist, trains on data that cannot be read in other
             batches, runs on several ranks, or ended before the first stage.
     """
     if not Path(words[0]).is_file():
@@ -169,7 +169,7 @@ def measure_script(
 
 
 def _readable(given: dict[str, Any]) -> GlobalBatches:
-    """Return what `fit` is given to train on."""
+    """Return the training data of `fit`."""
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
             "Gradients are measured in one process. Received: "
@@ -197,11 +197,11 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
 
 
 def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
-    """Return what takes the place of Keras's `fit`: some steps of local SGD, then `_Done`.
+    """Return a replacement of Keras's `fit`: some steps of local SGD, then `_Done`.
 
     Args:
         settings: "groups", "interval", "steps", "rate_rule", "learning_rate" (or None), and
-            "output": the JSON file that rank 0 writes.
+            "output", the JSON file that rank 0 writes.
 
     Raises:
         ConfigError: The script trains without a DistributedOptimizer, or changes its rate.
@@ -214,7 +214,7 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
         given = arguments_of(fit, (model, *args), options, left_out)
         _enlarge(given.get("x"), settings["groups"])
         record = ours.ModelDistance()
-        # A script without groups need not unite any; two that do would lose the groups' models.
+        # A script may have no callback that averages groups; two would lose the groups' models.
         unite = [] if show_averages(given["callbacks"]) else [LocalModels()]
         given["callbacks"] += [*unite, record, _GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
@@ -223,7 +223,7 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 class _GroupsProbe(ours.Callback):
-    """Ends a `fit` after some steps and writes the distances that `record` has."""
+    """Ends a `fit` after some steps and writes the distances in `record`."""
 
     def __init__(self, settings: dict[str, Any], record: ours.ModelDistance) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
 
 
 def _enlarge(data: Any, groups: int) -> None:
-    """Give each group, one rank, the batches of `GlobalBatches` that are for all, as [L] does."""
+    """Give each group, which is one rank, batches as large as those of all ranks, as in [L]."""
     if isinstance(data, GlobalBatches):
         data.batch_size *= groups
 
