@@ -1,1 +1,1 @@
-"""The distributed optimizer and tape, and the steps around an update."""
+"""Distributed optimizer and gradient tape, local averaging, and saving of complete state."""

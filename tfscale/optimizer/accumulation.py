@@ -1,4 +1,4 @@
-"""Several backward passes per exchange and update."""
+"""Accumulate gradients of several backward passes before each exchange and update."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tfscale.internals.trace import run_either
 
 
 class _Cycle:
-    """Sums over the batches of one set of variables."""
+    """Sums of gradients for one set of variables."""
 
     def __init__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        self.variables = list(variables)  # kept, so that no other gets the same id
+        self.variables = list(variables)  # kept alive, so that their ids stay unique
         self.has_gradient = [g is not None for g in gradients]
         with tf.init_scope():
             self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -30,7 +30,7 @@ class _Cycle:
             ]
 
     def require_same(self, gradients: Sequence[Any]) -> None:
-        """Check that each batch has gradients of the same variables."""
+        """Raise a ConfigError unless each batch has gradients of the same variables."""
         given = [g is not None for g in gradients]
         if given == self.has_gradient:
             return
@@ -50,11 +50,11 @@ class _Cycle:
 
 
 class Accumulator:
-    """Adds up gradients of `passes` batches and hands the sum on after the last one.
+    """Sums gradients of `passes` batches and passes the sum on after the last one.
 
-    The sums are reset by assignment, so that an infinite gradient of one cycle is gone in the
-    next. Sparse gradients are added as dense ones. Each set of variables that is trained, as
-    before and after some are frozen, has a cycle of its own.
+    The sums are reset by assignment, so that an infinite gradient of one cycle does not remain in
+    the next. Sparse gradients are added as dense ones. Each set of trained variables, for example
+    before and after some are frozen, has its own cycle.
     """
 
     def __init__(self, passes: int, is_mean: bool) -> None:
@@ -67,17 +67,17 @@ class Accumulator:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The sums, once there are some."""
+        """The sums; empty before the first batch."""
         return [total for cycle in self._cycles.values() for total in cycle.sums]
 
     def state(self) -> tuple[int, list[np.ndarray]] | None:
-        """Return batches and sums of the variables trained last, or None before the first batch."""
+        """Return number of batches and sums of the last cycle, or None before the first batch."""
         if self._current is None:
             return None
         return int(self._current.count.numpy()), [np.array(v.numpy()) for v in self._current.sums]
 
     def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
-        """Resume from a `state`, now or once the first batch has told which sums there are."""
+        """Resume from a `state`, now or, if there are no sums yet, at the first batch."""
         self._restored = count, sums
         if self._current is not None:
             self._take_restored(self._current)
@@ -102,7 +102,7 @@ class Accumulator:
         return int(self._current.count.numpy()) % self.passes == self.passes - 1
 
     def drop_cycle(self) -> int:
-        """Forget the batches since the last exchange, and return how many they were."""
+        """Drop the batches since the last exchange; return their number."""
         return sum(cycle.drop(self.passes) for cycle in self._cycles.values())
 
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
@@ -126,11 +126,11 @@ class Accumulator:
 
         Args:
             gradients: One per variable; None stays None.
-            variables: What they belong to.
-            rule: The Keras optimizer that updates, whose `iterations` the other batches of a cycle
-                advance here, unless the last one's update is skipped.
+            variables: The variables that the gradients belong to.
+            rule: The Keras optimizer that updates. All batches of a cycle but the last advance its
+                `iterations` here, which is taken back if the update is skipped.
             on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
-                it advances `iterations` once they have arrived.
+                it advances `iterations` once the reduced gradients have arrived.
         """
         self._current = cycle = self._cycle_of(gradients, variables)
         sums, count, iterations = cycle.sums, cycle.count, iterations_of(rule)
@@ -146,7 +146,7 @@ class Accumulator:
                 on_full([None if t is None else t.read_value() * factor for t in targets])
             for total in sums:
                 total.assign(tf.zeros_like(total))
-            # A cycle whose update was skipped leaves no trace, or averages would begin too late.
+            # A cycle whose update was skipped does not count, or averages would begin too late.
             iterations.assign_sub((self.passes - 1) * tf.cast(iterations == before, before.dtype))
             # A batch whose exchange was given up, because another rank stopped, does not count.
             with tf.control_dependencies([tf.convert_to_tensor(iterations)]):
@@ -162,7 +162,7 @@ class Accumulator:
 
 
 def refuse_accumulating(rule: Any) -> None:
-    """Raise where Keras would add up gradients, too."""
+    """Raise a ConfigError if Keras would accumulate gradients, too."""
     steps = rule.gradient_accumulation_steps
     if steps:
         raise ConfigError(
@@ -173,7 +173,7 @@ def refuse_accumulating(rule: Any) -> None:
 
 
 def refuse_replicated(exchange: Exchange) -> None:
-    """Raise where dense layers would exchange activations in every pass."""
+    """Raise a ConfigError if dense layers would exchange activations in every pass."""
     if exchange.needs_prepared:
         raise ConfigError(
             "Dense layers exchange activations in every backward pass. Received: "

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any Keras optimizer, with gradients that all ranks agree on."""
+"""DistributedOptimizer: reduce gradients over all ranks for any Keras optimizer."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ logger = logging.getLogger("tfscale")
 class DistributedOptimizer(wrapt.ObjectProxy):
     """A Keras optimizer that applies gradients reduced over all ranks.
 
-    A transparent proxy: every attribute, the class included, is the wrapped optimizer's, so
+    A transparent proxy: every attribute, including `__class__`, is the wrapped optimizer's, so
     learning rates, schedules, checkpoints and saved models are exactly its own, and a saved model
     loads where tfscale is not installed. Only `apply` differs: it reduces the gradients, then
-    calls the wrapped optimizer's, so clipping, decay and averaging see reduced gradients.
+    calls the wrapped optimizer, so clipping, weight decay and averaging see reduced gradients.
 
     Mixed precision: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`. Infinite
-    values survive the sum, so all ranks skip the same steps. The other order is refused, or
-    repaired by `tfscale.prepare` where compile() made it.
+    values survive the sum, so all ranks skip the same steps. The other order raises an error; if
+    compile() created it, `tfscale.prepare` repairs it.
     """
 
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
@@ -72,8 +72,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     _self_shown: list[CompleteVariable] | None = None
     _self_watch: Watch | None = None
     _self_is_watched: bool = False
-    _self_is_ready: bool = False  # whether the strategy was fitted to the job
-    _self_is_attached: bool = False  # whether reads of a parameter wait for it
+    _self_is_ready: bool = False  # whether the strategy was adapted to the job
+    _self_is_attached: bool = False  # whether reads wait for parameters
 
     def __init__(
         self,
@@ -103,11 +103,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             device_sparse: Ignored.
             compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire.
             sparse_as_dense: Make sparse gradients dense before they are sent.
-            gradient_predivide_factor: Divides before the sum; size / factor divides after it.
+            gradient_predivide_factor: Divides gradients before the sum; size / factor divides them
+                after it.
             op: Average or Sum.
             backward_passes_per_step: Batches whose gradients are added up locally before they are
-                exchanged and applied. `iterations` advances with every batch. Where one rank
-                stops within a cycle, or its update is skipped, all go back to its beginning.
+                exchanged and applied. `iterations` advances with every batch. If a rank stops
+                within a cycle, or the update is skipped, all ranks return to the beginning of the
+                cycle.
             average_aggregated_gradients: Divide that sum by the number of batches.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that are sent together.
@@ -115,12 +117,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
                 by the number of ranks.
             exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
-            nonfinite: What to do about gradients that are NaN or infinite on some rank: "ignore",
-                "raise" (naming rank, step and parameter) or "skip" the step, on all ranks: weights
-                and state stay; in `fit` with a callback of tfscale moving statistics stay finite.
+            nonfinite: Policy for gradients that are NaN or infinite on some rank: "ignore" them,
+                "raise" an error that names rank, step and parameter, or "skip" the step on all
+                ranks. A skipped step leaves weights and state unchanged; in `fit` with a tfscale
+                callback, moving statistics stay finite.
 
         Raises:
-            ConfigError: An argument does not fit.
+            ConfigError: An argument is invalid.
         """
         _check(optimizer, backward_passes_per_step)
         super().__init__(optimizer)
@@ -144,10 +147,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
         Args:
             grads: This rank's gradients, one per variable.
-            trainable_variables: The variables; None after `build`.
+            trainable_variables: The variables; None uses those given to `build`.
 
         Raises:
-            ConfigError: There is nothing to train.
+            ConfigError: There are no variables to train.
             ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
                 communication failed.
         """
@@ -169,7 +172,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         skips = scaled_by(inner) is not None or self._self_nonfinite.policy != "ignore"
         reduced = executor.reduce(gradients, variables, skips)
         # A step that is given up because another rank stopped must change nothing, not even
-        # `iterations`, so all of the update waits for the first gradient that is through.
+        # `iterations`, so the whole update waits for the first reduced gradient.
         with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor.shards):
             self._self_nonfinite.apply(inner, reduced, gradients, variables, executor)
             _follow(reduced.targets)
@@ -179,14 +182,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         stamp_updates(reduced.targets)
 
     def _publish(self, reduced: Reduced) -> None:
-        """Send what this rank has updated. Collective."""
+        """Send the parameters that this rank has updated. Collective."""
         shards = self._self_executor.shards
         if shards is None:
             return
         updated = None if update_rule(self.__wrapped__).use_ema else reduced.updated
         for bucket in shards.buckets_with(updated):
             for variable in (shards.variables[i] for i in bucket.indices):
-                # Parts of another optimizer would be overwritten with outdated values.
+                # Otherwise outdated values would overwrite the parts of another optimizer.
                 if futures.assignment_hook(variable) != shards.refresh:
                     raise ConfigError(
                         "Sharded optimizers must be built on variables of their own. Received: two "
@@ -196,7 +199,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         self._self_executor.publish(updated, waits=not self._self_is_attached)
 
     def _refuse(self, variables: Sequence[Any]) -> None:
-        """Refuse steps that ranks would skip apart, or scale by factors of their own."""
+        """Raise an error if ranks would skip different steps or scale them differently."""
         if self._self_executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         norm = update_rule(self.__wrapped__).global_clipnorm
@@ -229,7 +232,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Building
 
     def _ready(self) -> Executor:
-        """Return the executor, its strategy fitted to the job. Collective with local SGD."""
+        """Return the executor with its strategy adapted to the job. Collective with local SGD."""
         executor = self._self_executor
         if self._self_is_ready:
             return executor
@@ -242,7 +245,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return executor
 
     def _allow_sharding(self) -> None:
-        """Let the strategy cut parameters where ranks and update rule allow it."""
+        """Let the strategy cut parameters if the ranks and the update rule allow it."""
         executor = self._self_executor
         executor.may_shard = False
         if not executor.strategy.is_sharding:
@@ -254,7 +257,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if not reason:
             executor.may_shard = True
             return
-        # Another exchange than was asked for, so that Python shows it, once per job.
+        # A warning, which Python shows, as the exchange is not the requested one; once per job.
         level = logging.WARNING if runtime.rank() == 0 else logging.INFO
         logger.log(level, "Parameters are not sharded: %s. Gradients are allreduced.", reason)
 
@@ -262,20 +265,20 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Create the optimizer's state, or this rank's part of it, unless it exists.
 
         Args:
-            variables: What it will train; values must be equal on all ranks.
+            variables: Variables that it will train; values must be equal on all ranks.
         """
         executor, inner = self._ready(), self.__wrapped__
         if executor.shards is not None:
             return
         if inner.built and executor.is_sharding:
-            with tf.init_scope():  # perhaps in the first step, of a loaded model for example
+            with tf.init_scope():  # this may be the first step, for example of a loaded model
                 state = [v.numpy() for v in inner.variables]
             self._rebuild(trained_by(update_rule(inner)), state)
         else:
             self._build(variables)
 
     def _build(self, variables: Sequence[Any]) -> None:
-        """Build the wrapped optimizer on what this rank updates."""
+        """Build the wrapped optimizer on the variables or pieces that this rank updates."""
         executor, inner = self._self_executor, self.__wrapped__
         rule = update_rule(inner)
         with tf.init_scope():
@@ -294,7 +297,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             self._self_groups.build(inner, executor)
 
     def _built(self, variables: list[Any]) -> Executor:
-        """Return the executor of an optimizer that is built, if need be on some variables."""
+        """Return the executor; build the optimizer on `variables` first if it is not built."""
         executor = self._ready()
         if not self.__wrapped__.built or (executor.is_sharding and executor.shards is None):
             self.build(variables)
@@ -313,7 +316,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return [variables.get(id(v), v) for v in trained]
 
     def _rebuild(self, variables: Sequence[Any], state: Sequence[np.ndarray]) -> None:
-        """Build an optimizer of the same settings on what this rank updates now. Collective.
+        """Build an optimizer with the same settings on what this rank updates now. Collective.
 
         `variables` are the model's, in the order of the optimizer; `state` is complete.
         """
@@ -336,13 +339,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Let the exchange change the model's layers; `tfscale.prepare` calls this.
 
         Args:
-            model: Whose layers.
+            model: The model that is prepared.
             global_batch: Samples of all ranks together, where that is known.
 
         Returns:
             Whether functions of the model must be traced again.
         """
-        executor = self._ready()  # first: groups exchange otherwise than what forms them
+        executor = self._ready()  # first: local SGD changes the strategy
         is_alone = trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and self._self_groups is None
         rule = update_rule(self.__wrapped__)
@@ -365,13 +368,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Strategies that change
 
     def after_step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> bool:
-        """Let an exchange that measures look at a step. Collective.
+        """Let a strategy that measures steps, such as "auto", observe a step. Collective.
 
-        `fit` calls this after each; in a loop of your own do so for `exchange="auto"`.
+        `fit` calls this after each step; a custom training loop with `exchange="auto"` must do the
+        same.
 
         Args:
-            data: What `fit` trains on; the batch size of `GlobalBatches` is planned for.
-            callbacks: Those of the `fit`.
+            data: The data of `fit`; the plan is made for the batch size of a `GlobalBatches`.
+            callbacks: The callbacks of `fit`.
 
         Returns:
             Whether the step must be traced again.
@@ -390,10 +394,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return strategy is not None and self._change_strategy(strategy)
 
     def _change_strategy(self, strategy: Exchange) -> bool:
-        """Take another strategy, with state as it is; return whether to trace again. Collective."""
+        """Switch the strategy, keeping all state; return whether to trace again. Collective."""
         executor = self._self_executor
         if strategy == executor.strategy:
-            executor.strategy = strategy  # only its outcome is known now
+            executor.strategy = strategy  # only its outcome differs
             return False
         self.undo_shards()
         executor.strategy = strategy
@@ -403,9 +407,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return True
 
     def undo_shards(self) -> None:
-        """Let the wrapped optimizer be one of whole variables again. Collective.
+        """Rebuild the wrapped optimizer on whole variables. Collective.
 
-        Each rank holds the complete state and its part of it for a moment.
+        Each rank briefly holds both the complete state and its part of it.
         """
         executor = self._ready()
         if executor.shards is None or self._self_kept is None:
@@ -419,7 +423,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         variables, state = self._built_for(), self._self_kept.gather()
         executor.may_shard = False
         self._rebuild(variables, state)
-        self._self_is_ready = False  # it may shard again, once it is wrapped or planned otherwise
+        self._self_is_ready = False  # a later wrapper or plan may allow sharding again
 
     def _why_not_sharded(self, model: keras.Model) -> str:
         """Return why parameters that are not sharded yet cannot be, or an empty string."""
@@ -443,12 +447,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     @property
     def options(self) -> GradientOptions:
-        """How gradients are reduced."""
+        """Options for the reduction of gradients."""
         return self._self_executor.options
 
     @property
     def strategy(self) -> Exchange:
-        """How gradients are sent, with what was chosen meanwhile."""
+        """The present strategy, including choices made during training."""
         groups = self._self_groups
         return self._self_executor.strategy if groups is None else groups.strategy
 
@@ -465,7 +469,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     @property
     def groups(self) -> list[list[int]] | None:
-        """Ranks within which weights are equal, for local SGD; None for all together."""
+        """Groups of ranks with equal weights, for local SGD; None if weights are equal on all."""
         return None if self._self_groups is None else self._self_groups.groups
 
     @property
@@ -479,7 +483,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return self._self_groups is not None and not self._self_groups.is_apart
 
     def start_groups(self) -> None:
-        """Let local SGD start. Collective; the training step must be traced again."""
+        """Start local SGD. Collective; the training step must be traced again."""
         groups, executor, kept = self._self_groups, self._ready(), self._self_kept
         assert groups is not None
         logger.info("Local SGD starts: %d groups of ranks.", groups.strategy.groups)
@@ -496,7 +500,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             self.wire(model)  # dense layers exchange within the group, too
 
     def show_average(self) -> list[np.ndarray]:
-        """Show the average of groups in the model, and return this rank's values. Collective."""
+        """Set the model to the average over groups; return this rank's own values. Collective."""
         assert self.group_average is not None
         own = [np.array(v.numpy()) for v in self.group_average.targets]
         self.group_average.average_now()
@@ -504,20 +508,20 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return own
 
     def set_own(self, values: Sequence[Any]) -> None:
-        """Put back what `show_average` returned. Collective in this rank's group."""
+        """Restore the values that `show_average` returned. Collective in this rank's group."""
         assert self.group_average is not None
         for variable, value in zip(self.group_average.targets, values, strict=True):
             variable.assign(value)
         self._self_executor.publish()
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable, which may differ between ranks, to each rank alone."""
+        """Do not exchange the gradient of a variable, which may then differ between ranks."""
         self._self_executor.keep_local([variable])
 
     def is_local_var(self, variable: Any) -> bool:
-        """Return whether a variable may differ between ranks, as moving statistics of local layers.
+        """Return whether a variable may differ between ranks, as in local layers.
 
-        Known before the optimizer is built.
+        The answer is known before the optimizer is built.
         """
         return self._self_executor.is_local(variable)
 
@@ -530,12 +534,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     @property
     def nonfinite(self) -> Policy:
-        """What is done about gradients that are not finite."""
+        """The policy for gradients that are not finite."""
         return self._self_nonfinite.policy
 
     @property
     def n_accumulated(self) -> int:
-        """Batches whose gradients are added up since the last exchange; 0 without cycles."""
+        """Number of batches accumulated since the last exchange; 0 without accumulation."""
         return 0 if self._self_accumulator is None else int(self._self_accumulator.n_waiting)
 
     @property
@@ -545,7 +549,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return accumulator is None or accumulator.is_before_exchange
 
     def drop_cycle(self) -> None:
-        """Take back the batches of a cycle that has not ended."""
+        """Drop the batches of a cycle that has not ended."""
         if self._self_accumulator is not None:
             n_dropped = self._self_accumulator.drop_cycle()
             iterations_of(self.__wrapped__).assign_sub(n_dropped)
@@ -555,11 +559,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Steps that this rank skipped because of `nonfinite="skip"`."""
         return int(self._self_nonfinite.n_skipped)
 
-    # State, complete wherever Keras or a user looks at it
+    # State, complete wherever Keras or a user reads it
 
     @property
     def kept_state(self) -> KeptState | None:
-        """The complete state, as far as it is known; None unless parameters are sharded."""
+        """Access to the complete state; None unless parameters are sharded."""
         return self._self_kept
 
     @property
@@ -569,7 +573,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     @property
     def may_share_state(self) -> bool:
-        """Whether the exchange may decide during a `fit` that each rank holds a part."""
+        """Whether the exchange may switch to sharded state during a `fit`."""
         watch = self._self_watch
         return self._self_executor.strategy.may_shard_later if watch is None else watch.may_cut
 
@@ -625,7 +629,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             store[str(i)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
-        """Take what this rank holds from a complete state."""
+        """Load this rank's part of a complete state."""
         if self._self_kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)
             return
@@ -652,7 +656,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
         Returns:
             Bytes: "state" of the optimizer on this rank, "complete_state" in one process,
-            "parameters" this rank keeps beside the model's, "accumulators" of
+            "parameters" that this rank holds besides the model's, "accumulators" of
             `backward_passes_per_step`.
         """
         own = n_bytes(self.__wrapped__.variables)
@@ -673,12 +677,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         other._self_executor = self._self_executor.copy()
         other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
         sums = self._self_accumulator
-        if sums is not None:  # a cycle begins again
+        if sums is not None:  # the copy begins a new cycle
             other._self_accumulator = Accumulator(sums.passes, sums.is_mean)
         return other
 
     def _fresh(self) -> Any:
-        """Return an optimizer without state where a copy would hold parts, or None."""
+        """Return an optimizer without state if a copy would hold parts of it, else None."""
         return unbuilt(self.__wrapped__) if self._self_kept else None
 
     def from_config(self, config: dict[str, Any]) -> Any:
@@ -690,7 +694,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return self._around(self._fresh() or copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the wrapped optimizer and wrap it in the same way; a cycle begins again."""
+        """Copy the wrapped optimizer and wrap it in the same way; the copy begins a new cycle."""
         return self._around(self._fresh() or copy.deepcopy(self.__wrapped__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -713,7 +717,7 @@ def PartialDistributedOptimizer(
         The wrapped optimizer.
 
     Raises:
-        ConfigError: `local_layers` holds something else than Keras layers.
+        ConfigError: `local_layers` has objects that are not Keras layers.
     """
     layers = layers_in(local_layers, "optimizer.register_local_var")
     wrapped = DistributedOptimizer(optimizer, *args, **options)
@@ -752,7 +756,7 @@ def accumulating(model: keras.Model | None) -> list[DistributedOptimizer]:
 
 
 def passes_per_update(model: keras.Model) -> int:
-    """Return how many batches each optimizer of a model has seen when all have updated something.
+    """Return the number of batches after which each optimizer of a model has made an update.
 
     More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
     """
@@ -762,7 +766,7 @@ def passes_per_update(model: keras.Model) -> int:
 
 
 def _follow(variables: Sequence[Any]) -> None:
-    """Let the pieces of another optimizer that has cut the same variables follow."""
+    """Refresh the pieces of another optimizer that has cut the same variables."""
     for variable in variables:
         on_assign = futures.assignment_hook(variable)
         if on_assign is not None:

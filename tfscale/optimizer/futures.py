@@ -1,10 +1,10 @@
 """Variables with a pending all-gather; reads wait for it.
 
-A step of a sharded exchange ends with gathers that are posted and not waited for
+A step of a sharded exchange posts gathers and ends without waiting for them
 (`Backend.post_gather`). The class of each parameter is replaced by a subclass, `Awaited`, which
-waits before anything reads or writes: eagerly, or by an op that becomes part of the graph that is
-being traced. TensorFlow orders that op by the variable's handle, so layer 1 can begin while layer 2
-waits for its parameters.
+waits before every read and write: eagerly, or by an op in the graph that is being traced.
+TensorFlow orders that op by the variable's handle, so layer 1 can begin while layer 2 waits for its
+parameters.
 
 Checked with Keras 3.10 and 3.15: `Variable._value`, `_direct_assign`, `_restore_from_tensors`.
 """
@@ -41,17 +41,17 @@ class _Future:
 
 
 class Awaited:
-    """Mixed into the class of a variable whose next value may be pending."""
+    """Mixin for the class of a variable whose gather may be pending."""
 
     @property
     def value(self: Any) -> Any:
-        """The variable or, where Keras casts or replaces it, a tensor; not before it is there."""
+        """The variable or, if Keras casts or replaces it, a tensor; waits for the gather."""
         _wait([self])
         return _base(self).value
 
     @property
     def handle(self: Any) -> tf.Tensor:
-        """The resource handle; what it leads to is there."""
+        """The resource handle; waits for the gather."""
         _wait([self])
         return self._value.handle
 
@@ -79,16 +79,16 @@ class Awaited:
         return _base(self).__repr__()
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle and copy as a variable of the original class, with the value that comes."""
+        """Pickle and copy as a variable of the original class, with the gathered value."""
         _wait([self])
         state = {k: v for k, v in vars(self).items() if k != _FUTURE}
         return _new_instance, (_plain_class(self),), state
 
 
 def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
-    """Let every read of some variables wait for gathers that are under way.
+    """Let every read of some variables wait for pending gathers.
 
-    Functions traced before would not wait: see `attach`, which has them traced again.
+    Functions that were traced before do not wait; `attach` lets them be traced again.
 
     Args:
         variables: Keras variables that have values. Those that are futures already get the new
@@ -104,12 +104,12 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
 
 
 def assignment_hook(variable: Any) -> OnAssign | None:
-    """Return the call that follows assignments to a variable; None if it is no future."""
+    """Return the call that follows assignments to a variable; None if it is not a future."""
     return getattr(variable, _FUTURE).on_assign if isinstance(variable, Awaited) else None
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Make futures among some variables ordinary again, after what is under way has arrived.
+    """Wait for pending gathers, and make the futures among some variables ordinary again.
 
     Raises:
         ExchangeError: A gather failed; the variables are ordinary nevertheless.
@@ -124,7 +124,7 @@ def release(variables: Sequence[Any]) -> None:
 
 
 def drain(variables: Sequence[Any]) -> None:
-    """Wait until nothing is under way for some variables; from any thread.
+    """Wait for the pending gathers of some variables; may be called from any thread.
 
     Raises:
         ExchangeError: A gather failed or was given up.
@@ -136,13 +136,10 @@ def drain(variables: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def plain(variables: Sequence[Any]) -> Iterator[None]:
-    """Make variables ordinary within a block, which must not train nor assign.
+    """Make variables ordinary within a block, which must neither train nor assign.
 
-    What is traced within does not wait and holds no op of tfscale: saved functions (export,
-    `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
-
-    Args:
-        variables: Keras variables.
+    Functions that are traced in the block do not wait and have no ops of tfscale, so that saved
+    functions (export, `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
 
     Raises:
         ExchangeError: A gather failed.
@@ -163,7 +160,7 @@ def attach(
     variables: Sequence[Any],
     on_assign: OnAssign | None = None,
 ) -> list[str]:
-    """Make variables of a model futures, and mend what would not wait for them.
+    """Make variables of a model futures, and have the model's functions wait for them.
 
     Every tf.function that was traced with one of the variables is traced again at its next call;
     `model.export` runs under `plain`.
@@ -175,7 +172,7 @@ def attach(
 
     Returns:
         Names of the functions that will be traced again. Concrete functions that a user keeps
-        cannot be: they go on reading without waiting.
+        cannot be traced again: they still read without waiting.
     """
     make_futures(variables, on_assign)
 
@@ -192,9 +189,9 @@ def attach(
 
 
 def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
-    """Wait for pending gathers, now or where the function that is being traced will run.
+    """Wait for pending gathers, now or when the function that is being traced runs.
 
-    With `is_write` the futures are about to be written, so that errors do not matter.
+    With `is_write` the variables are about to be overwritten, so errors of gathers are ignored.
     """
 
     def wait() -> None:
@@ -219,11 +216,11 @@ def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
             "jit_compile=False, or call and trace it within "
             "tfscale.optimizer.futures.plain(model.variables)."
         )
-    wait()  # not once per graph: a function that it calls may have posted in between
+    wait()  # at each read, not once per graph: a called function may have posted a gather
 
 
 def _base(variable: Any) -> Any:
-    """Return what the original class makes of an awaited variable: `super()` for mypy."""
+    """Return an awaited variable as one of its original class: `super()` for mypy."""
     return super(Awaited, variable)
 
 

@@ -1,4 +1,4 @@
-"""Norms of each rank's gradient and of their mean, taken while they are exchanged."""
+"""Norms of each rank's gradient and of the mean gradient, computed during the exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfscale.optimizer.distributed import distributed_of
 
 
 class GradientNorms:
-    """Sums of squared norms over steps, from what an exchange sees anyway: nothing is sent.
+    """Sums over steps of squared gradient norms, computed without messages of their own.
 
     Dense layers whose gradient is that of the whole batch on every rank (`replicated_dense`) are
     left out, and so are steps with gradients that are not finite.
@@ -30,13 +30,10 @@ class GradientNorms:
         self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
 
     def watch(self, model: keras.Model) -> None:
-        """Look at the gradients of a model from the next tracing on.
-
-        Args:
-            model: Compiled with a DistributedOptimizer.
+        """Observe the gradients of a model from the next trace on.
 
         Raises:
-            ConfigError: No two gradients can be compared here.
+            ConfigError: The model has no gradients of several ranks that can be compared.
         """
         optimizer: Any = model.optimizer
         if runtime.size() < 2:
@@ -64,24 +61,24 @@ class GradientNorms:
             )
         scale = 1 if executor.options.op == Average else executor.process_set.size()
         executor.observer = functools.partial(self._add, scale)
-        model.train_function = None  # one that was traced before would not look
+        model.train_function = None  # a function traced before would not observe them
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Set the sums to zero."""
         self._sums.assign(tf.zeros(3, tf.float64))
 
     def take(self) -> list[float]:
-        """Return what was summed since the last call: own, mean, steps; and begin again."""
+        """Return the `values` and reset them."""
         sums = self.values()
         self.reset()
         return sums
 
     def values(self) -> list[float]:
-        """Return what was summed so far: own, mean, steps."""
+        """Return the sums: squared norms of own and of mean gradients, number of steps."""
         return [float(value) for value in self._sums.numpy()]
 
     def restore(self, values: Sequence[float]) -> None:
-        """Go on with what `values` returned."""
+        """Resume from a result of `values`."""
         self._sums.assign(values)
 
     def _add(
@@ -108,5 +105,5 @@ def _square(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def _wide(dtype: tf.DType) -> tf.DType:
-    """Return the type to add up squares in: float16 would overflow."""
+    """Return the dtype for sums of squares: float16 would overflow."""
     return dtype if dtype == tf.float64 else tf.float32

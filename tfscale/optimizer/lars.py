@@ -19,8 +19,8 @@ class LARS(keras.optimizers.Optimizer):
 
     `trust = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon)`, then
     `velocity = momentum * velocity + learning_rate * trust * (g + weight_decay * w)` and
-    `w = w - velocity`. Where `|w|` or `|g|` is 0, and for variables that are excluded, trust is 1
-    and no weight decays.
+    `w = w - velocity`. Trust is 1 if `|w|` or `|g|` is 0. For excluded variables trust is 1 and
+    `weight_decay` is 0.
 
     Source: You, Gitman, Ginsburg: Large batch training of convolutional networks, 2017, eqs. 4-6.
     """
@@ -36,16 +36,16 @@ class LARS(keras.optimizers.Optimizer):
         name: str = "lars",
         **kwargs: Any,
     ) -> None:
-        """Keep the constants.
+        """Create the optimizer.
 
         Args:
             learning_rate: A number or a schedule.
-            momentum: At least 0, below 1.
+            momentum: At least 0 and less than 1.
             trust_coefficient: How far a layer may move relative to its weights; above 0.
-            weight_decay: L2 regularisation inside of the trust ratio; 0 or more.
+            weight_decay: L2 regularisation inside the trust ratio; 0 or more.
             epsilon: Keeps the ratio finite.
             exclude_one_dimensional: Leave biases and the scales of normalisation at trust 1.
-            name: Of the optimizer.
+            name: Name of the optimizer.
             **kwargs: Clipping, averaging and accumulation, as for every Keras optimizer.
 
         Raises:
@@ -80,7 +80,7 @@ class LARS(keras.optimizers.Optimizer):
         if not (self.exclude_one_dimensional and len(variable.shape) < 2):
             weights = ops.convert_to_tensor(variable)
             size, slope = (ops.sqrt(ops.sum(ops.square(x))) for x in (weights, gradient))
-            # One sum of three: TensorFlow may reorder two additions otherwise on each rank.
+            # One sum of three: TensorFlow may reorder two additions differently on each rank.
             terms = [slope, self.decay * size, ops.cast(self.epsilon, slope.dtype)]
             bound = ops.sum(ops.stack(terms))
             trust = ops.where(
@@ -91,7 +91,7 @@ class LARS(keras.optimizers.Optimizer):
         self.assign_sub(variable, velocity)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the constants."""
+        """Return the arguments of the constructor."""
         config = super().get_config()
         config.update(
             momentum=self.momentum,

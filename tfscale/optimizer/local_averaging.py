@@ -1,4 +1,4 @@
-"""Local SGD: groups of ranks that train apart, and the averaging of their models in the step."""
+"""Local SGD: groups of ranks that train separately, and averages of their models in the step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
 
 
 class LocalGroups:
-    """The groups of one optimizer: they exchange gradients inside, and average now and then.
-
-    Attributes:
-        strategy: Groups and intervals.
-        groups: Ranks of each group; all ranks in one while they still train together.
-        is_apart: Whether groups train apart.
-        average: Counts steps and averages; None until it is built.
-    """
+    """The groups of ranks of one optimizer, and their average once they train separately."""
 
     def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
         """Form groups, unless they start later. Collective."""
@@ -41,9 +34,10 @@ class LocalGroups:
                 "Leave process_set out."
             )
         self.strategy = strategy
-        self.is_apart = False
+        self.is_apart = False  # whether groups train separately
         self.average: GroupAverage | None = None
         self._members = strategy.members(runtime.size())
+        # Ranks of each group; one group of all ranks until groups train separately.
         self.groups: list[list[int]] = [list(range(runtime.size()))]
         self._across: ProcessSet = global_process_set
         if strategy.start == "immediately":
@@ -52,7 +46,7 @@ class LocalGroups:
     def form(self, executor: Executor) -> None:
         """Let an executor exchange within this rank's group. Collective.
 
-        Makes process sets: of a group's ranks, and of ranks with the same place in their groups.
+        Creates a process set of each group, and of the ranks at the same position in all groups.
         """
         rank, m = runtime.rank(), len(self._members[0])
         sets = [own_process_set(ranks) for ranks in self._members]
@@ -63,7 +57,7 @@ class LocalGroups:
         self._across = across[rank % m]
 
     def build(self, optimizer: Any, executor: Executor) -> None:
-        """Begin to average what a built optimizer updates, once groups train apart. Collective."""
+        """Create the average for a built optimizer if groups train separately. Collective."""
         if not self.is_apart or self.average is not None:
             return
         rule, shards = update_rule(optimizer), executor.shards
@@ -89,9 +83,9 @@ class LocalGroups:
         """Average in the traced step if it is due; `gradients` are this rank's own. Collective."""
         if self.average is None:
             return
-        # Where data ends unannounced, a step begins without a batch, and TensorFlow runs what
-        # does not wait for one: on some ranks, steps would be counted that none makes. A gradient
-        # of this rank's own needs a batch, and is there without waiting for others.
+        # If data ends unannounced, a step begins without a batch, and TensorFlow runs all ops that
+        # need none: some ranks would count a step that is never made. So counting waits for one of
+        # this rank's own gradients, which needs a batch but no other rank.
         own = [values_of(g) for g in gradients if g is not None][-1:]
         pairs = zip(reduced.targets, reduced.gradients, strict=True)
         chosen = [(target, g) for target, g in pairs if g is not None]
@@ -100,16 +94,16 @@ class LocalGroups:
 
 
 class GroupAverage:
-    """Counts steps and, when an average is due, averages over the groups what this rank updates.
+    """Counts steps and, when it is due, averages this rank's variables over the groups.
 
     Attributes:
-        across: This rank and those of the other groups that update the same.
-        targets: What this rank updates.
-        interval: Steps between two averages: a variable, so that it may change without tracing.
+        across: This rank and the ranks of other groups that update the same variables.
+        targets: Variables or pieces that this rank updates.
+        interval: Steps between two averages: a variable, so that it can change without re-tracing.
         since: Steps since the last average.
         distance: Mean over groups of the distance between a group's parameters and the average,
             measured at the last average ([L] eq. 9).
-        wants_to_stop: Set on a rank that is to stop training; sent with the next average.
+        wants_to_stop: Set on a rank that must stop training; sent with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
         n_averages: Averages taken in steps so far.
     """
@@ -124,17 +118,17 @@ class GroupAverage:
         targets: Sequence[keras.Variable],
         states: Sequence[Any],
     ) -> None:
-        """Begin with an average just taken. Collective.
+        """Create counters and copies, in the state just after an average. Collective.
 
         Args:
-            strategy: What is averaged how.
-            across: See above.
-            is_counted: Whether this rank's part counts for the distance; False on all but one of
-                several ranks that update the same.
-            compression: For changes of parameters and sums of gradients. States are always sent
-                whole: squares of gradients need the range.
+            strategy: Options of the average.
+            across: See the attribute.
+            is_counted: Whether this rank's part counts for the distance; True on one of several
+                ranks that update the same variables.
+            compression: For changes of parameters and sums of gradients. States are never
+                compressed: squares of gradients need the range.
             rule: The Keras optimizer that updates.
-            targets: Whole variables or pieces; copies of them are kept where need be.
+            targets: Variables or pieces that this rank updates.
             states: Variables of the optimizer, for `average_state`.
         """
         self._strategy, self._compression, self._rule = strategy, compression, rule
@@ -144,7 +138,8 @@ class GroupAverage:
         floating = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         self._states = floating if strategy.average_state else []
         self._outer: Any = None
-        # Few bits say more about how far a parameter has moved than about where it is.
+        # With compression, changes since the last common parameters are sent: a change needs fewer
+        # bits than the parameter.
         is_compressed = compression is not Compression.none
         sums_gradients = strategy.average == "gradients"
         needs_common = is_compressed or strategy.outer is not None or sums_gradients
@@ -160,16 +155,16 @@ class GroupAverage:
             common = self.targets if needs_common else []
             self._common = [_like(v, self._first_of(v)) for v in common]
             for copy, variable in zip(self._common, common, strict=True):
-                copy.constraint = variable.constraint  # an outer optimizer obeys it
+                copy.constraint = variable.constraint  # applied by an outer optimizer
             summed = self.targets if sums_gradients else []
             self._sums = [_like(v, np.zeros(v.shape)) for v in summed]
             if strategy.outer is not None:
-                # One of its own: a strategy may be given to several optimizers.
+                # A copy, as a strategy may be given to several optimizers.
                 self._outer = type(strategy.outer).from_config(strategy.outer.get_config())
                 self._outer.build(self._common)
 
     def _first_of(self, variable: keras.Variable) -> np.ndarray:
-        """Return the first group's value: groups whose changes begin elsewhere never meet."""
+        """Return the first group's value: all groups must start from the same one."""
         value = tf.convert_to_tensor(variable.value)
         if self.across.size > 1:
             call = Call(self.across, f"common {variable.path}")
@@ -178,13 +173,13 @@ class GroupAverage:
 
     @property
     def variables(self) -> list[Any]:
-        """All that a run must keep to go on exactly: counters, common parameters, sums."""
+        """State that an exact resume needs: counters, common parameters, sums."""
         slots = self._outer.variables if self._outer is not None else ()
         own = [*self._common, *self._sums, *slots]
         return [self.interval, self.since, *own]
 
     def start_from_here(self) -> None:
-        """Take the present parameters, equal in all groups, as the last average."""
+        """Use the present parameters, equal in all groups, as the last average."""
         self.since.assign(0)
         self.wants_to_stop.assign(False)
         self.must_stop.assign(False)
@@ -194,7 +189,7 @@ class GroupAverage:
             total.assign(tf.zeros(total.shape, total.dtype))
 
     def average_now(self) -> None:
-        """Average what this rank updates over the groups, eagerly. Collective."""
+        """Average this rank's variables over the groups, eagerly. Collective."""
         for variable in self.targets:
             value = tf.convert_to_tensor(variable.value)
             _set(variable, mean_over(self.across, [value], variable.path)[0])
@@ -215,7 +210,7 @@ class GroupAverage:
         self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
 
     def _parts(self) -> list[list[int]]:
-        """Return what is sent together; all at once where an outer optimizer takes one step."""
+        """Return the positions of each message; one message if an outer optimizer makes a step."""
         if self._strategy.outer is not None:
             return [list(range(len(self.targets)))] if self.targets else []
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
@@ -243,7 +238,7 @@ class GroupAverage:
         return sum_of([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
 
     def _take_over(self, part: Sequence[int], means: Sequence[tf.Tensor]) -> None:
-        """Set parameters to their means, or where the outer optimizer goes from there."""
+        """Assign means to parameters, or the result of the outer optimizer's step."""
         common = [self._common[i] for i in part] if self._common else []
         if self._outer is not None:
             self._outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
@@ -266,7 +261,7 @@ class GroupAverage:
             self._sums[i].assign(tf.zeros_like(mean))
 
     def _rate_of_step(self) -> Any:
-        """Return the rate of the update just made, after which a schedule is a step ahead."""
+        """Return the learning rate of the last update; a schedule is already one step ahead."""
         rate = rate_of(self._rule)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             return rate(self._rule.iterations - 1)
@@ -277,9 +272,10 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
     def _measure(self, square: tf.Tensor) -> tf.Tensor:
-        """Each group's distance is sent as one number; ranks of a group add their parts up.
+        """Measure the distance of the groups, and agree whether to stop. Collective.
 
-        One more number says how many ranks want to stop.
+        Each group's squared distance is one number, the sum of its ranks' parts. One more number
+        counts the ranks that want to stop.
         """
         n_groups, world = self.across.size, runtime.world()
         group = self.across.rank
@@ -299,19 +295,19 @@ def _like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
 
 
 def _set(variable: keras.Variable, value: Any) -> None:
-    """Assign a value as a rule does: a mean may lie where a constraint lets no parameter be."""
+    """Assign a value under the variable's constraint, which a mean may violate."""
     variable.assign(value if variable.constraint is None else variable.constraint(value))
 
 
 def _when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return what `action` returns, or zero where the condition does not hold."""
+    """Return the result of `action`, or zero if the condition does not hold."""
     if tf.executing_eagerly():
         return action() if bool(condition) else tf.zeros([], tf.float64)
     return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))
 
 
 def _require_plain(optimizer: Any, rule: Any) -> None:
-    """Refuse to average gradients of which an optimizer makes something else."""
+    """Raise a ConfigError if the optimizer changes gradients before it applies them."""
     if rule is not optimizer or rule.loss_scale_factor is not None:
         raise ConfigError(
             "Gradients are added up over an interval, and a loss scale may change within it. "
@@ -330,14 +326,14 @@ def _require_plain(optimizer: Any, rule: Any) -> None:
 
 
 def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:
-    """Return a rule's variables but the slots of local variables, which stay each rank's own."""
+    """Return a rule's variables except the slots of local variables, which are not averaged."""
     owners, trainable = slots_of(rule), trained_by(rule)
     of_local = {slot for slot, index in owners.items() if is_local(trainable[index])}
     return [variable for variable in rule.variables if id(variable) not in of_local]
 
 
 def _require_elementwise(outer: Any) -> None:
-    """Raise where an outer optimizer would take a rank's segment for the whole model."""
+    """Raise a ConfigError if an outer optimizer needs more than a rank's segment."""
     used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
     if outer is not None and (used or type(outer) not in ELEMENTWISE):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite on some rank: what all ranks do about them."""
+"""Policies for gradients that are NaN or infinite on some rank."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ logger = logging.getLogger("tfscale")
 
 Policy = Literal["ignore", "raise", "skip"]
 _NAMES_SHOWN = 3
-_LOGGED = 10  # skipped steps, each; then every hundredth
+_LOGGED = 10  # number of skipped steps that are all logged; then every hundredth
 
 
 class NonFinite:
-    """What a distributed optimizer does about gradients that are not finite.
+    """Applies reduced gradients under a policy for those that are not finite.
 
     Reduced gradients are equal on all ranks, and NaN and infinity survive a sum, so the ranks
-    agree without a message; parts of sharded gradients take one number per step. The ranks and
-    parameters are asked for only in a step in which something is wrong.
+    agree without a message; with sharded gradients they exchange one number per step. Only a step
+    with such gradients exchanges the ranks and parameters that caused it.
     """
 
     def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
-        """Keep the policy.
+        """Check the policy.
 
         Args:
-            policy: "ignore" looks at nothing; "raise" ends training on all ranks with an error
-                that names rank, step and parameter; "skip" leaves weights, the optimizer's state
-                and `iterations` as they were before the step. Metrics have seen it; what layers
-                keep beside their weights is the business of `callbacks.finite_state`.
+            policy: "ignore" checks nothing; "raise" ends training on all ranks with an error that
+                names rank, step and parameter; "skip" leaves weights, the optimizer's state and
+                `iterations` as they were before the step. Metrics include the step, and
+                `callbacks.finite_state` restores state of layers besides weights.
             exchange: The strategy.
 
         Raises:
-            ConfigError: The policy is none of these, or does not go together with the exchange.
+            ConfigError: The policy is unknown, or cannot be combined with the exchange.
         """
         if policy not in get_args(Policy):
             raise ConfigError(
@@ -76,17 +76,12 @@ class NonFinite:
         variables: Sequence[Any],
         executor: Executor,
     ) -> None:
-        """Let an optimizer apply reduced gradients if they are finite on all ranks.
+        """Let a built optimizer apply reduced gradients if they are finite on all ranks.
 
-        Args:
-            optimizer: A built Keras optimizer.
-            reduced: Gradients and what is updated with them.
-            gradients: This rank's own, one for each of `variables`.
-            variables: The model's.
-            executor: Has reduced them.
+        `gradients` are this rank's own, one for each of the model's `variables`.
 
         Raises:
-            ConfigError: The optimizer scales the loss and is to raise.
+            ConfigError: The optimizer scales the loss, and the policy is "raise".
         """
 
         def update() -> None:
@@ -110,8 +105,8 @@ class NonFinite:
         if executor.shards is not None:  # each rank sees a part of the reduced gradients
             finite = all_agree(finite, group, "are gradients finite")
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        # Of layers that exchange activations every rank has the whole batch's gradient, which
-        # does not tell whose samples spoiled it.
+        # For layers that exchange activations, every rank has the gradient of the whole batch,
+        # which does not show whose samples caused it.
         pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
 
         def report() -> None:
@@ -120,7 +115,7 @@ class NonFinite:
         run_either(finite, update, report)
 
     def _report(self, iterations: Any, pairs: Sequence[tuple[Any, Any]], group: Group) -> None:
-        """Ask all ranks whose gradients are not finite. Collective: all take this branch."""
+        """Gather which gradients of all ranks are not finite. Collective: all take this branch."""
         names = [name_of(v) for _, v in pairs]
         bad = [tf.logical_not(_is_finite(g)) for g, _ in pairs]
         flags = tf.cast(tf.stack(bad), tf.uint8)
@@ -140,7 +135,7 @@ class NonFinite:
             tf.py_function(tell, [tf.convert_to_tensor(iterations), rows], [])
 
     def tell(self, iterations: int, rows: np.ndarray, names: list[str], ranks: list[int]) -> None:
-        """Raise or log what was found: 1 for each of `ranks` and `names` that is not finite."""
+        """Raise or log; `rows` has 1 for each gradient, by ranks and names, that is not finite."""
         where = []
         for rank, row in zip(ranks, rows, strict=True):
             found = [names[i] for i in np.flatnonzero(row)]

@@ -1,8 +1,8 @@
-"""Update rules of Keras on pieces of variables: which can, which are refused, what is replaced.
+"""Keras optimizers on pieces of variables: supported update rules, clipping and checks.
 
-Keras computes clipping, weight decay and the check for infinity from the gradients it is given, of
-which each rank has a part. They are replaced on the optimizer itself during a step, at the place
-where Keras calls them, so that they are right after gradient accumulation, too.
+Keras computes clipping, weight decay and the check for infinity from the gradients that it is
+given, but each rank has only a part of them. These methods of the optimizer are replaced during a
+step, where Keras calls them, so that they are also correct after gradient accumulation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ELEMENTWISE = (
     _rules.Ftrl,
     _rules.Lion,
 )
-# The update needs all of a variable, but of no other.
+# The update of a variable needs the whole variable, but no other variable.
 LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)
 
 
@@ -61,7 +61,7 @@ def why_uncut(rule: Any, variable: Any) -> str:
 
 
 def refuse_bypassed(optimizer: Any) -> None:
-    """Refuse a Keras optimizer whose own way to apply gradients would not be taken."""
+    """Raise a ConfigError for another Keras backend or an overridden `apply_gradients`."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
             "Keras must compute with TensorFlow. Received: the Keras backend "
@@ -78,7 +78,7 @@ def refuse_bypassed(optimizer: Any) -> None:
 
 
 def require_keras(variables: Sequence[Any]) -> None:
-    """Require variables whose readers can be made to wait."""
+    """Raise a ConfigError unless variables are of Keras: only their readers can wait."""
     others = [v for v in variables if not isinstance(v, keras.Variable)]
     if others:
         raise ConfigError(
@@ -89,7 +89,7 @@ def require_keras(variables: Sequence[Any]) -> None:
 
 
 def refuse_outer_scaler(distributed: type) -> None:
-    """Raise where a LossScaleOptimizer calls us: it skips steps by what one rank sees alone."""
+    """Raise an ExchangeError if a LossScaleOptimizer calls us: it may skip one rank's step."""
     if has_outer_scaler(distributed):
         raise ExchangeError(
             "Loss scaling must be inside of the distributed optimizer, or ranks that see an "
@@ -102,12 +102,10 @@ def refuse_outer_scaler(distributed: type) -> None:
 
 @contextlib.contextmanager
 def on_pieces(optimizer: Any, reduced: Reduced, shards: Shards | None) -> Iterator[None]:
-    """Let an optimizer apply gradients of pieces within a block as it would those of variables.
+    """Within a block, let an optimizer apply gradients of pieces like those of whole variables.
 
-    Args:
-        optimizer: Built on the pieces.
-        reduced: What it is given in this step.
-        shards: How variables are cut; None where they are not, and nothing is replaced.
+    The optimizer is built on the pieces; `reduced` has the gradients of the step. Nothing is
+    replaced if `shards` is None.
     """
     if shards is None:
         yield
@@ -145,10 +143,10 @@ def clip(
     """Return gradients clipped as Keras does it, by the norms of whole variables. Collective.
 
     Args:
-        rule: The Keras optimizer whose clipnorm, global_clipnorm or clipvalue holds.
-        gradients: Of pieces or of whole variables; no None.
-        positions: Of the variable each belongs to; -1 for one that is not cut.
-        shards: How variables are cut.
+        rule: The Keras optimizer whose clipnorm, global_clipnorm or clipvalue is used.
+        gradients: Gradients of pieces or of whole variables; none of them is None.
+        positions: Position of each gradient's variable; -1 for one that is not cut.
+        shards: The pieces of variables.
     """
     dense = [tf.convert_to_tensor(g) for g in gradients]
     if rule.clipnorm and rule.clipnorm > 0:
@@ -177,8 +175,8 @@ def _clip_globally(
 
 
 def sum_of(scalars: Sequence[tf.Tensor], dtype: tf.DType = tf.float64) -> tf.Tensor:
-    """Return the sum of scalars of a dtype, 0 for none."""
-    # Not add_n: in a branch TensorFlow's memory optimizer makes of it what fails when it runs.
+    """Return the sum of scalars of a dtype; 0 if there are none."""
+    # Not add_n: in a branch, TensorFlow's memory optimizer rewrites it to ops that fail.
     return tf.reduce_sum(tf.stack([tf.zeros([], dtype), *scalars]))
 
 

@@ -1,4 +1,4 @@
-"""Saving a model from several ranks, each path once and whole; loading it to train on."""
+"""Save a model from several ranks, each path once and whole; load it to resume training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_model(
     del legacy_opts
     objects = {c.__name__: c for c in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
-    if optimizer_of(model) is not None:  # one that was saved without has none
+    if optimizer_of(model) is not None:  # None for a model saved without one
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
     return model
 
@@ -65,9 +65,9 @@ def make_saves_safe(model: keras.Model) -> None:
 
     A plain `keras.callbacks.ModelCheckpoint` on every rank writes the same file from all ranks at
     once, which damages `.keras` files, fails on the lock of `.h5` files and on a folder that
-    another rank has just created. Afterwards `model.save` and `model.save_weights` write beside
-    the target and rename: a file is complete when it appears, and the last one stays. Where ranks
-    share the optimizer's state they save together, see `save_together`.
+    another rank has just created. Afterwards `model.save` and `model.save_weights` write a
+    temporary file and rename it: a file is complete when it appears, and the last one remains. If
+    ranks share the optimizer's state they save together; see `save_together`.
     """
     wrap_once(model, "save", lambda save: _safe(model, save, "model.save"))
     wrap_once(model, "save_weights", lambda save: _safe(model, save, "model.save_weights"))
@@ -78,7 +78,9 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
         def write() -> None:
             name = str(filepath)
             with contextlib.ExitStack() as stack:
-                if name.endswith(_HDF5) and not name.endswith(".weights.h5"):  # it reads variables
+                if name.endswith(_HDF5) and not name.endswith(
+                    ".weights.h5"
+                ):  # Keras reads `variables`
                     for optimizer in distributed_optimizers(model):
                         stack.enter_context(optimizer.complete_variables())
                 save_beside(save, filepath, overwrite, *args, **kwargs)
@@ -96,7 +98,7 @@ def save_beside(
 ) -> None:
     """Save under another name, then rename; the arguments are those of Keras's `save`.
 
-    Without `overwrite` Keras asks first, and nothing is renamed.
+    Without `overwrite` Keras asks the user, and the file is not renamed.
     """
     path = Path(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = path is not None and path.suffix in (".keras", *_HDF5) and not path.is_dir()
@@ -116,13 +118,8 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
     """Save a model whose optimizer state is shared: the first rank that names a path writes it.
 
     Collective, unless the state was gathered before (`full_state`, save points of `fit`): then
-    the rank that has it writes, and others write nothing.
-
-    Args:
-        model: With sharded optimizers.
-        filepath: Where to.
-        write: Writes the file, given that this rank has the complete state.
-        what: What the user called, for messages.
+    the rank that has it writes, and all others write nothing. `write` writes the file on a rank
+    that has the complete state; `what` is the user's call, for messages.
 
     Raises:
         ExchangeError: Not all ranks take part, or one of them could not write.

@@ -1,4 +1,4 @@
-"""A learning rate schedule that goes on when the batch size changes."""
+"""Learning rate schedule that follows a change of the batch size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tfscale.config import ConfigError
 class ScalableSchedule(wrapt.ObjectProxy):
     """Any LearningRateSchedule, following samples instead of steps, times a factor.
 
-    With a batch twice as large an epoch has half as many steps, and a schedule counted in steps
-    would fall behind. This one is asked for step `since_progress + (step - since) * stretch`,
-    where stretch is the present batch size over the first one, and its answer is multiplied by
-    `scale`. Until `rescale` is called it is the schedule itself.
+    With a batch twice as large, an epoch has half as many steps, and a schedule that counts steps
+    would be late. The wrapped schedule is therefore evaluated at step
+    `progress + (step - since) * stretch`, where `stretch` is the present batch size over the first
+    one and `progress` the value at step `since`, the last change. The result is multiplied by
+    `scale`. Until `rescale` is called, the rate is that of the wrapped schedule.
 
     A transparent proxy: a saved model holds the schedule inside and loads without tfscale.
 
@@ -33,7 +34,7 @@ class ScalableSchedule(wrapt.ObjectProxy):
             schedule: Counted in steps of the first batch size.
 
         Raises:
-            ConfigError: It is no schedule, or is wrapped already.
+            ConfigError: `schedule` is not a LearningRateSchedule, or is wrapped already.
         """
         is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         if not is_schedule or type(schedule) is ScalableSchedule:
@@ -57,7 +58,7 @@ class ScalableSchedule(wrapt.ObjectProxy):
         return rate * tf.cast(values[0], rate.dtype)
 
     def rescale(self, scale: float, stretch: float, step: int) -> None:
-        """Change factor and pace from a step on.
+        """Change `scale` and `stretch` from a step on.
 
         Args:
             scale: Factor of the rate.
@@ -74,19 +75,19 @@ class ScalableSchedule(wrapt.ObjectProxy):
         return self.state()[0]
 
     def state(self) -> list[float]:
-        """Return what `restore` takes."""
+        """Return the values for `restore`."""
         return [float(value) for value in self._self_values.numpy()]
 
     def restore(self, state: list[float]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from a result of `state`."""
         self._self_values.assign(state)
 
     def __copy__(self) -> ScalableSchedule:
-        """Wrap the same schedule; factor and pace begin anew."""
+        """Wrap the same schedule, with `scale` and `stretch` reset."""
         return ScalableSchedule(self.__wrapped__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalableSchedule:
-        """Wrap the same schedule, which has no state; factor and pace begin anew."""
+        """Wrap the same schedule, which has no state, with `scale` and `stretch` reset."""
         return ScalableSchedule(self.__wrapped__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Complete state of an optimizer whose ranks hold parts: gathered, kept, loaded, checkpointed.
+"""Complete state of an optimizer whose ranks hold parts: gather, keep, load and checkpoint it.
 
-`KeptState` gathers and cuts state and keeps what was gathered, `Meeting` waits for the ranks,
-`StateNodes` shows complete state to tf.train.Checkpoint.
+`KeptState` gathers state, keeps the result and cuts state that is loaded; `Meeting` waits for the
+ranks; `StateNodes` presents complete state to tf.train.Checkpoint.
 """
 
 from __future__ import annotations
@@ -30,22 +30,17 @@ _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a c
 
 
 class KeptState:
-    """The complete state of an optimizer that was built on pieces, and how it is read and written.
+    """The complete state of an optimizer that was built on pieces.
 
     Complete state is a list of arrays in the order of `variables` of the same optimizer built on
-    whole variables, which is Keras's own format. What was gathered is kept until the next update or
-    load makes it outdated, so that one rank can save without asking the others: all took part in
-    the gather before.
-
-    Attributes:
-        process_set: The ranks that share.
-        nodes: Complete state for tf.train.Checkpoint.
+    whole variables, which is Keras's own format. Gathered state is kept until the next update or
+    load, so that one rank can save it without the others, which took part in the gather.
     """
 
     def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
-        """Keep nothing yet. All ranks that share do this at the same place of their program.
+        """Create without gathered state, on all ranks at the same point of their program.
 
-        The optimizer is built on the targets of `shards`; `rule` is what updates, below loss
+        `optimizer` is built on the targets of `shards`; `rule` is the optimizer inside loss
         scaling.
         """
         self.process_set = process_set
@@ -63,12 +58,12 @@ class KeptState:
     def _placed(self) -> list[tuple[Any, int]]:
         """Pair the optimizer's variables with positions in `shards`; -1 if every rank has them.
 
-        The present variables: a schedule that is set takes away the learning rate's.
+        Not cached: the learning rate's variable is removed when a schedule is set.
         """
         return [(v, self._slots.get(id(v), -1)) for v in self._optimizer.variables]
 
     def _version(self) -> Version:
-        """Changes with each update and each load, and where variables have come or gone."""
+        """Return a value that changes with updates, loads and the number of variables."""
         n_updates = int(iterations_of(self._rule).numpy())
         return n_updates, self._n_loads, len(self._optimizer.variables)
 
@@ -81,13 +76,13 @@ class KeptState:
 
     @property
     def shared(self) -> frozenset[int]:
-        """Numbers of the variables of which each rank has a part, perhaps an empty one."""
+        """Indices of the variables of which each rank has a part, perhaps an empty one."""
         return frozenset(i for i, (_, place) in enumerate(self._placed()) if place >= 0)
 
     def own_parts(self) -> dict[int, tuple[Any, tuple[int, int] | None]]:
-        """Map the number of each variable of which this rank holds a part to it and its range.
+        """Map the index of each variable of which this rank holds a part to variable and range.
 
-        A range counts elements of the flat variable, the last one excluded; None: all of it.
+        A range is (start, stop) in elements of the flat variable, or None for the whole variable.
         """
         found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
         for i, (variable, place) in enumerate(self._placed()):
@@ -98,7 +93,7 @@ class KeptState:
         return found
 
     def number(self, variable: Any) -> int:
-        """Return the number of one of the optimizer's variables."""
+        """Return the index of one of the optimizer's variables."""
         return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
 
     def whole_variables(self) -> dict[int, Any]:
@@ -118,7 +113,7 @@ class KeptState:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all ranks gathered what is still valid, and some of them kept it."""
+        """Whether gathered state is still valid; at least one rank has it."""
         return self._gathered_at is not None and self._gathered_at == self._version()
 
     @property
@@ -129,7 +124,7 @@ class KeptState:
     def gather(self, is_kept: bool = True) -> list[np.ndarray]:
         """Gather and return the complete state. Collective, on the main thread.
 
-        At least one rank keeps it (`is_kept`); on others the list is empty.
+        At least one rank must keep it (`is_kept`); on all others the list is empty.
         """
         self.forget()
         pairs = self._placed()
@@ -147,7 +142,7 @@ class KeptState:
         return arrays
 
     def _shapes_of_whole(self, pairs: Sequence[tuple[Any, int]]) -> dict[int, tuple[int, ...]]:
-        """Ask for the shapes of slots of variables that one rank owns: others' may have any."""
+        """Gather the shapes of slots that one rank owns; those of other ranks may differ."""
         if not any(self._shards.is_whole(place) for _, place in pairs):
             return {}
         own = {
@@ -161,22 +156,22 @@ class KeptState:
     def _gather(self, slot: Any, place: int) -> np.ndarray:
         flat = tf.reshape(slot.value, [-1])
         if not self._shards.owned(place):
-            flat = flat[:0]  # A whole variable's slot may have dimensions that are not empty.
+            flat = flat[:0]  # The slot of an empty piece may have elements.
         call = Call(self._shards.group, f"state of {self._shards.variables[place].path}")
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
 
     def keep_on_first(self) -> None:
-        """Keep on the first rank of the process set only what all ranks have just gathered."""
+        """Drop the gathered state on all ranks but the first of the process set."""
         if self.process_set.rank() > 0:
             self._arrays = None
 
     def forget(self) -> None:
-        """Keep nothing; what was gathered or loaded takes memory no longer."""
+        """Drop gathered and loaded state, which frees its memory."""
         self._arrays = self._gathered_at = self._loaded = None
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks; `what` this rank is about to do is for the message. Collective."""
+        """Wait for all ranks; `what` names the operation in the error. Collective."""
         timeout_s = settings().save_timeout_s
         if not self._meeting.wait(timeout_s):
             raise ExchangeError(
@@ -200,17 +195,17 @@ class KeptState:
                 "usually rank 0, or call model.optimizer.full_state() on every rank to use its "
                 "result."
             )
-        # A learning rate may have changed since, or a loss scale: every rank has the present one.
+        # Learning rate and loss scale may have changed since; every rank has the present value.
         kept = zip(self._placed(), self._arrays, strict=True)
         return [v.numpy() if place < 0 else value for (v, place), value in kept]
 
     # Loading
 
     def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
-        """Take this rank's part of a complete state, equal on all ranks.
+        """Load this rank's part of a complete state that is equal on all ranks.
 
-        `state` has an array for each variable from number `first` on. If it is all of the state,
-        `keeps` keeps it for `broadcast_loaded`.
+        `state` has an array for each variable from index `first` on. With `keeps`, a state of all
+        variables is kept for `broadcast_loaded`.
         """
         self.note_load()
         pairs = self._placed()
@@ -227,7 +222,7 @@ class KeptState:
             self._loaded = (self._version(), list(state))
 
     def note_load(self) -> None:
-        """Count a load, perhaps one that went past `load`: what was gathered is outdated."""
+        """Count a load, by `load` or otherwise: gathered state is outdated."""
         self.forget()
         self._n_loads += 1
 
@@ -235,13 +230,13 @@ class KeptState:
         """Give all ranks their parts of the state that one rank loaded. Collective.
 
         Args:
-            root_rank: Which one; the first of the process set, if it is none of it. Where it has
-                loaded none since the last update, nothing happens: the parts that the ranks hold
-                belong together.
+            root_rank: The rank that loaded the state; the first of the process set if it is not a
+                member. If no rank has loaded a state since the last update, nothing happens: the
+                ranks' parts belong together.
             process_set: The ranks that take part.
 
         Raises:
-            ExchangeError: Another rank has loaded a state, and the root none.
+            ExchangeError: Another rank has loaded a state, and the root has not.
         """
         ranks = process_set.group().ranks
         root = root_rank if root_rank in ranks else ranks[0]
@@ -262,33 +257,33 @@ class KeptState:
             self.load([value], i, keeps=False)
 
     def serve(self, rule: Any, first: int) -> None:
-        """Let the optimizer below loss scaling save and load complete state: Keras asks it, too.
+        """Let the optimizer inside loss scaling save and load complete state: Keras calls it, too.
 
-        `first` is the number of its first variable among those of the outer one.
+        `first` is the index of its first variable among those of the outer optimizer.
         """
 
         def save_own_variables(store: dict[str, Any]) -> None:
-            for i, value in enumerate(self.read("saving")[first:]):  # a store is no dict
+            for i, value in enumerate(self.read("saving")[first:]):  # a store is not a dict
                 store[str(i)] = value
 
         def load_own_variables(store: dict[str, Any]) -> None:
-            del store  # the outer one has loaded it all
+            del store  # the outer optimizer has loaded all state
 
         rule.save_own_variables = save_own_variables
         rule.load_own_variables = load_own_variables
 
 
 class Meeting:
-    """Finds out whether all ranks of a group have come to the same place.
+    """A barrier with a timeout for the ranks of a group.
 
-    An eager collective that some rank never joins would spoil the order of all later ones. So this
-    one is a traced function, which has a plan of its own, and runs on a thread. It has two rounds:
-    some thread has come from each rank; each rank still waits. A rank that has waited long enough
-    continues, and its thread tells late ranks that it does not wait.
+    An eager collective that a rank never joins would break the order of all later ones. So this
+    barrier is a traced function, which has its own plan, and runs on a thread. It has two rounds:
+    the first ends when a thread of each rank has arrived, the second tests whether each rank still
+    waits. A rank that times out continues, and its thread informs late ranks in the second round.
     """
 
     def __init__(self, group: Group) -> None:
-        """Trace. All ranks of the group do this at the same place of their program."""
+        """Trace the rounds, on all ranks of the group at the same point of their program."""
 
         def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
             call = Call(group, "meeting of ranks", stream="meeting")
@@ -303,9 +298,9 @@ class Meeting:
         self._attempt.set_result(False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether all ranks have come in time. Collective, on the main thread.
+        """Return whether all ranks arrive in time. Collective, on the main thread.
 
-        An attempt that is given up stays open.
+        After a timeout the attempt stays pending, and the next call resumes it.
         """
         deadline = time.monotonic() + timeout_s
         self._is_wanted = True
@@ -333,7 +328,7 @@ class Meeting:
 
 
 class _Slot(tf.__internal__.tracking.Trackable):
-    """A variable of the optimizer, whole: gathered when it is saved, cut when it is restored."""
+    """A checkpoint node for a whole variable: gathered when saved, cut when restored."""
 
     def __init__(self, kept: KeptState, variable: Any) -> None:
         self._kept, self._variable = kept, variable
@@ -354,7 +349,7 @@ class _Slot(tf.__internal__.tracking.Trackable):
 
 
 class _Node(tf.__internal__.tracking.Trackable):
-    """An object of the optimizer's, a list of slots for example."""
+    """A checkpoint node for an object of the optimizer, for example a list of slots."""
 
     def __init__(self, nodes: StateNodes, wrapped: Any) -> None:
         self._nodes, self._wrapped = nodes, wrapped
@@ -368,7 +363,7 @@ class _Node(tf.__internal__.tracking.Trackable):
 
 
 class StateNodes:
-    """Puts complete variables in the place of parts, and the model's in the place of pieces."""
+    """Replaces parts by complete variables, and pieces by the model's variables."""
 
     def __init__(self, kept: KeptState) -> None:
         self._replaced: dict[int, Any] = dict(kept.whole_variables())
@@ -377,7 +372,7 @@ class StateNodes:
         self._nodes: dict[int, tuple[Any, _Node]] = {}
 
     def children(self, owner: Any, save_type: str, **options: Any) -> dict[str, Any]:
-        """Return the children of one of the optimizer's objects, replaced in checkpoints alone."""
+        """Return the children of an object of the optimizer, replaced in checkpoints only."""
         found = owner._trackable_children(save_type, **options)
         if save_type != "checkpoint":
             return found
@@ -410,5 +405,5 @@ class CompleteVariable:
 
 
 def n_bytes(variables: Any) -> int:
-    """Return how many bytes the values of variables take."""
+    """Return the size of variables in bytes."""
     return sum(int(np.prod(tuple(v.shape))) * tf.as_dtype(v.dtype).size for v in variables)

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: gradients that all ranks agree on, for training loops of one's own."""
+"""DistributedGradientTape: gradients reduced over all ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfscale.exchange.plan import GradientOptions
 class DistributedGradientTape(wrapt.ObjectProxy):
     """A tf.GradientTape whose `gradient` returns gradients reduced over all ranks.
 
-    Everything else is the tape's own.
+    All other attributes are those of the tape.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             compression: The dtype on the wire.
             sparse_as_dense: Make sparse gradients dense before they are sent.
             op: Average or Sum.
-            gradient_predivide_factor: Divides before the sum.
+            gradient_predivide_factor: Divides gradients before the sum.
             num_groups: Number of buckets of an allreduce; 0 chooses by size.
             groups: Number of buckets, or lists of variables that are sent together.
             process_set: The ranks that take part.
@@ -53,7 +53,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             exchange: The strategy.
 
         Raises:
-            ConfigError: An argument does not fit.
+            ConfigError: An argument is invalid.
         """
         super().__init__(gradtape)
         options = GradientOptions(
@@ -68,11 +68,11 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         return self
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable to each rank alone."""
+        """Do not exchange the gradient of a variable."""
         self._self_executor.keep_local([variable])
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of a variable to each rank alone, by Horovod's name for it."""
+        """Do not exchange the gradient of a variable; Horovod's name of the method."""
         self.register_local_var(source)
 
     def gradient(
@@ -85,7 +85,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         """Return gradients reduced over all ranks.
 
         Args:
-            target: What is differentiated.
+            target: Tensors to differentiate.
             sources: Variables, in any structure.
             output_gradients: As in TensorFlow.
             unconnected_gradients: As in TensorFlow.
@@ -110,10 +110,10 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return local and shared gradients apart, as Horovod does.
+        """Return local and shared gradients separately, as Horovod does.
 
         Args:
-            target: What is differentiated.
+            target: Tensors to differentiate.
             sources: A list of variables.
             output_gradients: As in TensorFlow.
             use_generic_names: Ignored.
@@ -146,7 +146,7 @@ def PartialDistributedGradientTape(
         The wrapped tape.
 
     Raises:
-        ConfigError: `local_layers` holds something else than Keras layers.
+        ConfigError: `local_layers` has objects that are not Keras layers.
     """
     layers = layers_in(local_layers, "tape.register_local_source")
     wrapped = DistributedGradientTape(gradtape, *args, **options)
