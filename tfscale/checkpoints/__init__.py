@@ -1,4 +1,4 @@
-"""Checkpoints: their files, what they hold, writing them in the background and resuming."""
+"""Checkpoints: their files and content, writing in the background, and resuming."""
 
 from tfscale.checkpoints.files import Found, list_checkpoints
 

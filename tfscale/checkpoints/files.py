@@ -1,8 +1,8 @@
 """The files of checkpoints: a part and a manifest for each rank, in a folder for each checkpoint.
 
-Needs no TensorFlow. Arrays are in the format of safetensors, so other programs can read them. That
-library is not used: with numpy it reads no float8 and no slice of an empty array, and it maps files
-into memory, where an input or output error of a network file system kills the process.
+Needs no TensorFlow. Arrays are in safetensors format, so other programs can read them. The library
+of that name is not used: with numpy it cannot read float8 or slices of empty arrays, and it maps
+files into memory, where an I/O error of a network file system kills the process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tfscale.files import sha256, sync_folder, write_atomically
 FORMAT = 2
 ARRAYS = ".safetensors"
 MANIFEST = ".manifest"
-# What the system says of files that are gone, or no files; our own errors of cut ones have none.
-# EIO is not among them: network file systems report it in passing, of files that are sound.
+# Error numbers of missing files, and of paths that are not files; None: truncated files, which this
+# module reports. Not EIO: network file systems report it temporarily for sound files.
 _DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{8})")
 _MARK = re.compile(r"\.[0-9a-f]{8}")  # see Saver.make_directory
@@ -43,24 +43,19 @@ _CODES = {
 
 
 class DamagedError(Exception):
-    """A file is not what was written; the text says which and why."""
+    """A file is missing, truncated or changed; the text names it and the reason."""
 
 
 class UnreadableError(Exception):
-    """A file may be sound, but cannot be read now; the text says which and why."""
+    """A file may be sound, but cannot be read now; the text names it and the reason."""
 
 
 class Part:
-    """What one rank saves.
-
-    Attributes:
-        info: JSON: numbers, texts, lists, dicts.
-        arrays: By name; any dtype but object.
-    """
+    """The part of a checkpoint that one rank saves."""
 
     def __init__(self, info: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self.info = info
-        self.arrays = arrays
+        self.info = info  # JSON: numbers, texts, lists, dicts
+        self.arrays = arrays  # of any dtype but object
 
     def slice(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return some elements of a flattened array."""
@@ -70,8 +65,8 @@ class Part:
 def write_part(folder: Path, rank: int, part: Part) -> None:
     """Write a part: first the arrays, then the manifest with their checksum.
 
-    Each file is written under another name, forced to the disk and renamed, so it is complete
-    where it appears. A part without a manifest does not count. The folder is made if need be.
+    Each file is written under a temporary name, forced to disk and renamed, so it is complete once
+    it appears. A part without a manifest is unfinished. The folder is made if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}{ARRAYS}"
@@ -107,7 +102,7 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
         if array.dtype.hasobject:
             raise TypeError(f"Arrays of objects cannot be saved. Received: {name}.")
         code, shape = _CODES.get(array.dtype.name), list(array.shape)
-        # No such type in this format: bytes, and the type beside them.
+        # For types unknown to the format: bytes, and the type in the metadata.
         if code is None or not array.dtype.isnative:
             type_name = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
             header["__metadata__"][name] = type_name
@@ -123,7 +118,7 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
 
 
 class StoredPart(Part):
-    """A part in its files; arrays are read when they are asked for."""
+    """A part in its files; arrays are read on access."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         super().__init__(manifest["info"], _Arrays(folder / manifest["file"]))
@@ -143,7 +138,7 @@ class _Arrays(Mapping[str, np.ndarray]):
 
     @property
     def _header(self) -> tuple[dict[str, Any], dict[str, str], int]:
-        """Entries by name, types that the format does not know, and where the data begin."""
+        """Entries by name, types unknown to the format by name, and the offset of the data."""
         if self._known is None:
             with reading(self._path), self._path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -188,7 +183,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what `write_part` wrote beside the arrays."""
+    """Return the manifest that `write_part` wrote, checked."""
     path = folder / f"rank-{rank:05d}{MANIFEST}"
     with reading(path):
         content = path.read_bytes()
@@ -204,7 +199,7 @@ def read_manifest(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def check_file(folder: Path, manifest: dict[str, Any], is_read: bool = True) -> None:
-    """Compare the length of a part's arrays with its manifest, and the checksum if asked to."""
+    """Compare the length, and with `is_read` the checksum, of a part's arrays with its manifest."""
     path = folder / manifest["file"]
     with reading(path):
         n_bytes = path.stat().st_size
@@ -217,11 +212,11 @@ def check_file(folder: Path, manifest: dict[str, Any], is_read: bool = True) -> 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Tell what is damaged from what the system does not let be read, within a block.
+    """Convert errors of reading a file, within a block.
 
     Raises:
-        DamagedError: What is at the path is gone, or not what was written.
-        UnreadableError: The system does not let it be read.
+        DamagedError: The file is missing, or its content is not what was written.
+        UnreadableError: The system does not allow it to be read.
     """
     try:
         yield
@@ -237,11 +232,11 @@ class Found:
     """A checkpoint in its directory.
 
     Attributes:
-        path: Its folder.
+        path: Folder of the checkpoint.
         step: Training steps before it, from the beginning of the run.
         size: Number of ranks that wrote it; 0 if no part is readable.
         missing: Ranks whose parts are not finished.
-        unreadable: Why its folder could not be listed; empty if it was.
+        unreadable: Error of listing the folder; empty if it could be listed.
     """
 
     path: Path
@@ -252,7 +247,7 @@ class Found:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all parts are there; `check` tells whether they are sound."""
+        """Whether all parts exist; `check` verifies that they are sound."""
         return self.size > 0 and not self.missing
 
     def check(self, share: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
@@ -265,8 +260,8 @@ class Found:
             The manifests, in rank order.
 
         Raises:
-            DamagedError: Something is missing, cut or changed, or parts do not belong together.
-            UnreadableError: The system does not let the folder or a file be read.
+            DamagedError: A file is missing, cut or changed, or parts do not belong together.
+            UnreadableError: The system does not allow the folder or a file to be read.
         """
         if self.unreadable:
             raise UnreadableError(self.unreadable)
@@ -282,7 +277,7 @@ class Found:
         return manifests
 
     def why_unfinished(self) -> str:
-        """Say what is missing."""
+        """Return a text that names the missing parts."""
         if not self.size:
             return "no rank has finished its part"
         shown = ", ".join(map(str, self.missing[:8]))
@@ -293,8 +288,7 @@ class Found:
 def folder_name(step: int, run: str) -> str:
     """Return the name of a checkpoint's folder.
 
-    Each start of the job is another run: what one left unfinished is never completed by parts of
-    another one.
+    Each start of the job is another run, so that parts of different runs are never combined.
     """
     return f"step-{step:010d}-{run}"
 
@@ -303,15 +297,18 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
     """Return the checkpoints in a directory, newest first, unfinished ones included.
 
     Args:
-        directory: What `tfscale.callbacks.Checkpoint` was given; need not exist.
+        directory: The directory given to `tfscale.callbacks.Checkpoint`; need not exist.
+
+    Returns:
+        The checkpoints; sorted by step, then by time of modification.
 
     Raises:
-        UnreadableError: The system does not let it be listed.
+        UnreadableError: The system does not allow the directory to be listed.
     """
     found = []
     for match in filter(None, map(_NAME.fullmatch, _names_in(Path(directory)))):
         path = Path(directory) / match[0]
-        with contextlib.suppress(DamagedError), reading(path):  # it is gone since it was listed
+        with contextlib.suppress(DamagedError), reading(path):  # deleted after it was listed
             status = path.stat()
             if stat.S_ISDIR(status.st_mode):
                 found.append((int(match[1]), status.st_mtime, path))
@@ -319,11 +316,11 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
 
 
 def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
-    """Delete all but the newest finished checkpoints, and what other runs left unfinished.
+    """Delete all but the `keep` newest finished checkpoints, and unfinished ones.
 
-    What the system does not let be read or deleted stays until the next time. Links are left
-    alone, and not counted: their targets are not the run's. A newest checkpoint of one of `runs`
-    that is unfinished is being written, or its files are not seen here yet.
+    Checkpoints that cannot be read or deleted stay until the next call. Links are skipped and not
+    counted, because their targets may not belong to the run. Unfinished checkpoints of `runs` that
+    are newer than all finished ones stay: they are being written, or not all visible here yet.
     """
     n_finished = 0
     with contextlib.suppress(UnreadableError, OSError):  # there will be a next time
@@ -338,7 +335,7 @@ def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, manifests first, so that what is left of it is not taken for one."""
+    """Delete a checkpoint, manifests first: after an interruption the rest counts as unfinished."""
     with contextlib.suppress(OSError, UnreadableError):  # there will be a next time
         for name in _names_in(path):
             if name.endswith(MANIFEST):
@@ -347,7 +344,7 @@ def delete(path: Path) -> None:
 
 
 def delete_all(directory: Path) -> None:
-    """Delete all checkpoints, the newest last, and the directory if nothing else is in it."""
+    """Delete all checkpoints, the newest last, and the directory if it is empty then."""
     with contextlib.suppress(OSError, UnreadableError):
         for found in reversed(list_checkpoints(directory)):
             if not found.path.is_symlink():
@@ -358,7 +355,7 @@ def delete_all(directory: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a damaged checkpoint, so that it is not looked at again; None if it cannot be."""
+    """Rename a damaged checkpoint, so that it is not checked again; return None if impossible."""
     numbers = itertools.chain(("",), (f"{n}-" for n in itertools.count(2)))
     paths = (path.with_name(f"damaged-{number}{path.name}") for number in numbers)
     new = next(candidate for candidate in paths if not os.path.lexists(candidate))
@@ -369,7 +366,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return what a folder holds; nothing if it is not there. `glob` hides other errors, too."""
+    """Return the names in a folder, empty if it does not exist; `glob` would hide other errors."""
     with contextlib.suppress(DamagedError), reading(folder):  # there is no such folder
         return os.listdir(folder)
     return []
@@ -388,5 +385,5 @@ def _look(path: Path, step: int) -> Found:
             continue
         missing = tuple(r for r in range(size) if r not in set(ranks))
         return Found(path, step, size, missing)
-    # Manifests that all are damaged are no reason to start over: `check` says what is wrong.
+    # If all manifests are damaged, the run must not silently start over: `check` raises the error.
     return Found(path, step, len(ranks), ())

@@ -33,9 +33,9 @@ def is_requested() -> bool:
 
 
 def forget_request() -> None:
-    """Take the request back once it is fulfilled, on ranks that only heard of it too.
+    """Clear the request once it is fulfilled, also on ranks that did not receive it themselves.
 
-    From now on the process beside this rank believes exit code 75.
+    From now on the process that watches this rank trusts exit code 75.
     """
     global _is_requested
     _is_requested = False
@@ -43,13 +43,13 @@ def forget_request() -> None:
 
 
 class TermHandler:
-    """Takes SIGTERM for a request while it is installed and somebody fulfils requests."""
+    """Treat SIGTERM as a request while installed and while a `fit` fulfils requests."""
 
     def __init__(self, is_heard: Callable[[], bool]) -> None:
-        """Install nothing yet.
+        """Create a handler without installing it.
 
-        If `is_heard` says that no request would be fulfilled now, as after a `fit` that ended by an
-        error, the former handler gets the signal.
+        `is_heard` returns whether a request would be fulfilled now. If not, as after a `fit` that
+        ended by an error, the former handler gets the signal.
         """
         self._is_heard = is_heard
         self._former: Any = None
@@ -57,7 +57,7 @@ class TermHandler:
         self._pid = 0
 
     def install(self) -> None:
-        """Handle SIGTERM, if this is the main thread: Python allows no other one."""
+        """Handle SIGTERM from now on, if this is the main thread: Python requires it."""
         if not self._is_installed and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
             self._former = signal.signal(signal.SIGTERM, self._handle)
@@ -73,7 +73,7 @@ class TermHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        # A forked child has this handler and the frames of `fit`, and nobody who fulfils requests.
+        # A forked child inherits this handler and the frames of `fit`, but fulfils no requests.
         if os.getpid() == self._pid and self._is_heard():
             request_save_and_stop()
         else:

@@ -20,47 +20,47 @@ State = dict[str, Any]
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A callback with a state that a checkpoint keeps.
+    """A callback with a state that checkpoints contain.
 
-    Between ranks whose models are equal, arrays are equal too.
+    Arrays of the state must be equal on ranks whose models are equal.
     """
 
     def backup_state(self) -> State:
         """Return the state: JSON, and arrays in an optional list "arrays"."""
 
     def restore_state(self, state: State, epoch: int) -> None:
-        """Take a state over, before `on_train_begin` of a run that resumes.
+        """Restore a state, before `on_train_begin` of a run that resumes.
 
         Args:
-            state: What `backup_state` returned.
-            epoch: The first one that is trained, counted from 0.
+            state: The result of `backup_state`.
+            epoch: The first epoch that is trained, counted from 0.
         """
 
 
 @runtime_checkable
 class Mergeable(Resumable, Protocol):
-    """A `Resumable` whose state differs between ranks. Of others rank 0's state counts."""
+    """A `Resumable` whose state differs between ranks; of other callbacks rank 0's counts."""
 
     def merge_states(self, states: Sequence[State]) -> State:
-        """Return the state for another number of ranks, given the states of all, without arrays."""
+        """Return the state for another number of ranks, given all ranks' states without arrays."""
 
 
 @runtime_checkable
 class HasResumables(Protocol):
-    """A callback that stands for others, or for itself, as `tfscale.callbacks.Callback` does."""
+    """A callback that contains callbacks with states, like `tfscale.callbacks.Callback`."""
 
     def resumables(self) -> list[Resumable]:
-        """Return the callbacks whose states are kept."""
+        """Return the callbacks whose states a checkpoint contains; it may be one of them."""
 
 
 class OnRankZero:
-    """A `Resumable` of which only rank 0 has a state: other ranks do not call it."""
+    """A `Resumable` with a state on rank 0 only: other ranks do not call it."""
 
     def __init__(self, callback: Resumable) -> None:
         self.callback = callback
 
     def backup_state(self) -> State:
-        """Return the state on rank 0, elsewhere none."""
+        """Return the state on rank 0, an empty one elsewhere."""
         return dict(self.callback.backup_state()) if runtime.rank() == 0 else {}
 
     def restore_state(self, state: State, epoch: int) -> None:
@@ -70,7 +70,7 @@ class OnRankZero:
 
 
 def resumables(callbacks: Sequence[Any]) -> list[Resumable]:
-    """Return the callbacks of a list that have a state, those inside of others included."""
+    """Return the callbacks of a list that have a state, including those inside other callbacks."""
     found: list[Resumable] = []
     for callback in callbacks:
         if isinstance(callback, HasResumables):
@@ -88,7 +88,7 @@ def kind_of(callback: Resumable) -> str:
 
 
 def begun(callbacks: Sequence[Any]) -> list[str]:
-    """Return which of some callbacks use their state when training begins."""
+    """Return the classes of callbacks that use their state when training begins."""
     plain = keras.callbacks.Callback.on_train_begin
     inner = [(c.callback if isinstance(c, OnRankZero) else c, c) for c in resumables(callbacks)]
     return [
@@ -97,10 +97,10 @@ def begun(callbacks: Sequence[Any]) -> list[str]:
 
 
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
-    """Give callbacks their states, before their `on_train_begin`.
+    """Restore the states of callbacks, before their `on_train_begin`.
 
-    At another number of ranks than before each gets rank 0's state, or the merged one. `leader` is
-    the rank that wrote the arrays of this one's group.
+    If the number of ranks has changed, each gets rank 0's state, or the merged state. `leader` is
+    the rank that wrote the arrays of this rank's group.
     """
     own = resumables(callbacks)
     written = [state["kind"] for state in parts[0].info["callbacks"]]
@@ -126,20 +126,21 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
 
 _SWAPPED = "_ema_weights_in_model"
 
-# What Keras's callbacks count and compare with, and set to its initial value in on_train_begin.
+# Attributes of Keras's callbacks that on_train_begin resets to initial values.
 _COUNTERS = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
-    # Weights and averages may be exchanged where a checkpoint is taken, as validation wants them.
+    # Weights and averages may be swapped when a checkpoint is taken, as they are for validation.
     keras.callbacks.SwapEMAWeights: (_SWAPPED,),
 }
 
 
 def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]:
-    """Return class and numbers of Keras's callbacks in a list, as JSON.
+    """Return class and counters of Keras's callbacks in a list, as JSON.
 
-    Where training ends the optimizer has made weights of averages: none are exchanged.
+    At the end of training (`is_end`) the optimizer has assigned the averages to the weights, so no
+    weights are swapped.
     """
     states = []
     for callback, names in _counting(callbacks):
@@ -151,10 +152,11 @@ def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]
 
 
 def restore_counters(callbacks: Sequence[Any], states: Sequence[State], is_own: bool) -> None:
-    """Give the k-th callback of each class the numbers of the k-th of that class.
+    """Restore the counters of the k-th callback of each class from the k-th state of that class.
 
-    Ranks may have different callbacks, so each warns of its own that find no partner. `is_own`:
-    `states` are this rank's. Another one may have had callbacks that this one never had.
+    Ranks may have different callbacks, so each warns of its own callbacks without a state. With
+    `is_own` the states are this rank's, and states without a callback are warned of, too; those of
+    another rank may belong to callbacks that this one never had.
     """
     left = list(states)
     for callback, _ in _counting(callbacks):
@@ -167,7 +169,7 @@ def restore_counters(callbacks: Sequence[Any], states: Sequence[State], is_own: 
         left.remove(state)
         numbers = state["numbers"]
         if getattr(callback, "restore_best_weights", False) and numbers.get("best") is not None:
-            # Otherwise the next epoch's weights would stand for the best ones, unbeaten.
+            # Otherwise the next epoch's weights would be kept as the best, without beating `best`.
             text = "%s on rank %d seeks the best epoch again: best weights are not saved."
             logger.warning(text, kind, runtime.rank())
             numbers = {name: numbers[name] for name in numbers.keys() - {"best", "best_epoch"}}

@@ -1,6 +1,6 @@
-"""The checkpoints of a directory: find the newest sound one, and write others when they are due.
+"""The checkpoints of a directory: find the newest sound one, and write new ones when due.
 
-Ranks share the directory, and each writes its own files, or rank 0 writes and reads for all.
+Either ranks share the directory and each writes its own files, or rank 0 writes and reads for all.
 """
 
 from __future__ import annotations
@@ -40,33 +40,26 @@ ROUND_S = 1.0
 
 
 class Saver:
-    """Writes one checkpoint at a time, and keeps what went wrong until it is asked for.
-
-    Attributes:
-        directory: For checkpoints; on rank 0 only if it is not shared.
-        keep: Number of finished checkpoints that stay.
-        is_shared: Each rank writes its part. Otherwise all are sent to rank 0.
-        runs: Names of this job's runs; rank 0 deletes what others left unfinished.
-    """
+    """Writes one checkpoint at a time; an error of writing is kept for `wait`."""
 
     def __init__(self, directory: Path, keep: int, is_shared: bool, uses_thread: bool) -> None:
-        self.directory = directory
-        self.keep = keep
-        self.is_shared = is_shared
-        self.runs: set[str] = set()
-        # An interpreter that ends waits for it, until the files are complete.
+        self.directory = directory  # used by rank 0 only if it is not shared
+        self.keep = keep  # number of finished checkpoints that stay
+        self.is_shared = is_shared  # each rank writes its part; otherwise all are sent to rank 0
+        self.runs: set[str] = set()  # of this job; rank 0 deletes unfinished ones of other runs
+        # Python waits for this thread at exit, until the files are complete.
         self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint") if uses_thread else None
         self._job: Future[None] | None = None
 
     def name_run(self) -> str:
-        """Return 8 hexadecimal digits, equal on all ranks, that no other run has. Collective."""
+        """Return a unique name of 8 hexadecimal digits, equal on all ranks. Collective."""
         own = uuid.uuid4().hex[:8] if runtime.rank() == 0 else None
         run: str = objects.broadcast_object(own, 0, name="name of a run")
         self.runs.add(run)  # before any other rank begins to write under this name
         return run
 
     def make_directory(self, run: str) -> None:
-        """Make the directory, and require that all ranks see it if they share it. Collective."""
+        """Make the directory; if it is shared, require that all ranks see it. Collective."""
         mark, error = self.directory / f".{run}", ""
         if runtime.rank() == 0:
             try:
@@ -75,7 +68,7 @@ class Saver:
             except OSError as failure:
                 error = f"rank 0: {failure}"
         error = objects.broadcast_object(error, 0, name="directory of checkpoints")
-        if self.is_shared and not error and not os.path.exists(mark):  # which raises nothing
+        if self.is_shared and not error and not os.path.exists(mark):  # `exists` raises no error
             error = f"rank {runtime.rank()} does not see what rank 0 wrote there"
         errors = [text for text in objects.allgather_object(error, name="see directory") if text]
         if runtime.rank() == 0:
@@ -93,20 +86,20 @@ class Saver:
             )
 
     def newest_sound(self) -> list[Part] | None:
-        """Return the parts of the newest checkpoint that is sound; None if there never was one.
+        """Return the parts of the newest sound checkpoint; None if there never was one.
 
-        Each file is checked by one rank, and each rank reads what it needs; if the directory is not
-        shared, rank 0 checks all and sends them. Damaged ones that are passed over are renamed,
-        unfinished ones are left to be deleted later. Collective.
+        Each file is checked by one rank, and each rank reads the arrays it needs; if the directory
+        is not shared, rank 0 checks all parts and sends them. Skipped checkpoints are renamed if
+        they are damaged; unfinished ones are left to be deleted later. Collective.
 
         Raises:
-            ConfigError: There are some, and all are damaged, or the system does not let the
-                directory or the newest be read; on all ranks.
+            ConfigError: All finished checkpoints are damaged, or the system does not allow the
+                directory or the newest checkpoint to be read; raised on all ranks.
         """
         damaged: list[tuple[Path, str]] = []
         share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
         for listed in _list_together(self.directory):
-            path = self.directory / listed.path.name  # as seen from here
+            path = self.directory / listed.path.name  # this rank's path
             found = dataclasses.replace(listed, path=path)
             parts: list[Part] = []
             error, unreadable = "", ""
@@ -145,11 +138,11 @@ class Saver:
         return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(self, part: Part, run: str) -> None:
-        """Begin to write a checkpoint. Collective if the directory is not shared.
+        """Start writing a checkpoint. Collective if the directory is not shared.
 
         Args:
-            part: Of this rank; nothing changes its arrays any more.
-            run: Name of the run, with which no part of another one was written.
+            part: This rank's part; its arrays must not be changed any more.
+            run: Unique name of the run.
         """
         folder = self.directory / folder_name(part.info["step"], run)
         self.runs.add(run)
@@ -169,18 +162,18 @@ class Saver:
         try:
             job(*args)
             ended.set_result(None)
-        except Exception as error:  # told by `wait`, to all ranks
+        except Exception as error:  # returned by `wait`, and reported to all ranks
             ended.set_exception(error)
         return ended
 
     def _write(self, folder: Path, parts: dict[int, Part]) -> None:
         for rank, part in parts.items():
             write_part(folder, rank, part)
-        if not self.is_shared:  # it is finished, and others may go
+        if not self.is_shared:  # all parts are written, so old checkpoints may be deleted
             prune(self.directory, self.keep, self.runs)
 
     def wait(self) -> str:
-        """Wait for the last job; return why it failed, or an empty text. Forgets it."""
+        """Wait for the last job and drop it; return its error as text, empty without one."""
         job, self._job = self._job, None
         error = None if job is None else job.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
@@ -215,7 +208,7 @@ def _list_together(directory: Path) -> list[Found]:
 
 
 def _send(found: Found, parts: list[Part]) -> list[Part]:
-    """Return on all ranks the parts that rank 0 reads."""
+    """Read all parts on rank 0, and return them on all ranks."""
     sent: list[Part] = []
     for rank in range(found.size):
         part: Any = None
@@ -231,7 +224,7 @@ def _send(found: Found, parts: list[Part]) -> list[Part]:
 
 
 def _require_readable(path: Path, errors: list[str]) -> None:
-    """Refuse to begin: with an older checkpoint than the newest, steps would be lost."""
+    """Raise if there are errors: with an older checkpoint than the newest, steps would be lost."""
     if errors:
         raise ConfigError(
             f"All ranks must be able to read a checkpoint. Received: {str(path)!r}, "
@@ -249,7 +242,7 @@ def _warn(text: str, *values: object) -> None:
 
 
 class Requests(NamedTuple):
-    """Requests of some rank, after a round; before it, those of this one."""
+    """Requests of this rank, or of any rank after a round."""
 
     stops: bool = False
     has_failed: bool = False
@@ -257,15 +250,16 @@ class Requests(NamedTuple):
 
 
 class Schedule:
-    """Counts steps and epochs, which are equal on all ranks, and seconds, which are not.
+    """Decides when checkpoints are due, by steps and epochs (equal on all ranks) or seconds.
 
-    About once a second ranks tell each other at the end of a step whose seconds are over. The
-    number of steps between two such rounds follows from the slowest rank's times, which are sent
-    too, so it is the same on all ranks. One process asks itself in every step.
+    Clocks differ between ranks. So about once a second, at the end of a step, a round of exchange
+    tells all ranks whether some rank's seconds have passed. The number of steps between two rounds
+    is computed from the slowest rank's times, which are exchanged too, so it is the same on all
+    ranks. A single process checks its clock in every step.
     """
 
     def __init__(self, n_steps: int | None, n_epochs: int | None, seconds: float | None) -> None:
-        """Choose; without any number a checkpoint is due after each epoch."""
+        """Set the intervals; without any, a checkpoint is due after each epoch."""
         if n_steps is None and n_epochs is None and seconds is None:
             n_epochs = 1
         self._n_steps = None if n_steps is None else check_integer("every_n_steps", n_steps, 1)
@@ -276,7 +270,7 @@ class Schedule:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with a round after the first step."""
+        """Start again, with a round after the first step."""
         self._interval = 1  # steps between two rounds
         self._n_waited = 0
         self._round_start = time.monotonic()
@@ -287,18 +281,15 @@ class Schedule:
         self._start = time.monotonic()
 
     def is_due_after_steps(self, before: int, after: int) -> bool:
-        """Return whether a multiple of the steps was reached between two numbers of steps."""
+        """Return whether a multiple of `n_steps` was reached between two step counts."""
         return self._n_steps is not None and after // self._n_steps > before // self._n_steps
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Return whether this was the last of so many epochs."""
+        """Return whether an interval of epochs ended with this one."""
         return self._n_epochs is not None and (epoch + 1) % self._n_epochs == 0
 
     def end_step(self, stops: bool, has_failed: bool) -> Requests:
-        """Return the requests of all ranks, given those of this one.
-
-        Collective where a round is due.
-        """
+        """Return the requests of all ranks, given those of this one. Collective in a round."""
         now = time.monotonic()
         is_time = self._seconds is not None and now - self._start >= self._seconds
         if runtime.is_single():
@@ -316,10 +307,10 @@ class Schedule:
 
 
 def agree_on_end(is_new: bool, stops: bool, is_broken: bool = False) -> tuple[bool, bool]:
-    """Return whether there is something to save, and whether some rank was asked to stop.
+    """Return whether to save, and whether some rank was asked to stop. Collective.
 
-    There is where some rank has steps that are not saved, and no rank's model is broken: it would
-    take the place of a sound one. Collective: all ranks must call this.
+    The ranks save if some rank has unsaved steps and no rank's model is broken: a broken one would
+    replace a sound checkpoint.
     """
     every = objects.allgather_object((is_new, stops, is_broken), name="end of training")
     is_new, stops = any(new for new, _, _ in every), any(stop for _, stop, _ in every)

@@ -1,4 +1,4 @@
-"""A snapshot of a run: each rank copies its part, any number of ranks goes on from the parts."""
+"""A snapshot of a run: each rank copies its part; any number of ranks can resume from the parts."""
 
 from __future__ import annotations
 
@@ -33,19 +33,12 @@ Range = tuple[int, int]
 
 @dataclass
 class Position:
-    """A place in a run.
+    """A place in a run."""
 
-    Attributes:
-        epoch: That runs, or comes next; counted from 0.
-        step: Number of the next step within it.
-        n_steps: Training steps since the beginning of the run.
-        data: State of the `GlobalBatches` that is trained on, or None.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    n_steps: int = 0
-    data: dict[str, int] | None = None
+    epoch: int = 0  # the epoch that runs, or comes next; counted from 0
+    step: int = 0  # number of the next step within the epoch
+    n_steps: int = 0  # training steps since the beginning of the run
+    data: dict[str, int] | None = None  # state of the `GlobalBatches` that is trained on
 
 
 # Copies.
@@ -56,8 +49,8 @@ def take_snapshot(
 ) -> Part:
     """Copy this rank's part of a checkpoint, between two steps. Nothing is sent.
 
-    The first rank of each group copies what is equal in it. Where training ends (`is_end`) no
-    callback has begun the epoch that comes next.
+    The first rank of each group copies the values that are equal in the group. At the end of
+    training (`is_end`) no callback has begun the next epoch.
     """
     groups, rank = groups_of(model), runtime.rank()
     is_leader = group_of(rank, groups)[0] == rank
@@ -115,16 +108,16 @@ def take_snapshot(
 
 
 def is_broken(model: keras.Model) -> bool:
-    """Return whether a weight that is trained is not finite on this rank.
+    """Return whether a trainable weight is not finite on this rank.
 
-    A loss that is not finite does not tell: such steps may have been skipped.
+    A loss that is not finite is no proof: its step may have been skipped.
     """
     weights = distinct(model.trainable_variables)
     return not all(np.all(np.isfinite(np.asarray(v.numpy()))) for v in weights)
 
 
 def _copy_of(variable: Any) -> np.ndarray:
-    """Return a copy of a variable's value that nothing else writes to."""
+    """Return a copy of a variable's value with memory of its own."""
     value = np.asarray(variable.numpy())
     return value if value.flags.owndata and value.flags.writeable else np.array(value)
 
@@ -132,9 +125,9 @@ def _copy_of(variable: Any) -> np.ndarray:
 def _slots_of(
     optimizer: Any, local: Sequence[Any]
 ) -> tuple[dict[int, Any], dict[int, tuple[Any, Range | None]]]:
-    """Return the variables that are equal in a group, and this rank's parts, by their numbers.
+    """Return the variables that are equal in a group, and this rank's parts, both by index.
 
-    Local variables are left out. Of a part its range of the flat variable comes with it; None: all.
+    Local variables are left out. A part comes with its range of the flat variable; None for all.
     """
     kept = _kept_state_of(optimizer)
     shared = kept.shared if kept else frozenset()
@@ -150,20 +143,20 @@ def _kept_state_of(optimizer: Any) -> KeptState | None:
 
 
 def _rule_of(optimizer: Any) -> dict[str, Any]:
-    """Return number and meaning of an optimizer's variables, as JSON: shapes do not tell.
+    """Return the class of an optimizer, and number and kinds of its variables, as JSON.
 
-    Names of layers are left out, as Keras numbers them.
+    Names of layers are left out, because Keras numbers them by process.
     """
     names, inner = [], optimizer
     while inner is not None:
-        names.append(inner.__class__.__name__)  # not `type`: that of a proxy is its own
+        names.append(inner.__class__.__name__)  # `type` would return the class of the proxy
         inner = getattr(inner, "inner_optimizer", None)
     slots = [_last_word(v.path) for v in optimizer.variables]
     return {"class": " of ".join(names), "n": len(slots), "slots": slots}
 
 
 def _last_word(path: str) -> str:
-    """Return "momentum" of "adam/dense_3_kernel_momentum", "variable" of "variable_2"."""
+    """Return "momentum" for "adam/dense_3_kernel_momentum", "variable" for "variable_2"."""
     words = [word for word in re.split("[/_]", path) if not word.isdigit()]
     return words[-1] if words else ""
 
@@ -189,22 +182,17 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 
 class Reader:
-    """The parts of a checkpoint, and what several of them make together.
-
-    Attributes:
-        parts: Of all ranks, in their order.
-        info: What rank 0 wrote beside its arrays.
-        groups: Ranks whose models were equal; one group but for local SGD.
-    """
+    """The parts of a checkpoint, and values combined from several parts."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
+        self.parts = parts  # in rank order
         self.info = parts[0].info
+        # Ranks whose models were equal; one group except under local SGD.
         self.groups: list[list[int]] = self.info["groups"]
 
     @property
     def source(self) -> int:
-        """The rank whose own numbers this one takes over: rank 0 at another number of ranks."""
+        """The rank whose counters this one restores: rank 0 if the number of ranks has changed."""
         return runtime.rank() if len(self.parts) == runtime.size() else 0
 
     def has(self, rank: int, name: str) -> bool:
@@ -223,9 +211,9 @@ class Reader:
         return names
 
     def mean(self, ranks: Sequence[int], get: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Return the mean of what `get` returns for some ranks; the value itself if all are equal.
+        """Return the mean of `get(rank)` over some ranks; the value itself if all are equal.
 
-        Integers have no mean: the first rank's are taken.
+        For integers and booleans the first rank's value is returned.
         """
         values = [get(rank) for rank in ranks]
         first = values[0]
@@ -235,7 +223,7 @@ class Reader:
         return np.mean(np.asarray(values, np.float64), axis=0).astype(first.dtype)
 
     def share(self, name: str, mode: str) -> np.ndarray:
-        """Return this rank's share of what all ranks had, so that it reduces to the same."""
+        """Return this rank's share of a metric's state; all shares reduce to the saved total."""
         values = np.asarray([part.arrays[name] for part in self.parts])
         if mode != "sum":
             reduce: Any = {"mean": np.mean, "max": np.max, "min": np.min}[mode]
@@ -246,11 +234,11 @@ class Reader:
         return (total / runtime.size()).astype(values.dtype)
 
     def slot(self, name: str, group: Sequence[int], want: Range | None) -> np.ndarray:
-        """Return an optimizer's variable as a group held it, or a range of its flat elements.
+        """Return an optimizer variable of a group, or a range of its flat elements.
 
         Args:
-            name: "optimizer/variable", by number.
-            group: Ranks that shared it; the first one wrote what each of them had.
+            name: "optimizer/variable", by index.
+            group: Ranks that shared the variable; the first one wrote it if all had the whole.
             want: First element and the one after the last; None for all.
 
         Returns:
@@ -288,19 +276,17 @@ class Reader:
 
 
 class Restore:
-    """Gives a built model this rank's share of a checkpoint.
+    """Restore this rank's share of a checkpoint into a built model.
 
-    With the same ranks in the same groups each rank takes its own part and its group's. Otherwise
-    parts are put together and cut again, models of groups and what ranks keep for themselves are
-    averaged, and integers are the first rank's.
+    If ranks and groups are the same as before, each rank takes its own part and its group's.
+    Otherwise parts are joined and cut again, models of groups and values that differ between ranks
+    are averaged, and integers are the first rank's.
     """
 
     def __init__(self, model: keras.Model, reader: Reader) -> None:
-        """Compare; nothing is changed but the phase of local SGD. Collective where that changes.
+        """Compare model and checkpoint, and start groups of local SGD if the checkpoint has them.
 
-        Args:
-            model: Built, its optimizers too.
-            reader: The checkpoint.
+        Values are not changed. Collective if groups start. The model and its optimizers are built.
         """
         self._model = model
         self._reader = reader
@@ -313,18 +299,18 @@ class Restore:
                 distributed.start_groups()
                 prepare(model)
                 model.make_train_function(force=True)
-        self._variables = Variables.of(model)  # slots of groups are new ones
+        self._variables = Variables.of(model)  # again: groups have new slots
         groups = groups_of(model)
         self._is_exact = reader.groups == groups
         self._scalars: list[tuple[Any, np.ndarray]] = []
-        # The groups whose values count: this rank's, or the mean over all.
+        # The groups whose values are read: this rank's, or all, to be averaged.
         own = [group_of(self._rank, groups)]
         self._groups: Sequence[Sequence[int]] = own if self._is_exact else reader.groups
         if not self._is_exact and len(reader.groups) > 1 and self._rank == 0:
             logger.warning("Groups are others than before: they begin with the average of those.")
 
     def run(self) -> None:
-        """Take over weights, optimizer state, layers' state and random state."""
+        """Restore weights, optimizer state, layers' state and random state."""
         try:
             leaders = [group[0] for group in self._groups]
             for i, variable in enumerate(self._variables.weights):
@@ -346,18 +332,18 @@ class Restore:
         self._scalars = [(v, np.array(v.numpy())) for v in variables if tuple(v.shape) == ()]
 
     def finish(self) -> None:
-        """Take over learning rates and counters once more, before the first step.
+        """Restore learning rates and counters a second time, before the first step.
 
-        The checkpoint was taken when all callbacks had begun the epoch. They have begun it again,
-        and some of them change a rate relative to the present one.
+        The checkpoint was taken after the callbacks' `on_epoch_begin`. It has run again since, and
+        some callbacks change the learning rate relative to the present one.
         """
-        if self._reader.info["is_end"]:  # they had not, and set what they begin with
+        if self._reader.info["is_end"]:  # taken before it: the values set by callbacks are right
             return
         for variable, value in self._scalars:
             variable.assign(value)
 
     def restore_metrics(self) -> None:
-        """Restore the metrics of an epoch that was interrupted. Their variables exist."""
+        """Restore the metrics of an interrupted epoch, once their variables exist."""
         states = metric_states(self._model)
         if self._reader.info["metrics"] != [[mode, list(v.shape)] for v, mode, _ in states]:
             logger.warning("The metrics are others than before: they begin again in this epoch.")
@@ -374,7 +360,7 @@ class Restore:
         return self._reader.share(name, mode)
 
     def _restore_own(self) -> None:
-        """Restore the values of which each rank has its own."""
+        """Restore the values that differ between ranks."""
         n_ranks = len(self._reader.parts)
         source = self._rank % n_ranks
         for i, variable in enumerate(self._variables.local):
@@ -384,7 +370,7 @@ class Restore:
             self._assign_mean(variable, ranks, f"state/{i}")
         for i, variable in enumerate(self._variables.seeds):
             seed = self._reader.get(source, f"seed/{i}")
-            if source != self._rank:  # a seed of its own, as many numbers in as the others
+            if source != self._rank:  # keep this rank's seed; restore the count of numbers drawn
                 seed = np.array([variable.numpy()[0], seed[1]], seed.dtype)
             variable.assign(seed)
 
@@ -418,22 +404,24 @@ class Restore:
     def _restore_average(self, name: str, optimizer: Any) -> None:
         """Resume local SGD inside an interval, or begin one from the groups' average. Collective.
 
-        They begin one where groups are others than before, or what they keep of the last average
-        is: by another exchange inside, another compression or outer optimizer.
+        An interval begins if groups have changed, or the variables kept from the last average: by
+        another inner exchange, compression or outer optimizer.
         """
         distributed = distributed_of(optimizer)
         average = None if distributed is None else distributed.group_average
         if average is None:
             return
         leader = self._groups[0][0]
-        given = average.interval.numpy()  # an interval that does not adapt is the program's to say
+        given = (
+            average.interval.numpy()
+        )  # a fixed interval is set by the program, not the checkpoint
         adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval)
         if adapts and self._reader.has(leader, f"{name}/0"):
             average.interval.assign(self._reader.get(leader, f"{name}/0"))
         if not self._is_exact:  # all groups hold the average already
             average.start_from_here()
             return
-        # Each rank has written what it keeps of a segment; what is equal in a group its first one.
+        # Ranks wrote their own segments, or the first rank of a group what is equal in it.
         names = self._reader.series(self._rank, name)
         source = self._rank if names else leader
         kept = [self._reader.get(source, each) for each in self._reader.series(source, name)]

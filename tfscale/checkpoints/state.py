@@ -1,4 +1,4 @@
-"""The state of a model: its variables, and which ranks have the same values of them."""
+"""The state of a model: its variables, sorted by the ranks that share their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
 
 
 def process_set_of(model: keras.Model) -> ProcessSet:
-    """Return the ranks that the model's optimizer keeps together."""
+    """Return the process set of the model's distributed optimizer, else the global one."""
     distributed = distributed_of(optimizer_of(model))
     return global_process_set if distributed is None else distributed.process_set
 
@@ -38,11 +38,11 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
-    """Collect the ids of trained variables that belong to one rank only, and of their slots.
+    """Return the ids of weights that belong to one rank only, and of their slots.
 
-    They are those that were registered with an optimizer, and `variables`.
+    These are the weights registered as local with an optimizer, and `variables`.
     """
-    # Those that are frozen now stay local; a model's `trainable_variables` leave them out.
+    # Frozen weights stay local, but are missing in a model's `trainable_variables`.
     kept = [v for layer in layers_of(model) for v in weights_of(layer)]
     local = {id(v) for v in [*variables, *_registered(model, kept)]}
     slots: set[int] = set()
@@ -64,7 +64,7 @@ def common_variables(
 ) -> list[keras.Variable]:
     """Return weights and optimizer state of a built model, without those of local layers.
 
-    `variables` are further local ones. States of seed generators are no weights: each rank keeps
+    `variables` are further local ones. States of seed generators are not included: each rank keeps
     its own.
     """
     local = local_ids(model, variables) | {id(v) for v in _registered(model, model.weights)}
@@ -75,8 +75,8 @@ def common_variables(
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     """Return learning rates, step counts and slots of all optimizers of the model.
 
-    What differs between ranks is left out: Keras's accumulators of gradients where ranks exchange
-    none, and slots of which each rank has a part (`tfscale.Sharded`).
+    Variables that differ between ranks are left out: Keras's gradient accumulators if ranks
+    exchange no gradients, and slots of which each rank has a part (`tfscale.Sharded`).
     """
     variables: list[keras.Variable] = []
     partial: set[int] = set()
@@ -89,18 +89,18 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
-    """Give all ranks their parts of the sharded state that one rank may have loaded. Collective."""
+    """Send all ranks their parts of the sharded state that one rank may have loaded. Collective."""
     for optimizer in distributed_optimizers(model):
         if optimizer.kept_state is not None:
             optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
-    """Return the floating point state that steps change beside trainable weights.
+    """Return the floating point variables, besides trainable weights, that steps change.
 
-    Moving statistics are such state. Frozen kernels are not (layers hold them as trainable
-    weights switched off), nor are states of seed generators, metrics, integer counters, and what
-    Normalization layers were adapted to.
+    These are moving statistics, for example. Not included are frozen kernels (layers hold them as
+    trainable weights switched off), states of seed generators, metrics, integer counters, and the
+    statistics of adapted Normalization layers.
     """
     adapted = {id(variable) for variable in adapted_layers.statistics(model)}
     variables: list[keras.Variable] = []
@@ -114,7 +114,7 @@ def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
 
 
 def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
-    """Return each state variable of the metrics, how it is reduced over ranks, and its label."""
+    """Return each state variable of the metrics, its reduction over ranks, and its label."""
     states: dict[int, tuple[keras.Variable, str, str]] = {}
     for metric in metrics_of(model):
         mode = getattr(metric, "tfscale_reduce", "sum")
@@ -130,7 +130,7 @@ def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return the metrics of a model, those inside of the one that compile() makes included."""
+    """Return the metrics of a model, including those inside the metric that compile() makes."""
     found: list[keras.metrics.Metric] = []
     for metric in model.metrics:
         parts = getattr(metric, "metrics", None)
@@ -140,19 +140,12 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 
 @dataclass(frozen=True)
 class Variables:
-    """A model's variables by who has which values.
-
-    Attributes:
-        weights: Equal within a group of ranks.
-        state: Kept by layers beside their weights, such as moving statistics: each rank's own.
-        seeds: Of the layers' random numbers, uint32 (seed, numbers drawn): each rank's own.
-        local: Registered as local, and their slots: each rank's own.
-    """
+    """A model's variables: `weights` are equal within a group of ranks, others differ by rank."""
 
     weights: list[Any]
-    state: list[Any]
-    seeds: list[Any]
-    local: list[Any]
+    state: list[Any]  # non-trainable variables of layers, such as moving statistics
+    seeds: list[Any]  # of the layers' seed generators, uint32 (seed, numbers drawn)
+    local: list[Any]  # weights registered as local, and their slots
 
     @staticmethod
     def of(model: keras.Model) -> Variables:
@@ -184,5 +177,5 @@ def groups_of(model: keras.Model) -> list[list[int]]:
 
 
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the group that a rank belongs to."""
+    """Return the group of a rank."""
     return next(group for group in groups if rank in group)
