@@ -1,4 +1,4 @@
-"""Data: global batches whose slices the ranks share out without talking to each other."""
+"""Global batches, of which each rank serves a slice without communication."""
 
 from tfscale.data.global_batches import GlobalBatches
 

@@ -1,4 +1,4 @@
-"""Control what `GlobalBatches` serve: inside of a `fit`, in the rest of an epoch, and beside it."""
+"""Control of `GlobalBatches`: settings changed by a `fit`, resumed epochs, and extra reads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("tfscale")
 
 @contextlib.contextmanager
 def keep_settings(data: GlobalBatches) -> Iterator[None]:
-    """Remember batch size and surplus ranks, which a `fit` that begins in here may change.
+    """Save batch size and surplus ranks, which a `fit` that begins within the block may change.
 
-    They are put back by `put_back_settings`; at once where it does not begin.
+    `put_back_settings` restores them; an exception within the block does so at once.
     """
     put_back_settings(data)  # of an earlier `fit` that broke off
     epochs = data._epochs
@@ -38,7 +38,7 @@ def keep_settings(data: GlobalBatches) -> Iterator[None]:
 
 
 def put_back_settings(data: GlobalBatches) -> None:
-    """Return to the batch size and the surplus ranks of before, if they were kept.
+    """Restore the saved batch size and surplus ranks, if there are any.
 
     A batch size that was set outside of `fit` in the meantime stays.
     """
@@ -49,10 +49,10 @@ def put_back_settings(data: GlobalBatches) -> None:
 
 
 def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
-    """Let batches be shared by as many ranks as `count_active` says, from the next pass on.
+    """Share batches among `count_active` ranks only, from the next pass on.
 
-    The data needs targets, and serves sample weights from now on: one for each sample, or one for
-    the whole batch, which suits losses of any shape.
+    The data needs targets, and serves sample weights from now on: one for each sample, or without
+    `weighs_samples` one for the whole batch, which suits losses of any shape.
     """
     epochs = data._epochs
     epochs.has_surplus_ranks, epochs.weighs_samples = True, weighs_samples
@@ -63,13 +63,13 @@ def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
 
 
 def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None) -> None:
-    """Let the data of a running `fit`, if it is `GlobalBatches`, resume an epoch.
+    """Resume an epoch in the data of a running `fit`, if it is `GlobalBatches`.
 
     Args:
-        data: What `fit` trains on.
-        state: `GlobalBatches.state()` of then, if there was one.
-        first_step: Of the epoch; one that has begun keeps its batch size, another need not.
-            None: no epoch begins, and the batch size stays.
+        data: The data that `fit` trains on.
+        state: The saved `GlobalBatches.state()`, if there is one.
+        first_step: First step of the epoch. An epoch that has begun must keep its batch size; at
+            step 0 it may change. None: no epoch begins, and the batch size stays.
 
     Raises:
         ConfigError: The data has another length, or the ranks cannot share batches that were
@@ -80,7 +80,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     own = data.batch_size
     if first_step is None:
         state = {**state, "batch_size": own}
-    # A callback that sets the size (`kept`) goes on with its own.
+    # A callback that sets the batch size (`kept`) continues with its own.
     is_told = state["batch_size"] != own and data._epochs.kept is None
     if is_told and runtime.rank() == 0:
         logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
@@ -89,7 +89,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     except ConfigError as error:
         if state["samples"] != data.samples:
             raise
-        if first_step == 0:  # the program's own size, then
+        if first_step == 0:  # then the program's own batch size is used
             data.restore({**state, "batch_size": own})
             return
         raise ConfigError(
@@ -101,9 +101,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
 def continue_epoch(epochs: Any, epoch: int, first_step: int) -> int:
     """Let the epoch that a running `fit` is about to begin start with a later step.
 
-    Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
-    `GlobalBatches` reads none of the batches before; other data is read and dropped up to there.
-
+    `GlobalBatches` does not read the batches before it; other data is read and dropped up to there.
     See `begin_epoch_at`; `epochs` is None outside of a `fit`.
     """
     return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, _rest_of)
@@ -134,19 +132,19 @@ class _Rest(keras.utils.PyDataset):
         self._data.on_epoch_end()
 
 
-# Batches of any size, beside what `fit` is being served.
+# Batches of any size, independent of those served to `fit`.
 
 
 def read_batches(
     data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
 ) -> Iterator[Any]:
-    """Yield the batches of one epoch that is not trained on, in an order of its own.
+    """Yield the batches of one epoch, independently of the epoch that the data serves.
 
     Args:
-        data: Whose samples to read; what it serves does not change.
-        batch_size: Samples of a batch, all on this rank; at most all samples.
-        seed: Decides the order, if the data is shuffled at all.
-        class_weight: Serve the sample weights that `fit` makes of these.
+        data: The data whose samples are read; it is not changed.
+        batch_size: Samples of a batch, all on this rank; at most the number of samples.
+        seed: Determines the order, if the data is shuffled.
+        class_weight: Converted to sample weights, as in `fit`.
     """
     slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
     read = data._epochs.source.open_epoch(seed, 0, slices)

@@ -1,4 +1,4 @@
-"""The epoch of a source that is being served, its number of steps, and the next one."""
+"""The epoch of a source that is being served, and the settings of the next one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from tfscale.data.sources import BatchSource
 class StepCount:
     """An integer whose value may change between two epochs of one `fit`.
 
-    Keras asks a data set for its number of batches once, before the first epoch, and keeps the
-    answer for the loop's length and the progress bar's target. A plain int would cut longer epochs
-    short without a word; this object is kept just the same, and its operators work on the present
-    value.
+    Keras reads the number of batches of a data set once, before the first epoch, and uses it for
+    the length of the loop and the target of the progress bar. With a plain int, later epochs with
+    more steps would silently be cut short; the operators of this object use the present value.
 
-    It holds no reference to the data: `model.history.params` may keep it.
+    It holds no reference to the data, because `model.history.params` may keep it.
     """
 
     __slots__ = ("value",)
@@ -41,7 +40,7 @@ class StepCount:
 
 
 def _add_operators() -> None:
-    """Give StepCount those of int."""
+    """Add the operators of int to StepCount."""
 
     def forward(function: Any) -> Any:
         return lambda self, *others: function(self.value, *others)
@@ -64,7 +63,7 @@ numbers.Integral.register(StepCount)
 
 
 class OpenEpoch(NamedTuple):
-    """One epoch that is served: fixed, so that any thread may read any step at any time."""
+    """One epoch being served: immutable, so that any thread may read any step at any time."""
 
     seed: int
     number: int
@@ -73,10 +72,10 @@ class OpenEpoch(NamedTuple):
 
 
 class Epochs:
-    """The epoch being served, and the settings that the next one will be opened with.
+    """The epoch being served, and the settings with which the next one will be opened.
 
-    Settings are plain attributes; they hold from the next `refresh` on. Changed by the
-    main thread, read by tf.data's threads too.
+    Settings are plain attributes and take effect at the next `refresh`. They are changed by the
+    main thread, and read by tf.data's threads too.
     """
 
     def __init__(self, source: BatchSource, is_shuffled: bool, drop_remainder: bool):
@@ -86,11 +85,11 @@ class Epochs:
         self.seed = 0
         self.number = 0
         self.batch_size = 1
-        self.has_surplus_ranks = False  # a batch may be shared by fewer ranks than there are
-        self.weighs_samples = True  # their weights: one for each sample, or one for the batch
+        self.has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
+        self.weighs_samples = True  # sample weights: one for each sample, or one for the batch
         self.steps = StepCount()  # of the epoch being served
         self.rank_and_size: tuple[int, int] | None = None  # set by tests only
-        self.kept: tuple[int, bool] | None = None  # what a `fit` that changes settings began with
+        self.kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
         self._open: OpenEpoch | None = None
 
     def present(self) -> OpenEpoch:
@@ -98,7 +97,9 @@ class Epochs:
         return self._open or self.refresh()
 
     def refresh(self, is_trained_on: bool = False) -> OpenEpoch:
-        """Serve what the settings say from now on; `fit` trains on it also in the data's order.
+        """Open the epoch of the present settings, unless it is being served already.
+
+        With `is_trained_on` data that is not shuffled must meet the requirements of training, too.
 
         Raises:
             ConfigError: The batch size does not suit the data or the number of ranks.
@@ -115,11 +116,11 @@ class Epochs:
         return self._open
 
     def close(self) -> None:
-        """Open the epoch again, with the present settings, when it is used next."""
+        """Close the epoch; its next use opens it again with the present settings."""
         self._open = None
 
     def slices(self, batch_size: Any) -> BatchSlices:
-        """Return how this rank would share in batches of another size, if that can be used."""
+        """Return this rank's slices of batches of another size, or raise if it cannot be used."""
         batch_size = check_integer("batch_size", batch_size, 1)
         rank, size = self._rank_and_size()
         slices = BatchSlices(self.source.samples, batch_size, rank, size, self.drop_remainder)
@@ -128,7 +129,7 @@ class Epochs:
         return check_slices(slices, is_training=self.is_shuffled)
 
     def require_each_in_order(self) -> None:
-        """Raise where `predict` would give rows in another order than the data's, or not all."""
+        """Raise if `predict` would return rows in another order than the data's, or not all."""
         n_dropped = self.source.samples % self.batch_size if self.drop_remainder else 0
         if self.is_shuffled or n_dropped:
             order = "shuffled" if self.is_shuffled else "unshuffled"
@@ -139,7 +140,7 @@ class Epochs:
             )
 
     def is_ready(self) -> bool:
-        """Whether the number of ranks is known yet: data may be made before `init()`."""
+        """Return whether the number of ranks is known: data may be created before `init()`."""
         return self.rank_and_size is not None or runtime.is_initialized()
 
     def _rank_and_size(self) -> tuple[int, int]:
@@ -149,10 +150,10 @@ class Epochs:
 def _weighted(
     read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool
 ) -> Callable[[int], Any]:
-    """Return a reader whose sample weights make the mean over all ranks that of the active ones.
+    """Return a reader with sample weights: the mean over all ranks is that over the active ones.
 
-    Weights of the `active` first ranks are multiplied by size / active, those of the others by 0.
-    Where `read` returns none they have shape (samples,), or (1,) without `weighs_samples`.
+    Weights of the first `active` ranks are multiplied by size / active, those of the others by 0.
+    If `read` returns no weights, they have shape (samples,), or (1,) without `weighs_samples`.
     """
     factor = size / active if rank < active else 0.0
 
@@ -167,8 +168,8 @@ def _weighted(
         if len(batch) == 3:
             weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
             return x, y, weight
-        # Keras aligns weights with the last axes of a loss, so (samples,) suits losses of that
-        # shape only.
+        # Keras broadcasts weights against the last axes of a loss, so (samples,) suits only losses
+        # of that shape.
         count = len(keras.tree.flatten(x)[0]) if weighs_samples else 1
         return x, y, np.full((count,), factor, dtype=keras.config.floatx())
 

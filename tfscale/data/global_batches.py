@@ -1,4 +1,4 @@
-"""GlobalBatches: every rank serves its slice of the batches one process would see."""
+"""GlobalBatches: each rank serves its slice of the batches that one process would see."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tfscale.internals.stack import current_pass
 class GlobalBatches(keras.utils.PyDataset):
     """Data for `fit`, `evaluate` and `predict` on any number of ranks.
 
-    n ranks together see exactly the batches that one process sees: the order of an
+    Together, n ranks see exactly the batches that one process would see: the order of an
     epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
-    equal slices of each batch. Nothing is communicated. `evaluate` returns metrics of these slices
-    unless MetricAverageCallback is among its callbacks; `predict` returns their rows, and needs
-    shuffle=False, drop_remainder=False.
+    equal slices of each batch. Nothing is communicated. `evaluate` returns metrics of this rank's
+    slices unless MetricAverageCallback is among its callbacks; `predict` returns the rows of the
+    slices, and requires shuffle=False and drop_remainder=False.
 
     ```python
     data = GlobalBatches(x, y, batch_size=256, seed=1)
@@ -31,14 +31,14 @@ class GlobalBatches(keras.utils.PyDataset):
         x_val, y_val, batch_size=256, shuffle=False, drop_remainder=False))
     ```
 
-    Epochs count on over several `fit` calls; `initial_epoch` is respected; an epoch that was broken
-    off is served again. Evaluation, prediction and `for batch in data` read the present epoch's
-    batches and never move it on. `batch_size` may be set between epochs, inside one `fit`: the next
-    epoch uses it and Keras's progress bar follows.
+    The epoch number continues over several `fit` calls and respects `initial_epoch`; an interrupted
+    epoch is served again. Evaluation, prediction and `for batch in data` read the present epoch's
+    batches and never advance it. `batch_size` may be set between epochs of one `fit`: the next
+    epoch uses it, and Keras's progress bar follows.
 
-    Where batches differ in size (`drop_remainder=False`) losses and metrics are those of all
-    samples, but for the losses of single outputs that Keras shows for models with several: in
-    those each batch counts alike.
+    If batches differ in size (`drop_remainder=False`), losses and metrics are means over all
+    samples. The exception are the losses per output that Keras shows for models with several
+    outputs: they are means over batches.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class GlobalBatches(keras.utils.PyDataset):
         drop_remainder: bool = True,
         sample_weight: Any = None,
     ):
-        """Share out arrays.
+        """Serve slices of arrays.
 
         Args:
-            x: Array of shape (samples, ...), or nested dict, tuple, list of them. The
-                whole data on every rank (memory-mapped files cost nothing). Arrays and
-                lists of strings are served as string tensors.
+            x: Array of shape (samples, ...), or nested dict, tuple, list of such arrays. Each rank
+                passes all samples (memory-mapped files are not read as a whole). Arrays and lists
+                of strings are served as string tensors.
             y: The same for the targets.
-            batch_size: Samples of one step over all ranks; a multiple of their number.
+            batch_size: Samples of one step over all ranks; a multiple of the number of ranks.
             seed: Non-negative, the same on all ranks.
-            shuffle: Another order each epoch. `fit`'s own `shuffle` is ignored.
-            drop_remainder: Leave out the samples behind the last full batch (others in
-                each epoch). False with shuffle=False, for validation: each sample is
+            shuffle: Draw another order in each epoch. `fit`'s own `shuffle` is ignored.
+            drop_remainder: Leave out the samples after the last full batch (different ones in
+                each epoch). Use False with shuffle=False for validation: each sample is
                 served once over all ranks; a rank whose last slice is empty serves one
                 step less.
             sample_weight: Array of shape (samples,), or a structure like `y`.
 
         Raises:
-            ConfigError: Arguments do not fit each other, the data or the ranks. What
-                depends on the ranks is raised at the first use if this is before `init()`.
+            ConfigError: Arguments do not fit each other, the data or the number of ranks. If the
+                data is created before `init()`, the number is checked at the first use.
         """
         epochs = Epochs(ArraySource(x, y, sample_weight, shuffle), shuffle, drop_remainder)
         self._set_up(epochs, batch_size, seed)
@@ -87,28 +87,29 @@ class GlobalBatches(keras.utils.PyDataset):
         decode: Callable | None = None,
         drop_remainder: bool = True,
     ) -> GlobalBatches:
-        """Share out the records of files.
+        """Serve slices of a dataset of records, such as those of files.
 
-        Every rank shuffles all *undecoded* records alike, and decodes its own slice only.
+        Each rank shuffles all *undecoded* records in the same order, and decodes only its slice.
 
         Args:
             dataset: `tf.data.Dataset` of single records (TFRecords, file names, tensors):
                 finite, the same on all ranks, not shuffled (or once, by a fixed seed).
-            batch_size: Samples of one step over all ranks; a multiple of their number.
-            size: Records of an epoch; None: all, counted by reading once if need be.
-            shuffle_buffer: Records among which the next one is drawn; None: all of them, up
-                to 16384; 0: keep the order (validation).
+            batch_size: Samples of one step over all ranks; a multiple of the number of ranks.
+            size: Number of records of an epoch; None for all, counted by reading once if unknown.
+            shuffle_buffer: Number of records among which the next one is drawn; None for all, up
+                to 16384; 0 to keep the order (validation).
             seed: Non-negative, the same on all ranks.
             decode: Maps a record to x, (x, y) or (x, y, sample_weight), in the dataset's graph.
-                A parameter `seed` gets an int64 tensor (2,) for `tf.random.stateless_*`: another
-                for each record of each epoch, the same on any number of ranks.
+                A parameter `seed` receives an int64 tensor (2,) for `tf.random.stateless_*`; it
+                differs by record and epoch, and does not depend on the number of ranks.
             drop_remainder: As for arrays.
 
         Returns:
             The data, to be passed to `fit`.
 
         Raises:
-            ConfigError: As for arrays; also for a dataset that never ends or shuffles anew.
+            ConfigError: As for arrays; also if the dataset is infinite, or shuffles in another
+                order in each pass.
         """
         if size is not None:
             size = check_integer("size", size, 1)
@@ -123,19 +124,19 @@ class GlobalBatches(keras.utils.PyDataset):
     def _set_up(self, epochs: Epochs, batch_size: int, seed: int) -> None:
         super().__init__()
         self._epochs = epochs
-        self._training: weakref.ref | None = None  # who runs the training pass: adapter or self
+        self._training: weakref.ref | None = None  # adapter of the training pass, or self
         epochs.seed = check_integer("seed", seed, 0)
         self.batch_size = batch_size
 
-    # What may change between epochs.
+    # Settings that may change between epochs.
 
     @property
     def batch_size(self) -> int:
         """Samples of one step over all ranks.
 
-        Set it on all ranks alike. Inside `fit` the next epoch uses it, in a callback's
-        `on_epoch_begin` the one that begins; for data that is not trained on, the next
-        evaluation. Elsewhere it holds at once.
+        Set it to the same value on all ranks. Inside `fit` it applies to the next epoch; if set in
+        a callback's `on_epoch_begin`, to the epoch that begins; for data that is not trained on, to
+        the next evaluation. Outside of `fit` it applies at once.
         """
         return self._epochs.batch_size
 
@@ -146,12 +147,12 @@ class GlobalBatches(keras.utils.PyDataset):
             self._epochs.slices(value)
         self._epochs.batch_size = value
         if current_pass().caller is None:
-            self._epochs.kept = None  # whatever a `fit` that broke off began with
+            self._epochs.kept = None  # drop the settings saved by an interrupted `fit`
         self._refresh_if_idle()
 
     @property
     def epoch(self) -> int:
-        """Number of the training epoch that runs, or comes next; it decides the order."""
+        """Number of the training epoch that runs, or comes next; it determines the order."""
         return self._epochs.number
 
     @epoch.setter
@@ -165,7 +166,7 @@ class GlobalBatches(keras.utils.PyDataset):
         return self._epochs.source.samples
 
     def steps_for(self, batch_size: int) -> int:
-        """Return the steps this rank would take per epoch with another batch size.
+        """Return this rank's number of steps per epoch with another batch size.
 
         Raises:
             ConfigError: That batch size cannot be used.
@@ -173,7 +174,7 @@ class GlobalBatches(keras.utils.PyDataset):
         return self._epochs.slices(batch_size).steps
 
     def state(self) -> dict[str, int]:
-        """Return what decides the coming batches, for a checkpoint."""
+        """Return the state that determines all later batches, for a checkpoint."""
         return {
             "epoch": self.epoch,
             "batch_size": self.batch_size,
@@ -182,7 +183,7 @@ class GlobalBatches(keras.utils.PyDataset):
         }
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where `state()` was taken, also at another number of ranks.
+        """Continue where `state()` was taken, also with another number of ranks.
 
         Raises:
             ConfigError: The state belongs to data of another length, or its batch size
@@ -197,11 +198,11 @@ class GlobalBatches(keras.utils.PyDataset):
         self._epochs.number = check_integer("epoch", state["epoch"], 0)
         self.batch_size = state["batch_size"]
 
-    # What Keras calls.
+    # Called by Keras.
 
     @property
     def num_batches(self) -> StepCount:
-        """Steps of an epoch on this rank: an integer that follows `batch_size`."""
+        """Number of steps of an epoch on this rank: an integer that follows `batch_size`."""
         current_pass().keep_order()
         self._epochs.present()
         return self._epochs.steps
@@ -225,14 +226,14 @@ class GlobalBatches(keras.utils.PyDataset):
         return (epoch.read(step) for step in range(epoch.slices.steps))
 
     def on_epoch_begin(self) -> None:
-        """Start a pass; a training pass takes up changed settings."""
+        """Start a pass; a training pass applies changed settings."""
         caller = current_pass()
         caller.keep_order()
         if caller.caller == "predict":
             self._epochs.require_each_in_order()
         if not caller.is_training:
             warn_of_evaluation(caller)
-            # Else a training epoch may be under way.
+            # Not if it is the training data: its epoch may be running.
             if caller.fit is None or caller.fit.data is not self:
                 self._epochs.refresh()
             return
@@ -244,10 +245,10 @@ class GlobalBatches(keras.utils.PyDataset):
             warn_if_unsynchronised(caller.fit.model, caller.callbacks)
 
     def on_epoch_end(self) -> None:
-        """End a pass; only the end of the running training pass moves the epoch on.
+        """End a pass; only the end of the running training pass advances the epoch.
 
-        Keras calls this at other times too: before the first epoch, before and after
-        evaluations, and not at all when `fit` is stopped in mid-epoch.
+        Keras also calls this at other times: before the first epoch, and before and after
+        evaluations. It does not call it if `fit` is stopped in the middle of an epoch.
         """
         caller = current_pass().adapter or self
         if self._training is not None and self._training() is caller:

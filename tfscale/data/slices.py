@@ -1,4 +1,4 @@
-"""The samples of an epoch that each rank serves: pure arithmetic, no TensorFlow, no MPI."""
+"""Slices of global batches by rank: pure arithmetic, without TensorFlow and MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tfscale.config import ConfigError
 
-MIN_LOCAL_BATCH = 2  # samples; normalisation over one sample is none ([T] 5.2.1)
+MIN_LOCAL_BATCH = 2  # samples; one sample cannot be normalised ([T] 5.2.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,6 @@ class BatchSlices:
     `(s + 1) * batch_size` of the epoch's order; rank r serves the r-th of `size`
     equal pieces. The last, smaller batch (only without `drop_remainder`) is cut
     into pieces whose lengths differ by one at most, the longer ones first.
-
     """
 
     samples: int  # of an epoch, over all ranks
@@ -32,7 +31,7 @@ class BatchSlices:
 
     @property
     def local_batch_size(self) -> int:
-        """Samples this rank serves of a full global batch."""
+        """Number of samples of a full global batch that this rank serves."""
         return self.batch_size // self.size
 
     @property
@@ -42,19 +41,19 @@ class BatchSlices:
 
     @property
     def remainder(self) -> int:
-        """Samples of the last, smaller global batch; 0 if there is none."""
+        """Number of samples of the last, smaller global batch; 0 if there is none."""
         return 0 if self.drop_remainder else self.samples % self.batch_size
 
     @property
     def steps(self) -> int:
-        """Batches this rank serves; a rank whose last slice is empty serves one less."""
+        """Number of batches this rank serves; one less if its last slice is empty."""
         start, stop = self._remainder_bounds()
         return self.full_batches + (stop > start)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Return where this rank's slice of a global batch starts and stops, in the epoch's order.
+        """Return start and stop of this rank's slice of a global batch, in the epoch's order.
 
-        Over all ranks the slices of a step follow each other without gap or overlap.
+        The slices of all ranks in a step follow each other without gap or overlap.
 
         Raises:
             IndexError: `step` is outside the epoch.
@@ -74,29 +73,29 @@ class BatchSlices:
 
 
 def count_active(batch_size: int, size: int) -> int:
-    """Return how many of `size` ranks share in a batch, each with two samples or more.
+    """Return the number of ranks, at most `size`, that share a batch with two samples or more each.
 
-    It is the largest divisor of `batch_size` that allows this; 1 where there is none.
+    It is the largest divisor of `batch_size` that allows this; 1 if there is none.
     """
     divisors = range(min(size, batch_size // MIN_LOCAL_BATCH), 1, -1)
     return next((n for n in divisors if batch_size % n == 0), 1)
 
 
 def active_slices(slices: BatchSlices) -> BatchSlices:
-    """Return the slices of a batch that is shared by `count_active` ranks only.
+    """Return the slices of a batch that is shared by the first `count_active` ranks only.
 
-    Surplus rank r has those of rank r modulo their number: it takes part in every exchange with
-    data like any other.
+    A surplus rank r serves the slices of rank r modulo that number, so it has data and takes part
+    in every exchange.
     """
     active = count_active(slices.batch_size, slices.size)
     return dataclasses.replace(slices, rank=slices.rank % active, size=active)
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """Return the order in which an epoch takes its samples, a permutation of `range(samples)`.
+    """Return the order of an epoch's samples, a permutation of `range(samples)`.
 
-    It depends on the arguments only: not on the rank, on `keras.utils.set_random_seed` or on how
-    many orders were drawn before.
+    It depends on the arguments only: not on the rank, `keras.utils.set_random_seed` or the number
+    of orders drawn before.
     """
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
@@ -115,15 +114,15 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
 
 
 def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
-    """Return `slices` if every rank gets a share of every batch it has to serve.
+    """Return `slices` unchanged if all ranks can share the batches, else raise.
 
     In training every rank must take the same number of steps, on slices of equal length: only then
     is the mean over ranks the mean over samples.
 
     Raises:
-        ConfigError: The batch size is no multiple of the number of ranks or larger than the data,
-            there are fewer samples than ranks, or the smaller batch at the end of a training epoch
-            cannot be shared out equally.
+        ConfigError: The batch size is not a multiple of the number of ranks or larger than the
+            data, there are fewer samples than ranks, or the smaller batch at the end of a training
+            epoch cannot be shared equally.
     """
     batch_size, size, samples = slices.batch_size, slices.size, slices.samples
     if batch_size % size:

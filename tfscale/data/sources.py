@@ -23,14 +23,14 @@ logger = logging.getLogger("tfscale")
 
 
 class BatchSource(Protocol):
-    """Where samples come from: `ArraySource` or `RecordSource`."""
+    """A source of samples: `ArraySource` or `RecordSource`."""
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
+        """Number of samples of an epoch, over all ranks."""
 
     def probe(self) -> list[Any]:
-        """Return a few samples, which ranks compare: all must have the same data."""
+        """Return a few samples for comparison: all ranks must have the same data."""
 
     def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
         """Return the function that reads this rank's slice of a step."""
@@ -39,16 +39,16 @@ class BatchSource(Protocol):
 # Arrays
 
 _N_COMPARED = 64  # values of a sample
-_STRINGS = "USTO"  # kinds of dtypes; of objects only strings are let in
+_STRINGS = "USTO"  # kinds of dtypes; objects must be strings
 
 
 class ArraySource:
     """Nested arrays with one common first axis, see `GlobalBatches`; served in any order.
 
-    Owns references to the arrays, no copies; memory-mapped arrays are read slice by slice.
+    Holds references to the arrays, not copies; memory-mapped arrays are read slice by slice.
 
     Raises:
-        ConfigError: Something is no array, or the lengths differ.
+        ConfigError: An argument contains other objects than arrays, or the lengths differ.
     """
 
     def __init__(self, x: Any, y: Any, sample_weight: Any, is_shuffled: bool):
@@ -86,7 +86,7 @@ class ArraySource:
 
 def _part_of(sample: Any) -> list[float] | str:
     values = np.ravel(np.asarray(sample))
-    # Spread out: the first ones may be a border that all pictures have.
+    # Evenly spaced: the first values may be a border common to all pictures.
     chosen = np.linspace(0, values.size - 1, min(values.size, _N_COMPARED)).astype(int)
     values = values[chosen]
     is_number = values.dtype.kind in "fiub"
@@ -94,7 +94,7 @@ def _part_of(sample: Any) -> list[float] | str:
 
 
 def _take(array: np.ndarray, rows: Any) -> Any:
-    """Return some rows, floats as `keras.config.floatx()` as `fit` on arrays gives them."""
+    """Return some rows; floats are cast to `keras.config.floatx()`, as `fit` does with arrays."""
     batch = array[rows] if isinstance(rows, slice) else np.take(array, rows, axis=0)
     if batch.dtype.kind in _STRINGS:
         return tf.constant(batch.astype(object), tf.string)
@@ -131,16 +131,16 @@ def _as_arrays(structure: Any) -> Any:
 
 # Records
 
-_MAX_SHUFFLE_BUFFER = 16384  # records; undecoded ones are small: 16k JPEGs of 100 kB are 1.6 GB
-_DECODE_STREAM = 1  # apart from the seeds of the order
+_MAX_SHUFFLE_BUFFER = 16384  # records, undecoded and so small: 16k JPEGs of 100 kB are 1.6 GB
+_DECODE_STREAM = 1  # separates seeds of decoding from those of the order
 _MAX_IDLE_READERS = 2
 _KEPT_STEPS = 2  # Keras reads two batches to learn their shapes, before the first epoch
 
 
 def _never_ends(dataset: tf.data.Dataset) -> bool:
-    """Tell whether nothing but steps like filter(), flat_map() or unbatch() follow on a repeat().
+    """Return whether a repeat() is followed only by steps like filter(), flat_map() or unbatch().
 
-    TensorFlow does not know the length of those.
+    TensorFlow does not know the length of such datasets.
     """
     while dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
         inputs = inputs_of(dataset)
@@ -151,9 +151,9 @@ def _never_ends(dataset: tf.data.Dataset) -> bool:
 
 
 def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Return the seeds of the steps that shuffle or draw; ranks of one order have equal ones.
+    """Return the pairs of seeds of all steps that shuffle or draw; ranks compare them.
 
-    TensorFlow's global seed, which users set per rank, is one of each pair.
+    One of each pair is TensorFlow's global seed, which users may set differently per rank.
 
     Raises:
         ConfigError: A step draws another order on each rank, or in each pass.
@@ -176,12 +176,13 @@ def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 class RecordSource:
-    """Records of a dataset: shuffled undecoded over all ranks, decoded on one rank each.
+    """Records of a dataset: all ranks shuffle all of them undecoded, one rank decodes each.
 
-    For the arguments see `GlobalBatches.from_dataset`. Nothing is read yet.
+    For the arguments see `GlobalBatches.from_dataset`. Creating the source reads nothing.
 
     Raises:
-        ConfigError: Not a dataset, endless, in another order each time, or smaller than `size`.
+        ConfigError: The argument is not a dataset, or the dataset is infinite, in another order in
+            each pass, or smaller than `size`.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class RecordSource:
 
     @property
     def samples(self) -> int:
-        """Records of an epoch; reads the dataset once where nothing else tells."""
+        """Number of records of an epoch; counted by reading the dataset once if unknown."""
         if self._samples < 0:
             start = time.monotonic()
             logger.info("Counting the records of a dataset whose length is not known.")
@@ -222,10 +223,10 @@ class RecordSource:
         return self._samples
 
     def probe(self) -> list[Any]:
-        """Return what records look like, what decides their order, and a digest of the first one.
+        """Return the spec of records, the seeds of their order, and a digest of the first record.
 
-        Of the first one texts count (names, serialized records): numbers may have been drawn. None
-        is read of a dataset that is shuffled once, which would fill its buffer.
+        The digest covers only strings (names, serialized records), because numbers may be random.
+        No record is read of a dataset that shuffles, because that would fill its buffer.
         """
         spec = self._dataset.element_spec
         has_text = any(getattr(s, "dtype", None) == tf.string for s in tf.nest.flatten(spec))
@@ -254,7 +255,7 @@ class RecordSource:
 
 
 def _with_seeds(decode: Callable, seeds: np.random.SeedSequence) -> Callable:
-    """Return a function of (position in the epoch, record) that passes `decode` a seed."""
+    """Return a function (position in the epoch, record) that calls `decode` with a seed."""
     epoch_seed = np.int64(seeds.generate_state(1)[0])
 
     def decode_at(position: tf.Tensor, record: Any) -> Any:
@@ -267,8 +268,8 @@ def _with_seeds(decode: Callable, seeds: np.random.SeedSequence) -> Callable:
 def _shuffle(dataset: tf.data.Dataset, buffer: int, seeds: np.random.SeedSequence) -> Any:
     """Shuffle in an order that depends on `seeds` only.
 
-    `Dataset.shuffle` mixes in TensorFlow's global seed, which users set per rank. The
-    function given to `flat_map` has a graph of its own, so a global seed of its own.
+    `Dataset.shuffle` also uses TensorFlow's global seed, which users may set differently per rank.
+    The function given to `flat_map` has its own graph, and so its own global seed.
     """
     global_seed, seed = (int(word) for word in seeds.generate_state(2) >> 1)
 
@@ -280,7 +281,7 @@ def _shuffle(dataset: tf.data.Dataset, buffer: int, seeds: np.random.SeedSequenc
 
 
 def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Dataset:
-    """Keep the records that belong to this rank, in order."""
+    """Return the dataset of this rank's records, in order."""
     full = slices.full_batches * slices.batch_size
     records = records.take(full + slices.remainder)
     if slices.size == 1:
@@ -296,16 +297,16 @@ def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Datas
         piece = tf.data.Dataset.zip(window).skip(tf.constant(starts, tf.int64)[kind])
         return piece.take(tf.constant(counts, tf.int64)[kind])
 
-    # One function call per batch; per record (filter) it would be 50 us of each rank's time.
+    # One function call per batch; one per record (filter) would cost 50 us each on every rank.
     return records.window(slices.batch_size).enumerate().flat_map(own)
 
 
 class _EpochReader:
-    """Random access by step over a stream that is cheap only in order.
+    """Random access by step to a stream that is cheap to read only in order.
 
     Keras may read one epoch from several generators (shape probing, an evaluation on the training
-    data, a pass that was broken off). Content depends on the step only: the reader standing at the
-    wanted step is used.
+    data, an interrupted pass). The content depends on the step only, so any open reader whose next
+    step is the requested one is used.
 
     Called from tf.data's threads and the main thread; blocks while decoding.
     """
@@ -315,7 +316,7 @@ class _EpochReader:
         self._decode = decode
         self._slices = slices
         self._lock = threading.Lock()
-        self._idle: dict[int, Iterator] = {}  # by the step served next
+        self._idle: dict[int, Iterator] = {}  # by their next step
         self._first_batches: dict[int, tuple] = {}
 
     def read(self, step: int) -> tuple:
@@ -344,7 +345,8 @@ class _EpochReader:
         dataset = dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
         options = tf.data.Options()
         options.deterministic = True
-        # Keras waits for us inside a TensorFlow thread: decoding there too could starve itself.
+        # Keras waits for batches inside a TensorFlow thread: with the same pool decoding could
+        # wait for itself.
         options.threading.private_threadpool_size = len(os.sched_getaffinity(0))
         with tf.device("CPU:0"):
             return iter(dataset.with_options(options))

@@ -1,4 +1,4 @@
-"""Warn of ranks that train apart, and of metrics of one rank that are taken for those of all."""
+"""Warn of ranks that train without exchange, and of metrics of one rank used as those of all."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def warn_if_unsynchronised(
 ) -> None:
     """Warn, once per model and on one rank, if its ranks exchange nothing in a running `fit`.
 
-    `has_exchanged` says whether gradients were exchanged in this process; it is None before the
-    first step, when a custom train_step may yet do so.
+    `has_exchanged`: whether gradients were exchanged in this process; None before the first step,
+    in which a custom train_step may do so.
     """
     if not isinstance(model, keras.Model) or not _is_one_of_several():
         return
@@ -54,7 +54,7 @@ def warn_if_unsynchronised(
 
 
 def warn_of_judges(callbacks: Sequence[Any]) -> None:
-    """Warn, once and on one rank, where callbacks judge by metrics of single ranks."""
+    """Warn, once and on one rank, if callbacks decide by metrics of single ranks."""
     judge = judge_before_averages(callbacks)
     if judge is not None:
         _warn_once(None, _JUDGED, judge)
