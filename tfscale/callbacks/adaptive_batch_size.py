@@ -111,7 +111,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         log_path: str | Path | None = "adaptive.jsonl",
         verbose: int = 0,
     ) -> None:
-        """Choose how to grow.
+        """Configure the growth.
 
         Args:
             data: The data that `fit` trains on.
@@ -154,7 +154,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         """
         super().__init__()
         check_data(data)
-        put_back_settings(data)  # of a `fit` that broke off
+        put_back_settings(data)  # of a `fit` that was interrupted
         self.data = data
         self._settings = GrowthSettings(
             sizes=ladder(start_batch_size or data.batch_size, max_batch_size, factor),

@@ -1,1 +1,1 @@
-"""The job, its collectives, and the backends that move the bytes."""
+"""The job, its collectives, and the backends that send messages."""

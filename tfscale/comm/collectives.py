@@ -19,7 +19,7 @@ from tfscale.config import ConfigError, ExchangeError
 
 _LOG = logging.getLogger("tfscale")
 
-# Functions are marked do_not_convert: AutoGraph would convert our sources in every traced function.
+# Functions are marked do_not_convert: AutoGraph would convert them in every traced function.
 
 
 def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call:
@@ -45,7 +45,7 @@ def require_member(root_rank: int, group: Group) -> None:
 def _guarded(
     kind: str, options: list[Any], tensors: Sequence[tf.Tensor], call: Call, body: Callable[[], Any]
 ) -> Any:
-    """Run `body`; eager ranks first agree that all call the same."""
+    """Run `body`; eager ranks first check that all call the same collective."""
     if not tf.executing_eagerly():
         return body()
     agree(header_of(kind, options, list(tensors), call.label), call.group)
@@ -90,7 +90,7 @@ _warned: set[str] = set()
 
 
 def _is_adjoint(gradient: str | None, what: str) -> bool:
-    """Return whether the exact gradient is asked for.
+    """Return whether the exact gradient is requested.
 
     Horovod's gradient is the mean of the ranks' output gradients, the adjoint is their sum. The
     mean is right for a loss that every rank computes from the same gathered values; for the sum of
@@ -183,7 +183,7 @@ def allreduce(
     Raises:
         ConfigError: Unknown op or dtype.
         ExchangeError: Ranks call different collectives (eager), or communication failed.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     factors = Scaling(prescale_factor, postscale_factor)
     call = call_of(process_set, "allreduce", name)
@@ -222,7 +222,7 @@ def grouped_allreduce(
     Raises:
         ConfigError: Unknown op or dtype.
         ExchangeError: See `allreduce`.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "grouped_allreduce", name)
     factors = Scaling(prescale_factor, postscale_factor)
@@ -256,7 +256,7 @@ def broadcast(
     Raises:
         ConfigError: root_rank is not in the process set, or the gradient is unknown.
         ExchangeError: See `allreduce`.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "broadcast", name)
     require_member(root_rank, call.group)
@@ -285,7 +285,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises:
         ExchangeError: Ranks call different collectives, or communication failed.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "barrier")
     _guarded("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
@@ -317,7 +317,7 @@ def allgather(
     Raises:
         ConfigError: The gradient is unknown.
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "allgather", name)
     reduction = Sum if _is_adjoint(gradient, "allgather") else Average
@@ -351,14 +351,14 @@ def grouped_allgather(
         tensors: Tensors, the same number on all ranks.
         gradient: See `allgather`.
         process_set: The ranks that take part.
-        name: Name in logs and errors; each tensor's has a number.
+        name: Name in logs and errors, followed by the number of each tensor.
 
     Returns:
         One result per tensor, in order.
 
     Raises:
         ExchangeError: See `allgather`.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     label = name or "grouped_allgather"
     return [
@@ -393,7 +393,7 @@ def alltoall(
     Raises:
         ConfigError: The rows cannot be split equally (no splits given), or splits is malformed.
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "alltoall", name)
     value, size = tf.convert_to_tensor(tensor), call.group.size
@@ -472,7 +472,7 @@ def reducescatter(
     Raises:
         ConfigError: The tensor is a scalar, or the op, gradient or dtype is unknown.
         ExchangeError: See `allreduce`.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "reducescatter", name)
     value = tf.convert_to_tensor(tensor)
@@ -517,7 +517,7 @@ def grouped_reducescatter(
         postscale_factor: Factor after it.
         gradient: See `reducescatter`.
         process_set: The ranks that take part.
-        name: Name in logs and errors; each tensor's has a number.
+        name: Name in logs and errors, followed by the number of each tensor.
 
     Returns:
         One result per tensor, in order.
@@ -525,7 +525,7 @@ def grouped_reducescatter(
     Raises:
         ConfigError: See `reducescatter`.
         ExchangeError: See `allreduce`.
-        PlanError: Called eagerly, and not on the main thread.
+        PlanError: Called eagerly outside of the main thread.
     """
     label = name or "grouped_reducescatter"
     return [

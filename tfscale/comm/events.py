@@ -59,7 +59,7 @@ def has_events() -> bool:
 
 
 def drain() -> np.ndarray:
-    """Hand the engine's new events to the listeners, and return them. From any thread."""
+    """Give the engine's new events to the listeners and return them; from any thread."""
     with _lock:
         events = runtime.backend().event_array()
         for listener in runtime.listeners() if len(events) else ():

@@ -1,4 +1,4 @@
-"""The native library: find one that fits, or build it with the MPI and compiler at hand."""
+"""The native library: find one that fits, or build it with the installed MPI and compiler."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def compile_objects(
 
 
 def _show_progress(n_done: int, n_files: int) -> None:
-    """Show how far compiling is: a line that changes on a terminal, elsewhere a few lines."""
+    """Show the progress of compiling: one changing line on a terminal, a few lines elsewhere."""
     text = f"Compiling C++: {n_done} of {n_files} files"
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text}" + ("\n" if n_done == n_files else ""))

@@ -249,7 +249,7 @@ def count_given_up() -> None:
 
 
 def num_given_up() -> int:
-    """Return how many collectives and steps were given up since the incarnation began."""
+    """Return the number of collectives and steps given up since the incarnation began."""
     return backend().num_given_up() + _current().n_refused
 
 
@@ -267,7 +267,7 @@ def is_initialized() -> bool:
 
 
 def is_forked() -> bool:
-    """Return whether this process was forked by a rank: it is no rank and has no engine."""
+    """Return whether this process was forked by a rank: it is not a rank and has no engine."""
     return _state is not None and _state.process_id != os.getpid()
 
 
@@ -297,7 +297,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return how many hosts have a rank with this local rank: all, where all have equally many."""
+    """Return the number of hosts with this local rank: all, if hosts have equally many ranks."""
     return backend().cross_size
 
 

@@ -92,7 +92,7 @@ def _abort(code: int) -> None:
 
 
 def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
-    """Return the sets to add. Horovod's "dynamic" says that sets come later."""
+    """Return the sets to add. Horovod's "dynamic" means that sets are added later."""
     if not isinstance(process_sets, str):
         return process_sets
     if process_sets.lower() == "dynamic":

@@ -117,7 +117,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
 
 
 def _read_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the program and its arguments; Python runs a script that is not executable."""
+    """Return the program and its arguments; Python runs a .py file that is not executable."""
     words = words[1:] if words[:1] == ["--"] else words
     if words and words[0].endswith(".py") and shutil.which(words[0]) is None:
         return (sys.executable, *words)
@@ -230,7 +230,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, this process's by default, and return the exit code."""
+    """Run a command line, by default that of this process, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
     )

@@ -126,7 +126,7 @@ _ANSWER_S = 20.0
 
 
 class Job:
-    """A job with its attempts."""
+    """A job that runs in one or more attempts."""
 
     def __init__(
         self,

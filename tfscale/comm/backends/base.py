@@ -98,7 +98,7 @@ class Backend(Protocol):
     """
 
     name: str  # "engine", "horovod" or "single"
-    # Whether a waiting rank learns of another's mark; if not, ranks ask each other in each step.
+    # A waiting rank learns of another's mark. Without marks ranks ask each other before each step.
     has_marks: bool
     records_events: bool = False  # the times when collectives are posted, start and end
     libraries: tuple[str, ...] = ()  # that carry its messages: "mpi", "gloo"
@@ -216,7 +216,7 @@ class Backend(Protocol):
         return
 
     def num_given_up(self) -> int:
-        """Return how many collectives ended because another rank stopped."""
+        """Return the number of collectives that ended because another rank stopped."""
         return 0
 
     def start_incarnation(self, number: int) -> None:

@@ -313,7 +313,7 @@ class EngineBackend(Backend):
         self._library.call("mark", int(kind))
 
     def num_given_up(self) -> int:
-        """Return how many collectives ended because another rank stopped."""
+        """Return the number of collectives that ended because another rank stopped."""
         return self._library.call("num_given_up")
 
     def start_incarnation(self, number: int) -> None:

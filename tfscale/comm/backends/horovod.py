@@ -27,7 +27,7 @@ _MOVABLE = (
 
 
 def widen(tensor: tf.Tensor) -> tf.Tensor:
-    """Return 16-bit floats as float32: Horovod knows no bfloat16 and rounds each partial sum."""
+    """Return 16-bit floats as float32: Horovod has no bfloat16 and rounds each partial sum."""
     return tf.cast(tensor, tf.float32) if tensor.dtype.size == 2 else tensor
 
 
@@ -91,8 +91,8 @@ class NamedOps:
 
     Horovod's ops are stateless, and TensorFlow may compute a stateless op before the first step
     when its input is constant, merge two of them, or drop one whose result only some ranks use;
-    the other ranks would then wait for ever. So each input passes an op whose result is known when
-    it runs, each op carries an attribute of its own, and a stateful op after it keeps it alive.
+    the other ranks would then wait forever. So each input passes an op whose result is known only
+    when it runs, each op has an attribute of its own, and a stateful op after it keeps it alive.
     Names number the traced functions of a group and the collectives in them, in the order of
     tracing, which is equal on all ranks.
     """
