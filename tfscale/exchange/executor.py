@@ -170,9 +170,9 @@ class Executor:
         Args:
             gradients: This rank's tensors, IndexedSlices or None, one per variable.
             variables: The variables they belong to.
-            skips_nonfinite: Whether the optimizer skips steps with infinite gradients. If that of
-                a local variable is infinite, a shared gradient is made NaN: all ranks skip the
-                step.
+            skips_nonfinite: Whether the optimizer skips steps with infinite gradients. An infinite
+                gradient of a local variable then makes a shared gradient NaN, so that all ranks
+                skip the step.
 
         Returns:
             The gradients that this rank applies: equal on all ranks, or those of its own pieces.
@@ -324,7 +324,7 @@ class Executor:
 
 
 def layers_in(local_layers: Any, instead: str) -> list[keras.layers.Layer]:
-    """Return local layers as a list; raises a ConfigError for objects that are no layers.
+    """Return local layers as a list; raises a ConfigError for other objects.
 
     `instead` is the call for single variables, for the error.
     """

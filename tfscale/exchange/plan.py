@@ -312,9 +312,8 @@ def compile_plan(
         if indices:
             parts.append(Scatter(indices, bucket))
         parts += [Partial((i,), bucket, made[i] == "partial") for i in bucket.indices if i in made]
-    parts.sort(
-        key=lambda part: -part.ready
-    )  # stable: a dense layer's gradients follow their bucket
+    # A stable sort: a dense layer's gradients follow their bucket.
+    parts.sort(key=lambda part: -part.ready)
     # Slots start in this order, and an embedding's gradient is the last of back-propagation.
     parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
     return ExchangePlan(table, tuple(parts), tuple(segments), overlap)

@@ -103,7 +103,7 @@ class GroupAverage:
         since: Steps since the last average.
         distance: Mean over groups of the distance between a group's parameters and the average,
             measured at the last average ([L] eq. 9).
-        wants_to_stop: Set on a rank that must stop training; sent with the next average.
+        wants_to_stop: Set on a rank that wants to stop training; sent with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
         n_averages: Averages taken in steps so far.
     """

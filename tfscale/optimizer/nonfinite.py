@@ -43,8 +43,8 @@ class NonFinite:
         Args:
             policy: "ignore" checks nothing; "raise" ends training on all ranks with an error that
                 names rank, step and parameter; "skip" leaves weights, the optimizer's state and
-                `iterations` as they were before the step. Metrics include the step, and
-                `callbacks.finite_state` restores state of layers besides weights.
+                `iterations` as they were before the step. Metrics include the step;
+                `callbacks.base.keep_finite` restores moving statistics.
             exchange: The strategy.
 
         Raises:

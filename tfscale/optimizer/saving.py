@@ -78,9 +78,8 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
         def write() -> None:
             name = str(filepath)
             with contextlib.ExitStack() as stack:
-                if name.endswith(_HDF5) and not name.endswith(
-                    ".weights.h5"
-                ):  # Keras reads `variables`
+                # For this format Keras reads the optimizer's `variables`.
+                if name.endswith(_HDF5) and not name.endswith(".weights.h5"):
                     for optimizer in distributed_optimizers(model):
                         stack.enter_context(optimizer.complete_variables())
                 save_beside(save, filepath, overwrite, *args, **kwargs)

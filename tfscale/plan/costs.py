@@ -146,9 +146,8 @@ class Scenario:
         measured = self._measured()
         if measured is not None and layer.name in measured.gradient_s:
             rows, _, whole_s, part_s = measured.gradient_s[layer.name]
-            part_s *= (
-                part * rows / (measured.batch * layer.rows)
-            )  # it was measured for 1 / ranks of the kernel
+            # `part_s` was measured for 1 / ranks of the kernel.
+            part_s *= part * rows / (measured.batch * layer.rows)
             half = self.machine.half_batch
             scale = (batch * layer.rows + half) / (rows + half)
             return scale * (whole_s if part == 1.0 else min(whole_s, part_s))

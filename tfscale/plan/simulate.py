@@ -30,7 +30,8 @@ class Task:
     stream: int  # COMPUTE, COMMUNICATION or SUMS
     duration_s: float
     after: tuple[int, ...] = ()  # tasks of the same step that must end first, by position
-    after_previous: tuple[int, ...] = ()  # and tasks of the previous step; not in the first step
+    # Tasks of the previous step that must end first, by position; ignored in the first step.
+    after_previous: tuple[int, ...] = ()
     priority: int = 0
     name: str = ""  # for plots
 
@@ -226,9 +227,8 @@ class _Builder:
             for part in plan.parts
             if part.kind in ("partial", "replicated") and scenario.n_ranks > 1
         }
-        self.finals: list[
-            tuple[Part, int]
-        ] = []  # the last task of each part; -1: the forward pass waits already
+        # The last task of each part; -1 if the forward pass waits for it already.
+        self.finals: list[tuple[Part, int]] = []
 
     def build(self) -> tuple[Task, ...]:
         self._compute()
