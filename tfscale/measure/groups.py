@@ -1,4 +1,4 @@
-"""Recommend a number of groups for local SGD from how far their models part."""
+"""Recommend a number of groups for local SGD from the distances between their models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROPORTION = 0.85  # of twice the distance that half as many groups have
 class GroupProbe:
     """A short training with some groups of local SGD."""
 
-    groups: int  # G, as many ranks
+    groups: int  # G, equal to the number of ranks
     interval: int  # steps between two averages
     learning_rate: float
     distances: tuple[float, ...]  # D at each average, in order
@@ -28,7 +28,7 @@ class GroupProbe:
 
     @property
     def distance(self) -> float:
-        """The median over the second half: early distances still grow."""
+        """The median distance over the second half: early distances still grow."""
         return statistics.median(self.distances[len(self.distances) // 2 :])
 
     @property
@@ -46,12 +46,13 @@ class GroupAdvice:
 
 
 def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
-    """Choose the number of groups, given probes of twice as many each time.
+    """Choose the number of groups from probes, each with twice as many groups as the one before.
 
-    Doubling G is accepted while D(2 G) >= 0.85 * 2 * D(G): while groups go separate ways their
-    distance grows with their number; where it does not, more groups only add noise that averaging
-    cannot remove. With [L]'s own curves this gives the choices published there: 4 for CIFAR-10, 8
-    for DIV2K. One group has no distance, so two are accepted unless their training diverges.
+    Doubling G is accepted while D(2 G) >= 0.85 * 2 * D(G). While groups explore different
+    directions, their distance grows in proportion to their number; once it does not, more groups
+    only add noise that averaging cannot remove. With the curves of [L] this gives the choices
+    published there: 4 for CIFAR-10, 8 for DIV2K. One group has no distance, so two groups are
+    accepted unless their training diverges.
 
     Source: [L] IV-B, eq. 9.
     """

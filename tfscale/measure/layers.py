@@ -1,8 +1,8 @@
-"""Measure what layers, messages and steps cost, and describe the machine on which they do.
+"""Measure the times of layers, messages and steps, and derive the machine for the planner.
 
-Steps of a training are timed by `time_layers` where the backend records collectives, by
-`time_steps` elsewhere. `separate`, `measured_machine` and `calibrated` turn what they found into
-the planner's numbers.
+Training steps are timed by `time_layers` if the backend records collectives, else by `time_steps`.
+`separate`, `measured_machine` and `calibrated` convert these measurements into the planner's
+numbers.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tfscale.plan.simulate import simulate
 
 _REPEATS = 5
 _LARGE = 2**22  # values that are read and written
-_MOST_LAYERS = 8  # largest dense layers that are measured; the planner tries no others one by one
-_MOST_VALUES = 1 << 24  # of activations and errors; what more would take is extrapolated
-_LEAST_VALUES = 2**14  # smaller kernels cost next to nothing however they are exchanged
+_MOST_LAYERS = 8  # largest dense layers that are measured; the planner tries only these singly
+_MOST_VALUES = 1 << 24  # of activations and output gradients; times of more are extrapolated
+_LEAST_VALUES = 2**14  # smaller kernels are cheap in every exchange
 
 
 # Computing and messages, alone
 
 
 def middle_s(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """Return the median duration of some calls: where ranks share cores, that is what they get."""
+    """Return the median duration of some calls; with shared cores the minimum would mislead."""
     return statistics.median(timeit.repeat(run, number=1, repeat=repeats))
 
 
 def memory_run() -> tuple[Callable[[], Any], int]:
-    """Return what reads and writes memory as updates do, and the bytes that it moves."""
+    """Return a function that reads and writes memory as updates do, and the bytes it moves."""
     large = tf.Variable(tf.ones([_LARGE]))
     return tf.function(lambda: large.assign(large * 0.5 + 1.0)), 4 * _LARGE * BYTES_PER_VALUE
 
@@ -62,11 +62,11 @@ def _measure_memory() -> float:
 def _measure_gradients(
     table: LayerTable, n_ranks: int, global_batch: int
 ) -> dict[str, tuple[float, ...]]:
-    """Return how long weight gradients of dense layers take, by name of the layer. Collective.
+    """Return times of the weight gradients of dense layers, by name of the layer. Collective.
 
     Returns:
-        Rows of the whole batch, and seconds of the gradient from this rank's rows, from all rows,
-        and of 1 / n_ranks of it from all rows; the slowest rank's.
+        Rows of the whole batch, and the slowest rank's seconds of the gradient from this rank's
+        rows, from all rows, and of 1 / n_ranks of the gradient from all rows.
     """
     layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
     found = {}
@@ -93,10 +93,10 @@ def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
 
 
 def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_set) -> float:
-    """Return the median duration of a collective, of the member that waited least. Collective.
+    """Return the median duration of a collective, on the member that waited least. Collective.
 
     Args:
-        run: Calls it, traced: an eager call would first compare what the ranks are about to do.
+        run: A traced function with the collective: an eager call would first exchange headers.
         members: The ranks that call it.
     """
     if has_events():
@@ -113,7 +113,7 @@ def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_se
 
 
 _SHORT, _LONG = 2**10, 2**20  # values
-_MOST_OVERLAP = 10.0  # messages that are under way at once, as far as can be told
+_MOST_OVERLAP = 10.0  # bound on the number of messages that are assumed to overlap
 
 
 def _measure_messages() -> tuple[float, float]:
@@ -133,17 +133,17 @@ def _measure_messages() -> tuple[float, float]:
 def fitted(
     messages: tuple[float, float], n_messages: int, n_bytes: float, wire_s: float
 ) -> tuple[float, float]:
-    """Return what messages and bytes cost where many messages follow each other.
+    """Return the costs of a message and of a byte in a sequence of many messages.
 
     Args:
         messages: Seconds of a short message alone, and per byte of a long one.
-        n_messages: One after the other.
-        n_bytes: Of all of them.
-        wire_s: How long they took together.
+        n_messages: Number of messages sent one after the other.
+        n_bytes: Bytes of all messages together.
+        wire_s: Duration of all messages together.
 
     Returns:
-        Seconds per message and per byte that add up to `wire_s`: several messages are under way
-        at once, so a message may cost less than one that is sent alone; what is left is the bytes'.
+        Seconds per message and per byte that add up to `wire_s`. Messages overlap, so one may cost
+        less than a message sent alone; the remaining time is attributed to the bytes.
     """
     short_s, per_byte = messages
     each_s = (wire_s - n_bytes * per_byte) / n_messages
@@ -155,19 +155,19 @@ def fitted(
 
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
 MEASURED_STEPS = 7
-_FORWARD = 1 / 3  # of what is computed: back-propagation makes two products of each one
-_LEAST_COMPUTED = 0.25  # of a step, however long messages take that are sent alone
+_FORWARD = 1 / 3  # share of computing: back-propagation has two products for each forward one
+_LEAST_COMPUTED = 0.25  # share of a step, even if messages sent alone would take longer
 
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """What ranks measured, equal on all: medians over steps, then of the rank that matters."""
+    """Times of steps, equal on all ranks: medians over steps, then of the rank that is named."""
 
-    layers: tuple[str, ...]  # paths of those that were exchanged, in the order of the model
+    layers: tuple[str, ...]  # paths of exchanged layers, in the order of the model
     n_bytes: tuple[int, ...]  # of each layer's gradients
-    ready_s: tuple[float, ...]  # when they existed, from the first one's; of the slowest rank
-    message_s: float  # what each message kept the wire busy for, however short
-    byte_s: float  # what each byte of gradients added; of the rank that waited least
+    ready_s: tuple[float, ...]  # of each layer's gradients, since the first; of the slowest rank
+    message_s: float  # time on the wire of each message, without its bytes
+    byte_s: float  # time on the wire per byte of gradients; of the rank that waited least
     before_s: float  # from the begin of a step to the first gradient
     after_s: float  # from the end of the last exchange to the end of the step
     step_s: float
@@ -176,16 +176,16 @@ class LayerMeasurement:
 
     @property
     def wire_s(self) -> float:
-        """How long the wire was busy in a step."""
+        """Time in which the wire was busy in a step."""
         return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
 
 
-# Resumed after each step; ends with None where fewer than two layers were exchanged.
+# Resumed after each step; returns None if fewer than two layers were exchanged.
 Timing = Generator[None, None, LayerMeasurement | None]
 
 
 def _ends_of_steps(clock: Callable[[], float]) -> Generator[None, None, list[float]]:
-    """Return when the last unmeasured step and each measured one ended."""
+    """Return the end times of the last unmeasured step and of each measured one."""
     ends = [clock()]
     while len(ends) < UNMEASURED_STEPS + MEASURED_STEPS:
         yield None
@@ -194,10 +194,10 @@ def _ends_of_steps(clock: Callable[[], float]) -> Generator[None, None, list[flo
 
 
 def time_layers(layers: Sequence[str]) -> Timing:
-    """Measure steps in which each layer's gradients are a message of their own. Collective.
+    """Measure steps in which each layer's gradients are a separate message. Collective.
 
     Args:
-        layers: Paths of those that own the exchanged variables, in the order of the model.
+        layers: Paths of the layers that own exchanged variables, in the order of the model.
     """
     listener = Listener()
     ends = yield from _ends_of_steps(clock_ns)
@@ -238,7 +238,7 @@ class _Step(NamedTuple):
 def _read_step(events: np.ndarray, places: dict[str, int], begin: float, end: float) -> _Step:
     ready: dict[int, int] = {}
     n_bytes: dict[int, int] = {}
-    wire_s = 0.0  # of several messages that are under way at once, only the sum is known
+    wire_s = 0.0  # overlapping messages are not counted twice
     busy_until = 0
     posted = events["posted_ns"]
     inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
@@ -261,7 +261,7 @@ def _read_step(events: np.ndarray, places: dict[str, int], begin: float, end: fl
 def time_steps(layers: Sequence[str], table: LayerTable) -> Timing:
     """Measure steps whose exchanges begin when all gradients exist, without events. Collective.
 
-    `layers` are as for `time_layers`, and `table` is the model.
+    `layers` are as for `time_layers`, and `table` describes the model.
     """
     ends = yield from _ends_of_steps(time.perf_counter)
     owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
@@ -276,20 +276,20 @@ def time_steps(layers: Sequence[str], table: LayerTable) -> Timing:
 def cut_by_work(
     layers: dict[str, Layer], step_s: float, messages: tuple[float, float]
 ) -> LayerMeasurement:
-    """Lay to computing what messages do not explain, and to each layer its share of work.
+    """Split a step into messages and computing, and computing into layers by their work.
 
     Args:
         layers: By path, in the order of the model.
-        step_s: Of whole steps.
+        step_s: Duration of whole steps.
         messages: As for `fitted`.
     """
     n_bytes = tuple(sum(4 * n for _, n in layer.weights) for layer in layers.values())
-    # Horovod fuses what is ready at once: the layers are sent as one message.
+    # Horovod fuses tensors that are ready together: the layers are sent as one message.
     wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
     message_s, byte_s = fitted(messages, len(layers), sum(n_bytes), wire_s)
     computed_s = step_s - wire_s
     work = [layer.flops + layer.values + layer.n_values for layer in layers.values()]
-    # The last layer's gradient is there first, each other one after those that follow it.
+    # The last layer's gradient is ready first, each other one after those of later layers.
     until = list(accumulate(reversed(work)))[::-1]
     backward_s = (1 - _FORWARD) * computed_s
     ready_s = tuple(backward_s * (w - until[-1]) / sum(work) for w in until)
@@ -305,7 +305,7 @@ def cut_by_work(
     )
 
 
-# The machine on which that is so
+# The machine with these times
 
 _FREE = 1e15  # a rate that costs nothing
 
@@ -313,18 +313,18 @@ _FREE = 1e15  # a rate that costs nothing
 def measured_machine(
     table: LayerTable, found: LayerMeasurement, n_ranks: int, batch: int, known: Machine | None
 ) -> Machine:
-    """Return the machine on which a model's steps take what they took.
+    """Return the machine on which a model's steps take the measured times.
 
-    The forward pass is cut by the operations of its layers; what back-propagation computes before
-    the first gradient is there counts as forward pass. Layers without measured parameters take no
-    time but the forward pass.
+    The forward pass is split by the operations of its layers; back-propagation before the first
+    gradient counts as forward pass. Layers without measured parameters take time in the forward
+    pass only.
 
     Args:
         table: The model.
-        found: What steps took.
-        n_ranks: That took part.
-        batch: Samples per rank; 1 where it is not known.
-        known: Where links are known better.
+        found: The measured times.
+        n_ranks: Number of ranks that took part.
+        batch: Samples per rank; 1 if unknown.
+        known: A machine whose links were measured before, if there is one.
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
@@ -356,10 +356,10 @@ def measured_machine(
 
 
 def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
-    """Return what is sent per byte that the plan counts, as dtype and compression make it.
+    """Return the bytes sent per byte that the plan counts; dtype and compression change it.
 
-    Of an embedding only the rows of a batch are sent, which says nothing of the others: layers that
-    multiply send all they have. One ratio holds for them, hence the median.
+    An embedding sends only the rows of a batch, so layers with matrix products are preferred: they
+    send all their values. Dtype and compression give all of them the same ratio: the median.
     """
     ratios = [
         (layer.flops > 0, n_bytes / (BYTES_PER_VALUE * layer.n_values))
@@ -371,10 +371,10 @@ def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> f
 
 
 def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
-    """Return a scenario whose steps by layer take as long as they were measured to.
+    """Return a scenario whose simulated steps, exchanged by layer, take the measured time.
 
-    What the simulation lacks (data input, ranks that wait for each other, cores that are shared)
-    becomes a part of every step.
+    Time that the simulation does not model (data input, ranks that wait for each other, shared
+    cores) is added to every step.
     """
     expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
     times = scenario.machine.layer_times[scenario.table.name]
@@ -391,14 +391,14 @@ def measured_scenario(
     n_slots: int = 1,
     has_rows: bool = True,
 ) -> Scenario:
-    """Return what is to be planned, with the times of gradients of dense layers. Collective.
+    """Return the scenario to plan, with times of the gradients of dense layers. Collective.
 
     Args:
         table: The model.
-        found: What steps took; what an update takes is measured by itself.
-        n_ranks: That took part.
-        samples: Of all ranks together.
-        known: Where links are known better.
+        found: The measured times; those of updates are measured separately.
+        n_ranks: Number of ranks that took part.
+        samples: Samples of all ranks together.
+        known: A machine whose links were measured before, if there is one.
         n_slots: Values of optimizer state per parameter.
         has_rows: Whether `samples` are known, so that dense layers may exchange activations.
     """
@@ -421,16 +421,16 @@ _LEAST_MESSAGE_SHARE = 0.2
 
 
 def separate(alone: LayerMeasurement, together: LayerMeasurement) -> LayerMeasurement:
-    """Take steps apart whose exchanges ran during back-propagation.
+    """Separate computing and messages of steps that exchange during back-propagation.
 
     Args:
-        alone: Of steps that sent nothing before all gradients existed: nothing disturbs what is
-            computed, nor the messages.
-        together: Of steps that sent each layer's gradients as soon as they existed.
+        alone: Times of steps that send nothing before all gradients exist: computing and messages
+            do not slow each other down.
+        together: Times of steps that send each layer's gradients as soon as they exist.
 
     Returns:
-        The second measurement with the durations that computing and messages have alone, and the
-        shares that make them what they were.
+        `together` with the durations of computing and messages alone, and the shares of speed that
+        remain to each while they overlap.
     """
     computed = max(together.ready_s)
     wire, wire_alone = together.wire_s, alone.wire_s
@@ -438,13 +438,13 @@ def separate(alone: LayerMeasurement, together: LayerMeasurement) -> LayerMeasur
         return together
     before_s = min(together.before_s, alone.before_s)
     undisturbed = min(1.0, max((alone.before_s - before_s) / computed, 1e-3))
-    is_busy = min(1.0, wire / computed)  # part of back-propagation with messages under way
+    is_busy = min(1.0, wire / computed)  # share of back-propagation with pending messages
     compute_share = max(_LEAST_COMPUTE_SHARE, 1 - (1 - undisturbed) / is_busy)
-    # Computing kept them waiting during this part of their time only.
+    # Computing slowed messages down during this share of their time only.
     is_shared = min(1.0, computed / wire)
     message_share = 1 - (1 - wire_alone / wire) / is_shared
     message_share = min(1.0, max(_LEAST_MESSAGE_SHARE, message_share))
-    # Where the share had to be cut off, computing was as slow as it seems for other reasons.
+    # If the share was limited, computing was slower for other reasons than messages.
     undisturbed = 1 - (1 - compute_share) * is_busy
     return dataclasses.replace(
         together,

@@ -1,4 +1,4 @@
-"""Measure a machine: messages and sums through the engine, matrix products and memory."""
+"""Measure a machine: messages and sums through the backend, matrix products and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfscale.plan.machines import Machine
 
 _SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
 _ROUNDS = 7
-_FREE_S = 1e-13  # per byte: sums that are hidden behind the messages they wait for
+_FREE_S = 1e-13  # per byte: sums that fully overlap with messages
 _WIDTH = 2048  # of the matrix that stands for a layer
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -33,7 +33,7 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], Any]]:
-    """Return an allgather that yields `n_bytes`, and an allreduce of as many."""
+    """Return an allgather with a result of `n_bytes`, and an allreduce of as many bytes."""
     n_values, size = n_bytes // BYTES_PER_VALUE, members.size()
     own, whole = tf.ones([n_values // size]), tf.ones([n_values])
     calls: dict[str, Callable[[], Any]] = {
@@ -44,7 +44,7 @@ def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], An
 
 
 def measure_links(members: ProcessSet) -> list[Round]:
-    """Return latency, bandwidth and speed of sums between two ranks or more, once per round.
+    """Return latency, bandwidth and speed of sums of two ranks or more, one entry per round.
 
     Collective: all members must call this. Durations are those of the rank that waited least.
     """
@@ -62,9 +62,9 @@ def measure_links(members: ProcessSet) -> list[Round]:
 
 
 def measure_inside() -> list[Round]:
-    """Return `measure_links` among the ranks of this rank's host, the first host's on all ranks.
+    """Return `measure_links` within each host; all ranks get the result of the first host.
 
-    Collective: all ranks must call this; hosts have equally many ranks, neighbours by number.
+    Collective: all ranks must call this. Hosts have equally many ranks, with consecutive numbers.
     """
     local = runtime.local_size()
     own: list[Round] = []
@@ -77,7 +77,7 @@ def measure_inside() -> list[Round]:
 
 
 def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:
-    """Solve [T] table 4.1 for alpha and beta, and the rest of an allreduce for the sums."""
+    """Solve [T] table 4.1 for alpha and beta; an allreduce's remaining time is that of sums."""
     base_s, slope = fit_line(_SIZES, gathers, is_relative=True)
     rest = [
         (total - 2 * gather) / n
@@ -94,10 +94,10 @@ def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Roun
 def fit_line(
     n_bytes: Sequence[float], seconds: Sequence[float], is_relative: bool = False
 ) -> tuple[float, float]:
-    """Return (seconds of nothing, seconds per byte) of durations, by least squares.
+    """Fit a line to durations by least squares; return (seconds of 0 bytes, seconds per byte).
 
-    The first is 0 or more, the second above 0: where a line would fall, the fastest counts. With
-    `is_relative` short durations count as much as long ones.
+    The first is 0 or more, the second above 0: if the fitted line falls, it is replaced by the
+    largest rate. With `is_relative` short durations count as much as long ones.
     """
     sizes, durations = np.asarray(n_bytes, float), np.asarray(seconds, float)
     if len(set(sizes)) > 1:
@@ -110,7 +110,7 @@ def fit_line(
 
 
 def measure_compute() -> list[Round]:
-    """Return the speed of matrix products and of memory, all ranks working, once per round.
+    """Return the speed of matrix products and of memory with all ranks busy, one entry per round.
 
     Collective: all ranks must call this. Times are those of the slowest rank.
     """
@@ -138,23 +138,23 @@ def measure_compute() -> list[Round]:
 def machine_from(
     links: Sequence[Round], inside: Sequence[Round], compute: Sequence[Round]
 ) -> Machine:
-    """Return a machine of medians, with the spread over the rounds.
+    """Return a machine with the medians of measurements, and their spread over the rounds.
 
     Args:
-        links: Between all ranks.
-        inside: Between the ranks of one host; none where these are all ranks, or one.
-        compute: Of every rank.
+        links: Result of `measure_links` between all ranks.
+        inside: Result of `measure_inside`; empty with one host, or one rank per host.
+        compute: Result of `measure_compute`.
     """
     found = {
         name: [own[name] for own in rounds] for rounds in (links, compute) for name in rounds[0]
     }
     middle: dict[str, Any] = {name: statistics.median(own) for name, own in found.items()}
     spread = {name: spread_of(own) for name, own in found.items()}
-    # The sums are a difference of two times: what they are worth is how steady an allreduce is.
+    # The time of sums is a difference of two times, so the spread of the allreduce is used for it.
     spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
     del middle["allreduce_s"], spread["half_batch"]
     local = runtime.local_size()
-    middle["bytes_per_s"] *= local  # shared by a host's ranks, which all have sent at once
+    middle["bytes_per_s"] *= local  # the ranks of a host, which sent at the same time, share it
     if own := links if local == runtime.size() else inside:
         middle["host_latency_s"] = statistics.median(r["latency_s"] for r in own)
         middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in own)

@@ -1,4 +1,4 @@
-"""A Keras model as a layer table: what it computes is seen while it is traced."""
+"""Read the layer table of a Keras model by tracing it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
     """Return a model that a command line names.
 
     Args:
-        name: "module:function"; the function takes nothing and returns a model.
-        file: Of a saved model, instead.
+        name: "module:function"; the function takes no arguments and returns a model.
+        file: Path of a saved model, used instead of `name`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The model cannot be loaded, or the result is not a model.
     """
     try:
         if file:
             return keras.models.load_model(file, compile=False)
         module, _, function = str(name).partition(":")
-        if os.getcwd() not in sys.path:  # a console script's own folder stands there instead
+        if os.getcwd() not in sys.path:  # a console script has its own folder there
             sys.path.insert(0, os.getcwd())
         model = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, ValueError, OSError) as error:
@@ -47,21 +47,21 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
 
 
 def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) -> LayerTable:
-    """Return what a model computes per sample.
+    """Return the layers of a model with their weights and operations per sample.
 
     Args:
-        model: Built, or able to say the shape of its inputs.
-        input_shape: Of one sample, for a model of one input that leaves dimensions open.
+        model: A model that is built, or knows the shape of its inputs.
+        input_shape: Shape of one sample, for a model of one input with unknown dimensions.
 
     Returns:
-        Its layers in the order of their calls, each trainable variable in one of them; layers
-        without variables are part of the one before. Operations are those of convolutions and of
-        matrix products with weights; other layers, and what attention does without weights, count
-        as memory traffic.
+        The layers in the order of their calls, each trainable variable in one of them; layers
+        without variables are merged into the one before. Operations are those of convolutions and
+        of matrix products with weights; other layers, and products of attention without weights,
+        count as memory traffic.
 
     Raises:
         ConfigError: A dimension of the inputs is not known.
-        PlanError: There is nothing to train.
+        PlanError: The model has no trainable variables.
     """
     inputs = inputs_of(model, input_shape)
     with noted_calls(_leaves(model)) as calls:
@@ -81,13 +81,13 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
 
 
 def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
-    """Return shapes and dtypes of one sample's inputs, in the structure that the model takes.
+    """Return specs of one sample's inputs, in the structure that the model takes.
 
     For the arguments and errors see `read_layers`.
     """
     inputs = getattr(model, "inputs", None)
     if inputs:
-        # A Sequential that was never called on symbols has inputs, and no input.
+        # A Sequential that was never called symbolically has `inputs`, but no `input`.
         structure = inputs[0] if isinstance(model, keras.Sequential) else model.input
     elif model.built and (shape := built_shape(model)):
         structure = keras.KerasTensor(shape, model.compute_dtype)
@@ -115,10 +115,10 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
 
 
 def _leaves(model: keras.Model) -> list[Any]:
-    """Return the layers that have no layers of their own, random seeds and the like aside.
+    """Return the layers that contain no other layers.
 
-    A recurrent layer counts as one: how often its cell is called while its loop is traced says
-    nothing of how many steps the loop makes.
+    A recurrent layer counts as one: the number of times its cell is called during tracing is not
+    the number of steps of its loop.
     """
     every = layers_of(model)[1:]
     loops = [x for x in every if isinstance(x, keras.layers.RNN)]
@@ -134,7 +134,7 @@ def _layer(layer: Any, before: Any, after: Any) -> Layer:
     outputs, inputs = _shapes(after), _shapes(before)
     values = sum(math.prod(shape) for shape in outputs)
     if isinstance(layer, keras.layers.RNN) and not layer.return_sequences:
-        values *= inputs[0][0]  # each step writes as much, whoever reads it
+        values *= inputs[0][0]  # each step writes as many values, even if only the last is used
     weights = tuple((v.path, math.prod(v.shape)) for v in layer.trainable_variables)
     is_dense = type(layer) is keras.layers.Dense and layer.kernel in layer.trainable_variables
     dense = tuple(int(n) for n in layer.kernel.shape) if is_dense else None
@@ -144,15 +144,15 @@ def _layer(layer: Any, before: Any, after: Any) -> Layer:
 
 
 def _shapes(tensors: Any) -> list[tuple[int, ...]]:
-    """Return shapes of a sample; dimensions that tracing does not tell count as 1."""
+    """Return shapes of one sample; dimensions unknown in tracing count as 1."""
     found = [t.shape for t in keras.tree.flatten(tensors) if hasattr(t, "shape")]
     return [tuple(1 if n is None else n for n in tuple(shape)[1:]) for shape in found]
 
 
 def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> float:
-    """Return operations per sample: each matrix is applied at each position, also in time."""
+    """Return operations per sample: each matrix is applied at each position, time included."""
     name = type(layer).__name__
-    # The states that a recurrent layer may keep are matrices and no weights; its cell has none.
+    # A recurrent layer may keep states, which are matrices but not weights; its cell has none.
     cell = getattr(layer, "cell", None)
     owner = cell if isinstance(cell, keras.Layer) else layer
     n_weights = sum(math.prod(v.shape) for v in owner.weights if len(v.shape) > 1)
@@ -168,7 +168,7 @@ def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> flo
 
 
 def _positions(layer: keras.layers.EinsumDense, inputs: tuple[int, ...]) -> int:
-    """Return how often its kernel is applied: the inputs' dimensions that are not the kernel's."""
+    """Return the number of kernel applications: the product of inputs' dimensions not summed."""
     ours, _, its = layer.equation.partition("->")[0].partition(",")
     sizes = dict(zip(its, layer.kernel.shape, strict=True))
     return math.prod(inputs) // math.prod(n for letter, n in sizes.items() if letter in ours)

@@ -24,7 +24,7 @@ def read_rows(directory: str | Path) -> list[Row]:
     """Return the lines of a run, given the folder of `CommunicationReport`.
 
     Raises:
-        ConfigError: There is no run with a recorded step.
+        ConfigError: The folder has no run with a recorded step.
     """
     path = Path(directory) / FILE_NAME
     if not path.is_file():
@@ -47,16 +47,16 @@ def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
 
 
 def write_report(directory: str | Path) -> str:
-    """Write `communication.md` and, where matplotlib is installed, `communication.png`.
+    """Write `communication.md` and, if matplotlib is installed, `communication.png`.
 
     Args:
         directory: Folder with `communication.jsonl`; see `tfscale.callbacks.CommunicationReport`.
 
     Returns:
-        The table.
+        The table, in Markdown.
 
     Raises:
-        ConfigError: There is no run with a recorded step.
+        ConfigError: The folder has no run with a recorded step.
     """
     folder = Path(directory)
     rows = read_rows(folder)
@@ -69,7 +69,7 @@ def write_report(directory: str | Path) -> str:
 
 # The table
 
-_N_SLOTS = 20  # shown, those that block longest
+_N_SLOTS = 20  # collectives shown, those that block longest
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -169,7 +169,7 @@ _MAX_RANKS = 8  # in the timeline
 
 
 def _draw_report(rows: Sequence[Row], path: Path) -> None:
-    """Draw where the time of each rank goes, and one typical step."""
+    """Draw the shares of each rank's step time, and one typical step."""
     from matplotlib.figure import Figure
 
     steps = of_kind(rows, "step")
@@ -188,16 +188,16 @@ def _draw_report(rows: Sequence[Row], path: Path) -> None:
 
 
 def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
-    """Return epoch and number of the step of rank 0 whose time is the median."""
+    """Return epoch and number of the step with the median time on rank 0."""
     own = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
     middle = own[len(own) // 2]
     return middle["epoch"], middle["step"]
 
 
 def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
-    """Draw one step of all ranks: a row of computation, and a row per collective.
+    """Draw one step of all ranks: for each a row of computation, and a row per collective.
 
-    `axes` are matplotlib's, `rows` the lines of a run, and `place` is epoch and step.
+    `rows` are the lines of a run, and `place` is epoch and step.
     """
     chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == place]
     steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
@@ -220,11 +220,11 @@ def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
 
 
 def _draw_compute(axes: Any, step: Row, slots: Sequence[Row], at: float, origin: float) -> None:
-    """Draw the step, and in it what blocks the rank."""
+    """Draw the step, and inside it the times in which the rank is blocked."""
     left = 1e3 * (step["begin_s"] - origin)
     axes.barh(at, 1e3 * step["step_s"], left=left, height=0.8, color=_COMPUTE)
     busy = Intervals((begin, end) for begin, end in step["busy_s"])
-    for slot in slots:  # in the order in which they ended, as they are charged
+    for slot in slots:  # in the order in which they ended, as in `analyse`
         for begin, end in busy.add(slot["posted_s"], slot["ended_s"]):
             if slot["t_b_s"] == 0:
                 continue
@@ -258,7 +258,7 @@ def _legend(axes: Any) -> None:
 
 
 def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
-    """Draw per rank what the median step consists of."""
+    """Draw the parts of the median step of each rank."""
     ranks = _ranks(steps)
     places = [rank for rank, _ in ranks]
     bottom = [0.0] * len(ranks)
