@@ -2,24 +2,24 @@
 
 Definitions, for the collectives ("slots") that one rank posted within one step, on one clock:
 
-* posted: all inputs of the slot exist. started, ended: on the communication thread.
-* A mark is the post of a slot, or a stamp: the moment at which the update of some variables is
-  done (`tfscale.comm.events.stamp_updates`). It needs the slots whose results go into it, as the
-  traced graph says (`collectives_before`). What is computed for a mark is computed between the end
-  of the last slot that it needs and the mark; the rank is busy in this time.
-* The rank is blocked while a slot is posted and not ended, and it is not busy. A slot that ends
-  after the step has returned blocks nothing.
+* A slot is posted when all its inputs exist. It is started and ended by the communication thread.
+* A mark is the post of a slot, or a stamp: the time at which the update of some variables is done
+  (`tfscale.comm.events.stamp_updates`). A mark needs the slots whose results it depends on in the
+  traced graph (`collectives_before`). The rank is busy, computing for the mark, from the end of the
+  last slot that the mark needs until the mark.
+* The rank is blocked while a slot is posted and not ended, and the rank is not busy. A slot that
+  ends after the step has returned does not block.
 * Every moment counts once. T_b of a slot is the time in which it blocks the rank and no slot that
-  ended earlier does. T_c of a slot is its T_b, and the time from its start to its end in which
-  nothing blocks, less what slots that ended earlier are charged for.
+  ended earlier does. T_c of a slot is its T_b plus the time from its start to its end in which no
+  slot blocks, without time that already counts for slots that ended earlier.
 
-With gradients only and without stamps the rank is busy until the last gradient is posted: the end
-of back-propagation. A collective within the forward pass, which all later ones need, blocks from
-the moment it is posted; one whose result is not needed soon does not.
+With gradients only, and without stamps, the rank is busy until the last gradient is posted: the end
+of back-propagation. A collective in the forward pass, needed by all later slots, blocks from the
+moment it is posted; a collective whose result is not needed soon does not.
 
-So the sum of T_b is the communication that is exposed, the sum of T_c is the time in which there
-was any, 0 <= T_b <= T_c, and R lies between 0 and 100. The engine of [T] makes one blocking call
-at a time, for which T_c and T_b are those of its equation 3.8.
+So the sum of T_b is the exposed communication, the sum of T_c is the time with any communication,
+0 <= T_b <= T_c, and R lies between 0 and 100. The engine of [T] makes one blocking call at a time,
+for which T_c and T_b are those of its equation 3.8.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import tensorflow as tf
 
 from tfscale.comm.events import has_slot
 
-EAGER = -1  # plan of a collective outside of any traced function: its caller waits for it
+EAGER = -1  # plan of a collective outside of traced functions: its caller waits for it
 
 
 class Key(NamedTuple):
-    """Which collective of a step: `repeat` counts executions of the slot within it.
+    """Key of a collective of a step: `repeat` counts executions of the slot within the step.
 
     Stamps have negative slots.
     """
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One collective of one rank, times in ns of one clock."""
+    """One collective of one rank; times in ns, all of one clock."""
 
     key: Key
     posted: int
@@ -60,17 +60,17 @@ class Slot(NamedTuple):
 
 
 class SlotTimes(NamedTuple):
-    """What a slot cost its rank, in ns."""
+    """Times of a slot on its rank, in ns."""
 
     slot: Slot
     t_c: int  # time of communication that is charged to this slot
     t_b: int  # the part of it in which the rank was blocked
     waiting: int  # the part of t_b from this rank's start to that of the slowest rank
-    behind: int  # how much later than this rank the slowest one started it
+    behind: int  # start of the slot on the slowest rank minus that on this rank
 
 
 class Intervals:
-    """A growing set of moments, as disjoint intervals, ascending."""
+    """A growing set of times, as disjoint intervals, ascending."""
 
     def __init__(self, parts: Iterable[tuple[int, int]] = ()) -> None:
         self.parts = list(parts)
@@ -98,23 +98,23 @@ class Intervals:
 def find_busy(
     slots: Sequence[Slot], before: Mapping[Key, frozenset[Key]], step_begin: int
 ) -> Intervals:
-    """Return when a rank computes, as far as the marks show.
+    """Return the times in which a rank computes, as far as marks show.
 
     Args:
         slots: The collectives and stamps of one step.
-        before: For a mark (`repeat` 0), the slots it needs, directly or not.
-        step_begin: When the step was called.
+        before: For each mark (with `repeat` 0), the slots it needs, directly or indirectly.
+        step_begin: Time at which the step was called.
     """
     ended = {slot.key: slot.ended for slot in slots}
     eager = [slot.ended for slot in slots if slot.key.plan == EAGER]
-    # The next execution of the same function needs what the one before has changed.
+    # The next execution of a function needs the variables that the one before has changed.
     begins = {0: step_begin}
     for key, end in ended.items():
         if key.plan != EAGER:
             begins[key.repeat + 1] = max(end, begins.get(key.repeat + 1, end))
     spans = []
     for mark in slots:
-        # Whoever calls an eager collective waits for it, and for the functions called before.
+        # The caller of an eager collective waits for it, and for the functions called before.
         waited_for = ended.values() if mark.key.plan == EAGER else eager
         ends = [end for end in waited_for if end <= mark.posted]
         if mark.key.plan != EAGER:
@@ -134,16 +134,16 @@ def analyse(
     slowest: Mapping[Key, int] | None = None,
     step_end: float = float("inf"),
 ) -> list[SlotTimes]:
-    """Charge each moment of communication of a step to one slot.
+    """Attribute each moment of communication of a step to one slot.
 
     Args:
         slots: The collectives and stamps of one step of one rank.
-        busy: See `find_busy`.
-        slowest: When the last rank started each slot, in this rank's clock.
-        step_end: When the step returned.
+        busy: Result of `find_busy`.
+        slowest: Time at which the last rank started each slot, in this rank's clock.
+        step_end: Time at which the step returned.
 
     Returns:
-        One per collective, in the order in which they ended.
+        One entry per collective, in the order in which they ended.
     """
     ordered = sorted((s for s in slots if s.key.slot >= 0), key=lambda s: s.ended)
     seen = Intervals(busy.parts)
@@ -179,15 +179,15 @@ def length(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def overlap_percent(t_c: float, t_b: float) -> float | None:
-    """Return R of [T] eq. 3.8, 100 * sum(T_c - T_b) / sum(T_c); None where nothing was sent."""
+    """Return R of [T] eq. 3.8, 100 * sum(T_c - T_b) / sum(T_c); None without communication."""
     return 100.0 * (t_c - t_b) / t_c if t_c > 0 else None
 
 
 def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
     """Return for each collective of a function's graph those that must end before it is posted.
 
-    It needs them directly or through other ops, by data or by order. What runs inside of functions
-    that the function calls is not seen.
+    These are its ancestors in the graph, by data or control inputs. Ops inside functions that the
+    function calls are not included.
     """
     keys: list[Key] = []
     reached: dict[tf.Operation, int] = {}  # per op, a bit for each collective it needs
@@ -215,21 +215,21 @@ def _producer(tensor: tf.Tensor) -> tf.Operation:
     """Return the op that computes a tensor.
 
     Keras passes all gradients through one IdentityN, which TensorFlow removes before it runs the
-    function: an output of it needs one input only.
+    function. So an output of IdentityN depends only on its own input.
     """
     while tensor.op.type == "IdentityN":
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor.op
 
 
-# How all ranks know a collective of a step: label, slot, repeat. Each rank numbers its own plans.
+# Label, slot and repeat identify a collective on all ranks; numbers of plans differ between ranks.
 Shared = tuple[str, int, int]
 Starts = dict[int, dict[Shared, int]]  # by step
 _COLUMNS = ("plan", "slot", "posted_ns", "started_ns", "ended_ns", "bytes")
 
 
 class Window(NamedTuple):
-    """A call of the train function: steps `step` to `step + n_steps - 1` of an epoch; in ns."""
+    """A call of the train function, in ns: steps `step` to `step + n_steps - 1` of an epoch."""
 
     step: int
     n_steps: int
@@ -239,7 +239,7 @@ class Window(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What a rank recorded in an epoch, times in ns of rank 0's clock."""
+    """The records of a rank in an epoch; times in ns of rank 0's clock."""
 
     windows: list[Window]  # the recorded steps, ascending
     events: np.ndarray | None = None  # with the fields of the engine's Event
@@ -248,7 +248,7 @@ class RankRecord:
 
 
 def _window_of(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
-    """Return the place of the window in which each event was posted; -1 without one."""
+    """Return the index of the window in which each event was posted; -1 without one."""
     posted = events["posted_ns"]
     if not windows:
         return np.full(len(posted), -1)
@@ -281,16 +281,16 @@ def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
 
 
 def _shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
-    """Return what all ranks call a collective.
+    """Return the key of a collective that is equal on all ranks.
 
-    Keras numbers layers by a count of the process, which may differ between ranks.
+    Keras's numbers of layers are left out: they count per process and may differ between ranks.
     """
     label = names.get(key._replace(repeat=0), "eager")
     return re.sub(r"_\d+(?=\W|$)", "", label), key.slot, key.repeat
 
 
 def starts_of(record: RankRecord) -> Starts:
-    """Return when a rank started each collective of each step."""
+    """Return the times at which a rank started each collective of each step."""
     return {
         step: {_shared_key(s.key, record.names): s.started for s in own if s.key.slot >= 0}
         for step, own in slots_by_step(record).items()
@@ -311,15 +311,15 @@ def merge_starts(every: Sequence[Starts]) -> Starts:
 def rows(
     place: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Return the lines of an epoch and rank, times in seconds.
+    """Yield the report's lines of an epoch and rank, times in seconds.
 
     Args:
-        place: Number of the epoch and the rank.
-        record: What the rank recorded.
-        slowest: Per step and slot, when the last rank started it.
-        origin_ns: Which time of rank 0's clock is 0 in the lines.
+        place: Numbers of the epoch and the rank.
+        record: The records of the rank.
+        slowest: Per step and slot, the time at which the last rank started it.
+        origin_ns: Time of rank 0's clock that is 0 in the lines.
 
-    Returns:
+    Yields:
         Per step a line of kind "step", followed by one of kind "slot" per collective.
     """
     slots = slots_by_step(record)

@@ -53,7 +53,7 @@ Course = Generator[Exchange | None, None, T]
 
 
 class StepWatch(abc.ABC):
-    """Runs a course of measurements, one step of `fit` after another; see `Exchange.watch`."""
+    """Run a sequence of measurements over the steps of `fit`; see `Exchange.watch`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StepWatch(abc.ABC):
         self._course = self._run()
 
     def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Count a step; advance the course."""
+        """Advance the measurements after a step; return the next strategy if it changes."""
         self._data, self._callbacks = data, callbacks
         return next(self._course)
 
@@ -80,9 +80,10 @@ class StepWatch(abc.ABC):
 
 
 class FirstChunkWatch(StepWatch):
-    """Watches steps that exchange each layer alone, then chooses where the first chunk ends.
+    """Measure steps that exchange each layer alone, then choose the end of the first chunk.
 
-    Half of the layers where the backend measures nothing, 1 where there is nothing to choose.
+    The first chunk has half of the layers if the backend records no collectives, and one layer if
+    fewer than two are exchanged.
     """
 
     may_cut = False
@@ -112,11 +113,11 @@ def _best_first_chunk(strategy: Chunked, found: LayerMeasurement) -> int:
     return first
 
 
-# What is known of the model, and of the machine it is trained on
+# The model, and the machine it is trained on
 
 
 def _why_not(model: keras.Model | None) -> str:
-    """Return why steps cannot be planned, or an empty string."""
+    """Return the reason if steps cannot be planned, else an empty string."""
     if model is None:
         return "the model is not known"
     if model.steps_per_execution > 1:
@@ -127,18 +128,18 @@ def _why_not(model: keras.Model | None) -> str:
 
 
 def table_of(model: keras.Model) -> LayerTable:
-    """Return the model; only its variables' sizes where it cannot be read."""
+    """Return the layer table of a model; only sizes of variables if it cannot be traced."""
     owners = {layer.path: layer for layer in layers_of(model)}
     try:
         table = read_layers(model)
-    except Exception as error:  # whatever a model of the user's does with inputs made up
+    except Exception as error:  # of any type: a user's model is called with symbolic inputs
         logger.info("Dense layers send weight gradients: %s", error)
         found: dict[str, list[tuple[str, int]]] = {}
         for v in model.trainable_variables:
             found.setdefault(owner_of(v.path), []).append((v.path, math.prod(v.shape)))
         layers = [Layer(owner, tuple(weights)) for owner, weights in found.items()]
         table = LayerTable(model.name, tuple(layers))
-    # What cannot gather activations and errors is no dense layer to the planner.
+    # The planner must not see layers that cannot gather activations and output gradients as dense.
     shared = dense.shared_weights(model)
 
     def is_dense(layer: Layer) -> bool:
@@ -154,7 +155,7 @@ def table_of(model: keras.Model) -> LayerTable:
 
 
 def _n_slots(model: keras.Model) -> int:
-    """Return how many values of optimizer state there are per parameter."""
+    """Return the number of values of optimizer state per parameter."""
     state = model.optimizer.memory_report()["complete_state"]
     own = sum(math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables)
     return round(state / max(own, 1))
@@ -163,16 +164,16 @@ def _n_slots(model: keras.Model) -> int:
 def _measure(
     auto: Auto, layers: Sequence[str], model: keras.Model, batch: int | None
 ) -> Course[Scenario | None]:
-    """Exchange each layer alone for some steps, with and without overlap, unless all is known.
+    """Exchange each layer alone for some steps, unless the machine's file has all layers' times.
 
     Args:
-        auto: What the user chose.
+        auto: The user's settings.
         layers: Paths of the layers that own the exchanged variables, in the order of the model.
-        model: That is trained.
-        batch: Samples of all ranks together, where they are known.
+        model: The model that is trained.
+        batch: Samples of all ranks together, if known.
 
     Returns:
-        What is to be planned; None where it cannot be measured.
+        The scenario to plan; None if it cannot be measured.
     """
     table, size = table_of(model), runtime.size()
     samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
@@ -193,14 +194,14 @@ def _measure(
         100 * machine.compute_share,
         100 * machine.message_share,
     )
-    # Without a record of collectives, what is not explained was laid to computing already.
+    # Without recorded collectives, all other time of a step counts as computing already.
     return calibrated(scenario, together) if has_events() else scenario
 
 
 def _measure_layers(
     layers: Sequence[str], table: LayerTable
 ) -> Course[tuple[LayerMeasurement, LayerMeasurement] | None]:
-    """Return a measurement as made, and the same taken apart."""
+    """Return a measurement with overlap, and the same with computing and messages separated."""
     yield per_layer(table, overlap=False)
     if not has_events():
         found = yield from time_steps(layers, table)
@@ -214,7 +215,7 @@ def _measure_layers(
 
 
 def _has_times(machine: Machine, table: LayerTable) -> bool:
-    """Return whether all layers were measured; Keras renumbers those of a model made again."""
+    """Return whether a machine has times of all layers; Keras may have renumbered the layers."""
     times = machine.layer_times.get(table.name)
     if times is None or times.n_values not in (0, table.n_values):
         return False
@@ -224,10 +225,10 @@ def _has_times(machine: Machine, table: LayerTable) -> bool:
 # Plans, tried one after another
 
 _TIMED_STEPS = 10
-_SLOWER = 1.02  # a plan that takes so many times plain allreduce's time is given up
-_OTHER_BATCH = 2.0  # a batch that grew or shrank so many times asks for another plan
-_PROMISING = 1.25  # plans are tried that are predicted to take so many times the best one's time
-# The best plan of each of these is tried, if it is promising: predictions err.
+_SLOWER = 1.02  # a plan slower than this multiple of plain allreduce's time is given up
+_OTHER_BATCH = 2.0  # a batch that grew or shrank by this factor needs another plan
+_PROMISING = 1.25  # plans predicted within this multiple of the best one's time are tried
+# The best plan of each family is tried, if it is promising: predictions are not exact.
 _FAMILIES: tuple[tuple[Kind, ...], ...] = (
     ("allreduce", "sharded", "partial", "replicated"),
     ("allreduce", "replicated"),
@@ -238,7 +239,7 @@ Trial = tuple[Choice, float]  # and the seconds that its steps took
 
 
 class AutoWatch(StepWatch):
-    """Tries exchanges one after another; each decision is made from what all ranks measured."""
+    """Try exchanges one after another; decisions depend on the times of all ranks."""
 
     may_cut = True
 
@@ -251,7 +252,7 @@ class AutoWatch(StepWatch):
             else:
                 scenario = yield from _measure(self._strategy, self._layers, model, batch)
                 if scenario is None:
-                    yield self._strategy  # allreduce in buckets, as before anything was known
+                    yield self._strategy  # allreduce in buckets, as before measuring
                 else:
                     yield from self._try(scenario, self._allowed(model, batch))
             while not self._is_other(batch):
@@ -259,7 +260,7 @@ class AutoWatch(StepWatch):
             logger.info("The batch size has changed: the exchange is planned again.")
 
     def _allowed(self, model: keras.Model, batch: int | None) -> tuple[Kind, ...]:
-        """Return what the model's parameters may do, equal on all ranks. Collective."""
+        """Return the kinds of exchange the model allows, equal on all ranks. Collective."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
         own = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
         reasons = [r for r in objects.allgather_object(own, name="why parameters stay whole") if r]
@@ -272,7 +273,7 @@ class AutoWatch(StepWatch):
         return (*kinds, "replicated") if batch else tuple(kinds)
 
     def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course[None]:
-        """Time plain allreduce and what is promising; end with the fastest."""
+        """Time plain allreduce and the promising plans; end with the fastest."""
         choices = candidates(scenario, allowed)
         _require_equal(choices)
         best, plain_plan = choices[0], choices[0].plain
@@ -291,7 +292,7 @@ class AutoWatch(StepWatch):
         yield self._decide(scenario, plain_s, trials)
 
     def _decide(self, scenario: Scenario, plain_s: float, trials: list[Trial]) -> Exchange:
-        """Return the fastest of what was tried."""
+        """Return the fastest strategy; not plain allreduce if the user set replan=False."""
         choice, plan_s = min(trials, key=lambda trial: trial[1])
         words = _compare(choice, plain_s, trials)
         chosen = strategy_of(scenario.table, choice.plan, choice.name)
@@ -331,7 +332,7 @@ def _time(strategy: Exchange) -> Course[float]:
 
 
 def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
-    """Return what is worth a trial, the best prediction first: plain allreduce alone, or plans."""
+    """Return the plans to try, the best prediction first; plain allreduce if it is the best."""
     families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
     found: dict[object, Choice] = {}
     for family in dict.fromkeys(families):
@@ -356,7 +357,7 @@ def _require_equal(choices: Sequence[Choice]) -> None:
 
 
 def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
-    """Return predicted against measured steps in words."""
+    """Return a text that compares predicted and measured step times."""
     predicted_s = choice.plain_predicted.step_s
     words = [f"allreduce takes {1e3 * plain_s:.2f} ms per step, predicted {1e3 * predicted_s:.2f}"]
     words += [
@@ -367,7 +368,7 @@ def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
 
 
 def _done(strategy: Mixed, scenario: Scenario, trial: Trial, plain_s: float, text: str) -> Exchange:
-    """Return a strategy that knows its outcome."""
+    """Return a strategy with the outcome of the trials."""
     choice, plan_s = trial
     is_plain = strategy.name == "plain allreduce"
     outcome = Outcome(

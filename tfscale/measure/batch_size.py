@@ -1,4 +1,4 @@
-"""Measure how gradients depend on the batch size, and recommend sizes.
+"""Measure the gradients of several batch sizes, and recommend sizes.
 
 Norms, descent condition and gradient noise scale, [T] 5.1.4.
 """
@@ -34,7 +34,7 @@ class SizeMeasures:
     """
 
     batch_size: int  # B, in samples
-    batches: int  # how many gradients were taken
+    batches: int  # number of gradients measured
     mean_norm: float  # of ||g_B||
     mean_square: float  # of ||g_B||^2
     mean_distance: float  # of ||g_B - g||
@@ -43,7 +43,7 @@ class SizeMeasures:
 
 @dataclass(frozen=True)
 class Stage:
-    """What was measured after some epochs of training."""
+    """Measurements after some epochs of training."""
 
     epoch: int  # epochs trained before
     full_norm: float  # ||g||
@@ -64,24 +64,23 @@ def measure(
     """Measure the gradients of a model at its present parameters.
 
     The loss is that of training (dropout, batch statistics, regularization). Parameters, moving
-    statistics and states of random numbers are as before afterwards.
+    statistics and states of random numbers are restored afterwards.
 
     Args:
-        model: Compiled; its loss is what `compute_loss` returns. It is built from the data, where
-            it is not built yet.
-        data: What it trains on.
+        model: Compiled; the loss is that of `compute_loss`. It is built from the data if necessary.
+        data: The training data.
         batch_sizes: Two sizes or more.
-        samples: Used for each size; at least the largest size.
-        epoch: Noted in the result.
-        seed: Of the order of samples.
-        class_weight: As `fit` takes it.
+        samples: Number of samples used for each size; at least the largest size.
+        epoch: Stored in the result.
+        seed: Seed of the order of samples.
+        class_weight: As in `fit`.
 
     Returns:
-        One stage; the mean gradient g is that over batches of the largest size.
+        One stage; the mean gradient g is the mean over batches of the largest size.
 
     Raises:
-        ConfigError: The sizes do not fit each other, the samples or the data; or these do not
-            suffice to build the model.
+        ConfigError: The sizes do not fit the samples or the data, or the model cannot be built from
+            the data.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the noise scale.
     """
@@ -167,11 +166,11 @@ def advise(stages: Sequence[Stage]) -> Advice:
     """Recommend batch sizes from stages that were measured with the same sizes.
 
     The start is the largest measured size whose mean ||g_B|| is at least 70 % of the smallest
-    size's at every stage: measure from a batch that is known to train well. The descent condition
-    ||g_B - g|| < ||g_B|| only gets easier for larger batches, so it cannot set a maximum, but a
-    start that fails it in most batches is raised to the smallest size that does not. The maximum
-    is the largest measured size up to the noise scale of the last stage: beyond it a batch mostly
-    repeats what it knows.
+    size's at every stage; so the smallest size should be known to train well. The descent condition
+    ||g_B - g|| < ||g_B|| is met more easily by larger batches, so it cannot give a maximum, but a
+    start that fails it in most batches is raised to the smallest size that meets it. The maximum
+    is the largest measured size up to the noise scale of the last stage: beyond it, more samples
+    add little information to a batch.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the maximum.
     """

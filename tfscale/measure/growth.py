@@ -1,6 +1,6 @@
 """Decide when the batch size and the learning rate change: [T] algorithm 3.
 
-Pure decisions from averaged numbers: every rank feeds in the same, and decides the same.
+The decisions depend only on numbers averaged over ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
 def theta_of(first_cost: float, cost: float, distance: float) -> float:
-    """Return theta = (F(w_0) - F(w_i)) / ||w_0 - w_i||; NaN where it is no finite number.
+    """Return theta = (F(w_0) - F(w_i)) / ||w_0 - w_i||; NaN if it is not finite.
 
     Args:
         first_cost: F(w_0).
@@ -45,18 +45,18 @@ def theta_of(first_cost: float, cost: float, distance: float) -> float:
 def noise_scale(small_square: float, small: float, large_square: float, large: float) -> float:
     """Estimate tr(Sigma) / |G|^2 from the norms of gradients over two batch sizes.
 
-    E|g_B|^2 = |G|^2 + tr(Sigma) / B, so two batch sizes give two equations. Take means over many
+    E|g_B|^2 = |G|^2 + tr(Sigma) / B, so two batch sizes give two equations. Pass means over many
     steps for the squares: the ratio of two noisy numbers is biased.
 
     Args:
         small_square: Mean of |g|^2 over batches of `small` samples.
-        small: Samples.
+        small: Number of samples.
         large_square: The same over batches of `large` samples.
-        large: Samples, more than `small`.
+        large: Number of samples, more than `small`.
 
     Returns:
-        The noise scale in samples: 0 where the norms show no noise, infinity where they show
-        nothing but noise, NaN where they are not finite.
+        The noise scale in samples: 0 if the norms show no noise, infinity if they show only noise,
+        NaN if they are not finite.
 
     Source: McCandlish et al., An Empirical Model of Large-Batch Training (2018), appendix A.1.
     """
@@ -76,14 +76,14 @@ _CONFIRMATIONS = 2  # changes that must be small in a row; epochs below the peak
 
 @dataclass(frozen=True)
 class IntervalRule:
-    """When an interval is read off the curve of theta.
+    """Rule that reads an interval off the curve of theta.
 
     Epochs n are counted from 1, which is the first epoch after the warm-up. "thesis" is algorithm 3
-    to the letter: K = n at the first n >= 2 where |theta_n - theta_(n-1)| <= tolerance *
-    |theta_(n-1)|. "robust" wants two such changes in a row, n >= 3, and theta finite and positive
-    all the while. "peak" takes the epoch of the largest theta, once two epochs in a row lie below
-    it. `low` and `high` limit the interval of the latter two; if nothing was found by epoch `high`
-    it is taken.
+    as published: K = n at the first n >= 2 where |theta_n - theta_(n-1)| <= tolerance *
+    |theta_(n-1)|. "robust" requires two such changes in a row, n >= 3, with finite and positive
+    theta in these epochs. "peak" takes the epoch of the largest theta, once two epochs in a row lie
+    below it. `low` and `high` limit the interval of the latter two; if none was found by epoch
+    `high`, the interval is `high`.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -115,14 +115,14 @@ class IntervalRule:
 
 
 class Finding(NamedTuple):
-    """An interval in epochs, and why it is this one."""
+    """An interval in epochs, and the reason for it."""
 
     interval: int
     reason: str
 
 
 def find_interval(thetas: Sequence[float], rule: IntervalRule) -> Finding | None:
-    """Return the interval if the last theta decides it, given those of all epochs so far."""
+    """Return the interval if it is found with the last of the `thetas` of all epochs so far."""
     if rule.rule == "thesis":
         return _find_unchanged(thetas, rule.tolerance, 1)
     if rule.rule == "peak":
@@ -147,7 +147,7 @@ def _is_usable(theta: float) -> bool:
 
 
 def _find_unchanged(thetas: Sequence[float], tolerance: float, n_changes: int) -> Finding | None:
-    """Return the last epoch if as many changes in a row are small."""
+    """Return the last epoch if the last `n_changes` changes are small."""
     pairs = list(itertools.pairwise(thetas))[-n_changes:]
     if len(pairs) < n_changes or not all(abs(b - a) <= tolerance * abs(a) for a, b in pairs):
         return None
@@ -173,7 +173,7 @@ def _find_peak(thetas: Sequence[float]) -> Finding | None:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """The choices of a run; `AdaptiveBatchSize` explains them.
+    """The settings of a run; see `AdaptiveBatchSize`.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -213,8 +213,8 @@ class GrowthSettings:
 def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     """Return the batch sizes from start to maximum, each `factor` times the one before.
 
-    They are rounded down to whole samples. The maximum is the last one, even if the last factor is
-    smaller for it.
+    They are rounded down to whole samples. The last size is the maximum, so the last factor may be
+    smaller.
 
     Raises:
         ConfigError: The factor is not greater than 1, or the maximum less than the start.
@@ -237,7 +237,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
 def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> GrowthSettings:
     """Limit the interval so that three fifths of the epochs are left for the largest batch.
 
-    `epochs` are those planned, the warm-up included; None if not known.
+    `epochs` is the planned number, including the warm-up; None if unknown.
     """
     n_growths = len(settings.sizes) - 1
     if epochs is None or not n_growths:
@@ -248,32 +248,32 @@ def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> Growt
 
 @dataclass(frozen=True)
 class Measures:
-    """An epoch, averaged over all ranks."""
+    """Measurements of an epoch, averaged over all ranks."""
 
     first_cost: float  # loss of the first global batch of the run, or of its first execution
     cost: float  # mean loss of the epoch
     distance: float  # ||w_0 - w|| at its end
-    noise_scale: float = math.nan  # in samples; NaN where it was not measured
+    noise_scale: float = math.nan  # in samples; NaN if not measured
     fits: bool = True  # whether the next size is expected to fit into every rank's memory
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Batch size and rate from the next epoch on."""
+    """Batch size and learning rate from the next epoch on."""
 
     batch_size: int  # samples over all ranks
     rate_scale: float  # learning rate relative to the initial one
     theta: float  # of the epoch that ended
     interval: int | None  # epochs from one growth to the next; None while it is not known
-    reasons: tuple[str, ...] = ()  # what changes, and why; empty if nothing does
+    reasons: tuple[str, ...] = ()  # a text for each change; empty without changes
 
 
 class GrowthControl:
-    """Algorithm 3 and the learning rate control around it, one decision per epoch.
+    """Algorithm 3 with its control of the learning rate, one decision per epoch.
 
-    Epochs n count from 1, the first one after the warm-up. With interval K the batch grows at the
-    end of epoch max(K, the epoch in which K was found) and every K epochs after it. Growth ends at
-    the largest size, where memory does not suffice, or with the first decay of the rate.
+    Epochs n are counted from 1, the first one after the warm-up. With interval K the batch grows at
+    the end of epoch max(K, the epoch in which K was found) and every K epochs after it. Growth ends
+    at the largest size, if memory does not suffice, or with the first decay of the learning rate.
 
     Source: [T] 5.1.4 (algorithm 3), 5.1.5.
     """
@@ -287,7 +287,7 @@ class GrowthControl:
         self._n_decays = 0
         self._thetas: list[float] = []  # of all epochs until the interval was found
         self._costs: list[float] = []  # of the last epochs without a change
-        self._has_stopped = False  # growing, for good
+        self._has_stopped = False  # growing; it does not resume
         self._first_epoch: int | None = None
 
     @property
@@ -302,16 +302,16 @@ class GrowthControl:
 
     @property
     def next_size(self) -> int | None:
-        """The size that comes next; None where the batch will not grow any more."""
+        """The next batch size; None if the batch will not grow any more."""
         is_last = self._level + 1 == len(self.settings.sizes)
         return None if is_last or self._has_stopped else self.settings.sizes[self._level + 1]
 
     def end_epoch(self, epoch: int, measures: Measures) -> Decision:
-        """Decide what changes with the next epoch.
+        """Decide batch size and learning rate for the next epoch.
 
         Args:
-            epoch: As Keras counts, from 0; the first call tells where the run began.
-            measures: Of this epoch; equal on all ranks.
+            epoch: Keras's number, from 0; the first call is in the first epoch of the run.
+            measures: Measurements of this epoch; equal on all ranks.
         """
         if self._first_epoch is None:
             self._first_epoch = epoch
@@ -352,7 +352,7 @@ class GrowthControl:
         return [text]
 
     def _due(self, n: int, measures: Measures) -> str:
-        """Return why the batch grows now; empty if it does not."""
+        """Return the reason if the batch grows now, else an empty text."""
         passed = n - self._counted_from
         if self.settings.signal == "noise_scale":
             if passed < (self._interval or 1) or not measures.noise_scale >= (self.next_size or 0):
@@ -378,7 +378,7 @@ class GrowthControl:
         return [text]
 
     def _decay_due(self, epoch: int) -> str:
-        """Return why the rate decays now; empty if it does not."""
+        """Return the reason if the learning rate decays now, else an empty text."""
         settings = self.settings
         if settings.decay_epochs:
             return f"epoch {epoch + 1} is due" if epoch + 1 in settings.decay_epochs else ""
@@ -393,7 +393,7 @@ class GrowthControl:
         return f"the training cost is saturated ({before:.4g} -> {now:.4g} in {window} epochs)"
 
     def state(self) -> dict[str, Any]:
-        """Return what decides all later epochs, for `restore`; JSON can hold it."""
+        """Return the state that determines all later decisions, for `restore`; JSON."""
         values = {name: vars(self)[f"_{name}"] for name in _STATE}
         return copy.deepcopy(values) | {"sizes": list(self.settings.sizes)}
 
@@ -401,7 +401,7 @@ class GrowthControl:
         """Resume where `state` was taken.
 
         Raises:
-            ConfigError: The batch sizes of that run were others.
+            ConfigError: That run had other batch sizes.
         """
         if list(state["sizes"]) != list(self.settings.sizes):
             raise ConfigError(
