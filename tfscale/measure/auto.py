@@ -164,7 +164,7 @@ def _n_slots(model: keras.Model) -> int:
 def _measure(
     auto: Auto, layers: Sequence[str], model: keras.Model, batch: int | None
 ) -> Course[Scenario | None]:
-    """Exchange each layer alone for some steps, unless the machine's file has all layers' times.
+    """Exchange each layer alone for some steps, unless the times of all layers are known.
 
     Args:
         auto: The user's settings.
@@ -332,7 +332,7 @@ def _time(strategy: Exchange) -> Course[float]:
 
 
 def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
-    """Return the plans to try, the best prediction first; plain allreduce if it is the best."""
+    """Return the promising plans, the best prediction first; plain allreduce if there are none."""
     families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
     found: dict[object, Choice] = {}
     for family in dict.fromkeys(families):

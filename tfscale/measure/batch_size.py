@@ -79,8 +79,8 @@ def measure(
         One stage; the mean gradient g is the mean over batches of the largest size.
 
     Raises:
-        ConfigError: The sizes do not fit the samples or the data, or the model cannot be built from
-            the data.
+        ConfigError: There are fewer than two sizes, they do not fit the samples or the data, or the
+            model cannot be built from the data.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the noise scale.
     """
