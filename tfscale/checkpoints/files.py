@@ -316,7 +316,7 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
 
 
 def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
-    """Delete all but the `keep` newest finished checkpoints, and unfinished ones.
+    """Delete unfinished checkpoints, and finished ones except for the `keep` newest.
 
     Checkpoints that cannot be read or deleted stay until the next call. Links are skipped and not
     counted, because their targets may not belong to the run. Unfinished checkpoints of `runs` that

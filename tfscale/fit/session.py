@@ -142,7 +142,7 @@ class FitSession:
         return self._is_running and self._n_steps <= 1 and self.is_given_up
 
     def begin_epoch(self) -> None:
-        """Count steps from 0. Collective if ranks train apart: the first call of an epoch asks."""
+        """Count steps from 0. Collective if `asks_before_epochs`, in the first call of an epoch."""
         self._n_steps, self._n_given_up = 0, runtime.num_given_up()
         self._is_running, is_first, self._is_new_epoch = True, self._is_new_epoch, False
         # Before groups resume their own models: averaging needs all groups.

@@ -168,7 +168,7 @@ def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> flo
 
 
 def _positions(layer: keras.layers.EinsumDense, inputs: tuple[int, ...]) -> int:
-    """Return the number of kernel applications: the product of inputs' dimensions not summed."""
+    """Return the number of kernel applications: the product of dimensions the kernel lacks."""
     ours, _, its = layer.equation.partition("->")[0].partition(",")
     sizes = dict(zip(its, layer.kernel.shape, strict=True))
     return math.prod(inputs) // math.prod(n for letter, n in sizes.items() if letter in ours)
