@@ -1,4 +1,4 @@
-# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | clean
+# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
 .PHONY: venv build horovod train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
-        adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format
+        adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
 
@@ -159,6 +159,16 @@ bazel: venv
 # The lowest and the highest TensorFlow supported, each in an environment of its own.
 test-versions:
 	@PYTHON=$(PYTHON) tools/test_versions.sh $(PYTEST)
+
+# The site of the documentation, in build/site. Sources are parsed: nothing of TensorFlow is imported.
+# Not with -q: warnings would be silent, and --strict counts those that are shown.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.installed
+	@$(PIP) install -e '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info tfscale/_lib .pytest_cache .mypy_cache .ruff_cache

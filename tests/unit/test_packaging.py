@@ -65,7 +65,7 @@ NEEDS = {
     "tfscale": ("dependencies",),
     "recipes": ("dependencies", "recipes"),
     "benchmarks": ("dependencies", "recipes", "mpich"),
-    "tools": ("dependencies", "recipes", "test"),
+    "tools": ("dependencies", "recipes", "test", "docs"),
     "tests": ("dependencies", "test", "mpich"),
 }
 # Imported where they are needed, with a message where they are missing; Horovod is built by hand.

@@ -190,6 +190,15 @@ def test_links_between_documents_lead_somewhere():
     assert not wrong
 
 
+def test_the_site_leads_to_every_page():
+    """Each page of docs/ is in the navigation of mkdocs.yml, and what is named there exists."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\nnot_in_nav:")[0]
+    listed = re.findall(r"^ +- [^#:]+: (\S+)$", nav, re.MULTILINE)
+    assert [name for name in listed if not (ROOT / name).is_file()] == []
+    assert {relative(path) for path in (ROOT / "docs").glob("*.md")} <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
 def test_commands_in_tools_can_be_typed():
     """A file that cannot be executed is named behind an interpreter."""
     wrong = []

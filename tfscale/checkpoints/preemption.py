@@ -12,6 +12,8 @@ from typing import Any
 
 from tfscale.comm import process
 
+__all__ = ["request_save_and_stop"]
+
 _is_requested = False
 
 
