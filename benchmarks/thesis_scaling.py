@@ -24,7 +24,7 @@ from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import grid
 from tfscale.plan.machines import Machine
-from tfscale.plan.parts import ExchangePlan
+from tfscale.plan.parts import LayerPlan
 from tfscale.plan.published import published
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 
@@ -39,7 +39,7 @@ _CONSTANTS = (
     "half_batch",
     "reduce_bytes_per_s",
 )
-Build = Callable[[Scenario], ExchangePlan]
+Build = Callable[[Scenario], LayerPlan]
 
 
 def scenario_of(model: str, machine: str, n_ranks: int, batch: int = 256) -> Scenario:

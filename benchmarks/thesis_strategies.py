@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import PRESETS, Machine
-from tfscale.plan.parts import ExchangePlan, bucketed, cheap_partial_layers, chunked
+from tfscale.plan.parts import LayerPlan, bucketed, cheap_partial_layers, chunked
 
 # Cori's numbers are fitted to the published speedups, see docs/thesis-scaling.md.
 _HASWELL = PRESETS["cori-haswell"]
@@ -40,12 +40,12 @@ MACHINES: dict[str, Machine] = {
 _BEHIND_POOLINGS = (3, 6, 9, 12, 14)
 
 
-def data_parallel(scenario: Scenario) -> ExchangePlan:
+def data_parallel(scenario: Scenario) -> LayerPlan:
     """Return "DP" of [T] chapter 3: one allreduce of everything, behind back-propagation."""
     return _blocking(bucketed(scenario.table, 2**62), overlap=False)
 
 
-def per_layer_allreduce(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
+def per_layer_allreduce(scenario: Scenario, overlap: bool = True) -> LayerPlan:
     """Return "allreduce" of [T] 4.5.4, "DP+Overlap" of 3.4.4: hidden behind the next step, too.
 
     Args:
@@ -56,7 +56,7 @@ def per_layer_allreduce(scenario: Scenario, overlap: bool = True) -> ExchangePla
     return replace(plan, lazy=("allreduce",))
 
 
-def chunked_2017(scenario: Scenario, k: int = 9, f: int = 2) -> ExchangePlan:
+def chunked_2017(scenario: Scenario, k: int = 9, f: int = 2) -> LayerPlan:
     """Return "parallel CNN" of [T] chapter 3, algorithm 2, for VGG-A and its variants.
 
     Args:
@@ -70,7 +70,7 @@ def chunked_2017(scenario: Scenario, k: int = 9, f: int = 2) -> ExchangePlan:
     return replace(plan, lazy=("replicated",))
 
 
-def pcnn(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
+def pcnn(scenario: Scenario, overlap: bool = True) -> LayerPlan:
     """Return "pcnn" of [T] chapter 4: each layer sharded, dense layers by eq. 4.8.
 
     Args:
@@ -81,11 +81,11 @@ def pcnn(scenario: Scenario, overlap: bool = True) -> ExchangePlan:
     return replace(plan, overlap=overlap, has_early_gradients=False, piece_bytes=0)
 
 
-def _blocking(plan: ExchangePlan, overlap: bool) -> ExchangePlan:
+def _blocking(plan: LayerPlan, overlap: bool) -> LayerPlan:
     return replace(plan, overlap=overlap, algorithm="mpi", piece_bytes=0)
 
 
-STRATEGIES: dict[str, Callable[[Scenario], ExchangePlan]] = {
+STRATEGIES: dict[str, Callable[[Scenario], LayerPlan]] = {
     "data parallel": data_parallel,
     "allreduce without overlap": lambda scenario: per_layer_allreduce(scenario, overlap=False),
     "allreduce": per_layer_allreduce,

@@ -12,7 +12,7 @@ from tests.parallel.cases_equality import TOLERANCE, float64
 from tfscale.callbacks import Callback
 from tfscale.exchange.auto import Mixed, strategy_of
 from tfscale.measure.auto import table_of
-from tfscale.plan.parts import ExchangePlan, Part, bucketed
+from tfscale.plan.parts import LayerPart, LayerPlan, bucketed
 
 BATCH, STEPS = 24, 12
 RULES = {
@@ -50,17 +50,17 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(STEPS * BATCH, 4, 4, 2)), random.normal(size=(STEPS * BATCH, 3))
 
 
-def plan_of(model: keras.Model, kinds) -> ExchangePlan:
+def plan_of(model: keras.Model, kinds) -> LayerPlan:
     """Return a plan in which layer i travels as kinds[i] says, neighbours of one kind together."""
     table = table_of(model)
-    parts: list[Part] = []
+    parts: list[LayerPart] = []
     for place, kind in enumerate(kinds):
         own = tuple(i for i, p in enumerate(table.parameters) if p.layer == place)
         if parts and parts[-1].kind == kind and kind in ("allreduce", "sharded"):
-            parts[-1] = Part(kind, (*parts[-1].parameters, *own))
+            parts[-1] = LayerPart(kind, (*parts[-1].parameters, *own))
         else:
-            parts.append(Part(kind, own))
-    return ExchangePlan(tuple(reversed(parts)))
+            parts.append(LayerPart(kind, own))
+    return LayerPlan(tuple(reversed(parts)))
 
 
 def mixed(model: keras.Model, kinds=MIXED) -> Mixed:

@@ -11,7 +11,7 @@ from tfscale.plan.choose import plain_plan
 from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import LayerTable, is_partial_cheaper
 from tfscale.plan.machines import LayerTimes, Machine
-from tfscale.plan.parts import ExchangePlan, bucketed, chunked, dense_layers, specs_of
+from tfscale.plan.parts import LayerPlan, bucketed, chunked, dense_layers, specs_of
 from tfscale.plan.published import VGG_A, dense, resnet50, vgg
 from tfscale.plan.simulate import COMMUNICATION, COMPUTE, SUMS, Speeds, Task, run, simulate
 
@@ -59,7 +59,7 @@ def scenario_of(name: str) -> Scenario:
     return scenario
 
 
-def fixed(scenario: Scenario, exchange: str) -> ExchangePlan:
+def fixed(scenario: Scenario, exchange: str) -> LayerPlan:
     """Return what the benchmark's fixed exchanges do."""
     table, batch = scenario.table, scenario.global_batch
     layers = dense_layers(table)

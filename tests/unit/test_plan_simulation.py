@@ -12,8 +12,8 @@ from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Machine
 from tfscale.plan.parts import (
-    ExchangePlan,
-    Part,
+    LayerPart,
+    LayerPlan,
     bucketed,
     check_plan,
     chunked,
@@ -123,8 +123,8 @@ def test_replicated_layers_pay_for_the_whole_batch():
 def test_activations_of_the_first_layer_do_not_travel_steps_ahead():
     machine = Machine("any", 0.01, 4e10, 1e6, 1e9, 1e9, 0.0)
     scenario = Scenario(LayerTable("dense", (dense("a", 2, 1),)), machine, 24, 1)
-    part = Part("partial", (0, 1))
-    plan = ExchangePlan((part,), overlap=True, lazy=())
+    part = LayerPart("partial", (0, 1))
+    plan = LayerPlan((part,), overlap=True, lazy=())
     predicted = simulate(scenario, plan)
     assert predicted.step_s >= predicted.communication_s * (1 - 1e-6)
 
@@ -143,7 +143,7 @@ def tables():
 
 
 @st.composite
-def plans(draw, table: LayerTable) -> ExchangePlan:
+def plans(draw, table: LayerTable) -> LayerPlan:
     """Any plan: kinds at random, neighbours together or alone, all switches."""
     special = {}
     for place, own in enumerate(table.layers):
@@ -152,12 +152,12 @@ def plans(draw, table: LayerTable) -> ExchangePlan:
             special[place] = kind
     plan = bucketed(table, draw(st.sampled_from((0, 10**5, 10**9))), "sharded", special)
     parts = tuple(
-        Part(draw(st.sampled_from(("allreduce", "sharded"))), part.parameters)
+        LayerPart(draw(st.sampled_from(("allreduce", "sharded"))), part.parameters)
         if part.kind == "sharded"
         else part
         for part in plan.parts
     )
-    return ExchangePlan(
+    return LayerPlan(
         parts,
         overlap=draw(st.booleans()),
         lazy=draw(st.sampled_from(((), ("sharded", "partial"), ("allreduce", "replicated")))),
@@ -196,9 +196,9 @@ def test_local_sgd_averages_less_often(data, table, machine, group_size, interva
 def test_a_plan_must_fit_its_model():
     table = two_layers()
     with pytest.raises(PlanError, match="Each of the 2 parameters must be in one part"):
-        simulate(Scenario(table, UNIT, 2, 2), ExchangePlan((Part("allreduce", (0, 0)),)))
+        simulate(Scenario(table, UNIT, 2, 2), LayerPlan((LayerPart("allreduce", (0, 0)),)))
     with pytest.raises(PlanError, match="Only one dense layer can be partial"):
-        simulate(Scenario(table, UNIT, 2, 2), ExchangePlan((Part("partial", (0, 1)),)))
+        simulate(Scenario(table, UNIT, 2, 2), LayerPlan((LayerPart("partial", (0, 1)),)))
     with pytest.raises(PlanError, match="must have trainable variables"):
         LayerTable("none", (Layer("pool"),))
     with pytest.raises(PlanError, match="must be 1 or more"):

@@ -70,7 +70,7 @@ class LocalModels(BeforeValidation):
             self._start_groups()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Form groups after an epoch's first step at a lower rate, which all have set by then."""
+        """Form groups after the first step of an epoch in which the learning rate has fallen."""
         super().on_train_batch_end(batch, logs)
         is_first = steps_until(self.model, batch) <= self.model.steps_per_execution
         if not is_first or self.is_void or not self._waits:

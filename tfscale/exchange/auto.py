@@ -32,8 +32,9 @@ class Auto(Exchange):
     steps each, and the fastest is kept. All ranks make the same decisions, and every step is
     synchronous SGD, also during the measurements.
 
-    Until the decision this is `Allreduce()`. The decision needs calls of the optimizer's
-    `after_step`; `fit` makes them if it is given a tfscale callback.
+    Outside of these steps, until the decision, gradients are exchanged as by `Allreduce()`. The
+    decision needs calls of the optimizer's `after_step`; `fit` makes them if it is given a tfscale
+    callback.
 
     Attributes:
         machine: None measures the job. A `Machine`, the name of a preset or a file of `tfscale tune
@@ -162,7 +163,7 @@ def _places(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> l
     return [group for group in found if group]
 
 
-def strategy_of(table: LayerTable, plan: simulated.ExchangePlan, name: str) -> Mixed:
+def strategy_of(table: LayerTable, plan: simulated.LayerPlan, name: str) -> Mixed:
     """Return the strategy that executes a simulated plan for a model's parameters."""
     parts = [
         (part.kind, tuple(table.parameters[p].name for p in part.parameters)) for part in plan.parts

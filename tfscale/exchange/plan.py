@@ -294,7 +294,8 @@ def compile_plan(
     Args:
         table: The parameters.
         choose: Returns the buckets of gradients that are summed whole.
-        segments: Buckets of the parameters that are cut; see `cut_parameters`.
+        segments: The sharded parameters as buckets, of which each rank owns a part; see
+            `cut_parameters`.
         overlap: False sends nothing before all gradients are ready.
         sum_part: Creates the part for a bucket of `choose`.
 

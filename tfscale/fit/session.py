@@ -31,7 +31,7 @@ class FitSession:
 
     A rank that ends an epoch, stops or runs out of data sets a mark (custom_ops/comm/marks.h). A
     rank that has begun one step more sees the mark, gives this step up before any variable has
-    changed, and stops too, or fails with the reason. Nothing is sent per step. If a step cannot be
+    changed, and stops too, or fails with the reason. No step waits for marks. If a step cannot be
     given up (under run_eagerly, or without marks), the ranks ask each other before it, see `ask`.
 
     Groups of local SGD exchange nothing in most steps, so they ask at the beginning and the end of

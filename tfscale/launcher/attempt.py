@@ -73,7 +73,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an attempt."""
+    """The end of one run of the launcher, and its cause."""
 
     exit_code: int  # of the job: 0, that of the first rank that failed, else the launcher's
     failure: Report | None = None  # of the first rank that failed; None if no rank reported one

@@ -392,7 +392,7 @@ class StateNodes:
 
 
 class CompleteVariable:
-    """A variable of the optimizer with its complete value, for Keras's HDF5 format."""
+    """Stands for a sharded optimizer variable, with its complete value, in Keras's HDF5 files."""
 
     def __init__(self, path: str, value: np.ndarray) -> None:
         self.path = path

@@ -12,9 +12,9 @@ from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     KINDS,
-    ExchangePlan,
     Kind,
-    Part,
+    LayerPart,
+    LayerPlan,
     bucketed,
     chunked,
     dense_layers,
@@ -36,25 +36,25 @@ class _Search:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.known: dict[ExchangePlan, Prediction] = {}
+        self.known: dict[LayerPlan, Prediction] = {}
 
-    def step_s(self, plan: ExchangePlan) -> float:
+    def step_s(self, plan: LayerPlan) -> float:
         if plan not in self.known:
             self.known[plan] = simulate(self.scenario, plan)
         return self.known[plan].step_s
 
-    def best(self, plans: Iterable[ExchangePlan]) -> ExchangePlan:
+    def best(self, plans: Iterable[LayerPlan]) -> LayerPlan:
         """Return the fastest plan, the first of equally fast ones."""
         return min(plans, key=self.step_s)
 
-    def better(self, plan: ExchangePlan, other: ExchangePlan) -> ExchangePlan:
+    def better(self, plan: LayerPlan, other: LayerPlan) -> LayerPlan:
         """Return `other` if it is faster than `plan` by more than rounding errors, else `plan`."""
         return other if self.step_s(other) < self.step_s(plan) * (1 - 1e-6) else plan
 
 
 def _cut_in_ways(
     scenario: Scenario, kind: Kind, special: dict[int, Kind], cuts: Sequence[int]
-) -> Iterator[ExchangePlan]:
+) -> Iterator[LayerPlan]:
     """Yield plans with different buckets, and for `_CUTS` plans with chunks.
 
     Dense layers in `special` are in no bucket.
@@ -103,9 +103,9 @@ _TRIED_PARTS = 24  # parts that are switched one by one
 class Choice:
     """The planner's decision."""
 
-    plan: ExchangePlan
+    plan: LayerPlan
     predicted: Prediction
-    plain: ExchangePlan  # the plan of `tfscale.Allreduce()`
+    plain: LayerPlan  # the plan of `tfscale.Allreduce()`
     plain_predicted: Prediction
     name: str  # kinds and numbers of the plan's parts, in words
     reason: str
@@ -121,7 +121,7 @@ class Choice:
         return sha256(repr((self.plan, self.name, self.reason)).encode())[:16]
 
 
-def plain_plan(scenario: Scenario) -> ExchangePlan:
+def plain_plan(scenario: Scenario) -> LayerPlan:
     """Return the plan of `tfscale.Allreduce()`."""
     table = scenario.table
     return bucketed(table, auto_bucket_bytes(specs_of(table)))
@@ -163,7 +163,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
     return Choice(best, known[best], plain, known[plain], words, reason, len(known))
 
 
-def _describe(plan: ExchangePlan, is_plain: bool) -> str:
+def _describe(plan: LayerPlan, is_plain: bool) -> str:
     counts = {kind: sum(part.kind == kind for part in plan.parts) for kind in KINDS}
     words = [
         f"{n} {kind}{' buckets' if kind in ('allreduce', 'sharded') else ' dense'}"
@@ -184,11 +184,11 @@ def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]
     return [{}, cheapest] if cheapest and scenario.n_ranks > 1 else [{}]
 
 
-def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> ExchangePlan:
+def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind]) -> LayerPlan:
     """Vary the exchange of large dense layers one by one; cut the other layers again each time."""
     table = search.scenario.table
 
-    def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> ExchangePlan:
+    def best_cut(special: dict[int, Kind], cuts: Sequence[int]) -> LayerPlan:
         return search.best(
             plan for kind in whole for plan in _cut_in_ways(search.scenario, kind, special, cuts)
         )
@@ -208,17 +208,17 @@ def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind
     return search.better(best, best_cut(special, _CUTS))
 
 
-def _switch_parts(search: _Search, plan: ExchangePlan) -> ExchangePlan:
+def _switch_parts(search: _Search, plan: LayerPlan) -> LayerPlan:
     """Try each bucket both summed and sharded, the largest first."""
     other: dict[Kind, Kind] = {"allreduce": "sharded", "sharded": "allreduce"}
     parameters = search.scenario.table.parameters
 
-    def n_values(part: Part) -> int:
+    def n_values(part: LayerPart) -> int:
         return sum(parameters[p].n_values for p in part.parameters)
 
     tried = [part for part in sorted(plan.parts, key=n_values, reverse=True) if part.kind in other]
     for part in tried[:_TRIED_PARTS]:
-        parts = [Part(other[p.kind], p.parameters) if p == part else p for p in plan.parts]
+        parts = [LayerPart(other[p.kind], p.parameters) if p == part else p for p in plan.parts]
         plan = search.better(plan, replace(plan, parts=tuple(parts)))
     return plan
 
@@ -227,7 +227,7 @@ class Recommendation(NamedTuple):
     """A strategy in Python, such as "tfscale.Sharded(bucket_mb=4)", its plan and prediction."""
 
     words: str
-    plan: ExchangePlan
+    plan: LayerPlan
     predicted: Prediction
 
 
@@ -241,7 +241,7 @@ def recommend(scenario: Scenario) -> Recommendation:
     return best if is_better else usual
 
 
-def _options(scenario: Scenario) -> Iterator[tuple[str, ExchangePlan]]:
+def _options(scenario: Scenario) -> Iterator[tuple[str, LayerPlan]]:
     table, dense = scenario.table, dense_layers(scenario.table)
     for size in _MEBIBYTES:
         yield f"tfscale.Allreduce(bucket_mb={size})", bucketed(table, size * 2**20)

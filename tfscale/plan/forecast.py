@@ -12,9 +12,9 @@ from tfscale.plan.choose import Choice, best_first_chunk, choose, plain_plan, re
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     KINDS,
-    ExchangePlan,
     Kind,
-    Part,
+    LayerPart,
+    LayerPlan,
     bucketed,
     cheap_partial_layers,
     chunked,
@@ -65,25 +65,25 @@ class Point:
     made_of: str = ""  # the planner's choice in words; empty for fixed exchanges
 
 
-def _chunks(scenario: Scenario, n_replicated: int = 0) -> ExchangePlan:
+def _chunks(scenario: Scenario, n_replicated: int = 0) -> LayerPlan:
     """Return two chunks with the best boundary."""
     first = best_first_chunk(scenario, 2, n_replicated, n_tried=16)
     return chunked(scenario.table, first, 2, n_replicated)
 
 
-def _chunks_with_dense(scenario: Scenario) -> ExchangePlan:
+def _chunks_with_dense(scenario: Scenario) -> LayerPlan:
     n_dense = len(dense_layers(scenario.table))
     plans = [_chunks(scenario, n) for n in range(min(n_dense, 3) + 1)]
     return min(plans, key=lambda plan: simulate(scenario, plan).step_s)
 
 
-def _sharded(scenario: Scenario, special: dict[int, Kind] | None = None) -> ExchangePlan:
+def _sharded(scenario: Scenario, special: dict[int, Kind] | None = None) -> LayerPlan:
     n_bytes = auto_bucket_bytes(specs_of(scenario.table))
     return bucketed(scenario.table, n_bytes, "sharded", special)
 
 
 # The exchanges that a user can choose by name, each with its best parameters.
-FIXED: dict[str, Callable[[Scenario], ExchangePlan]] = {
+FIXED: dict[str, Callable[[Scenario], LayerPlan]] = {
     "allreduce": plain_plan,
     "one allreduce per layer": lambda scenario: bucketed(scenario.table, None),
     "chunked": _chunks,
@@ -131,7 +131,7 @@ def check_groups(n_groups: int, interval: int) -> None:
 
 
 def _point(
-    name: str, scenario: Scenario, plan: ExchangePlan, predicted: Prediction, base_s: float
+    name: str, scenario: Scenario, plan: LayerPlan, predicted: Prediction, base_s: float
 ) -> Point:
     speedup = base_s / predicted.step_s
     return Point(name, scenario.n_ranks, predicted, speedup, memory_bytes(scenario, plan))
@@ -263,7 +263,7 @@ def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
     return sum(map(scenario.transfer_s, messages)) + summed_s
 
 
-def _line(name: str, scenario: Scenario, plan: ExchangePlan, predicted: Prediction) -> str:
+def _line(name: str, scenario: Scenario, plan: LayerPlan, predicted: Prediction) -> str:
     hidden = predicted.overlap_percent
     shown = "nothing is sent" if hidden is None else f"{hidden:.0f} % of communication hidden"
     return (
@@ -273,14 +273,14 @@ def _line(name: str, scenario: Scenario, plan: ExchangePlan, predicted: Predicti
     )
 
 
-def _why(scenario: Scenario, choice: Choice, part: Part) -> str:
+def _why(scenario: Scenario, choice: Choice, part: LayerPart) -> str:
     """Describe how much longer the step would be with each other exchange of a part."""
     if scenario.n_ranks == 1:
         return "one rank"
     plan = choice.plan
-    options: dict[Kind, ExchangePlan] = {}
+    options: dict[Kind, LayerPlan] = {}
     for kind in KINDS[:2]:
-        other = Part(kind, part.parameters)
+        other = LayerPart(kind, part.parameters)
         options[kind] = replace(plan, parts=tuple(other if p is part else p for p in plan.parts))
     owners = {scenario.table.parameters[p].layer for p in part.parameters}
     if len(owners) == 1:

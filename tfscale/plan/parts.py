@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Parameters that are sent together.
 
     "allreduce": gradients are summed everywhere. "sharded": each rank sums and updates its segment,
@@ -30,10 +30,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class ExchangePlan:
+class LayerPlan:
     """The exchange of all parameters of a model."""
 
-    parts: tuple[Part, ...]  # in the order in which they become ready; each parameter in one
+    parts: tuple[LayerPart, ...]  # in the order in which they become ready; each parameter in one
     # False: nothing is sent before back-propagation ends, and no step begins before the exchange of
     # the previous one has ended.
     overlap: bool = True
@@ -48,7 +48,7 @@ class ExchangePlan:
     algorithm: Algorithm = "direct"  # for sums of whole gradients
 
 
-def check_plan(table: LayerTable, plan: ExchangePlan) -> None:
+def check_plan(table: LayerTable, plan: LayerPlan) -> None:
     """Raise a PlanError unless each parameter is in one part and dense kinds fit their layer."""
     chosen = sorted(p for part in plan.parts for p in part.parameters)
     if chosen != list(range(len(table.parameters))):
@@ -79,7 +79,7 @@ def bucketed(
     bucket_bytes: int | None,
     kind: Kind = "allreduce",
     special: dict[int, Kind] | None = None,
-) -> ExchangePlan:
+) -> LayerPlan:
     """Return a plan of buckets of neighbouring parameters.
 
     Args:
@@ -97,7 +97,7 @@ def bucketed(
     return _grouped(table, kind, special or {}, group)
 
 
-def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> ExchangePlan:
+def chunked(table: LayerTable, first: int, chunks: int = 2, replicated: int = 0) -> LayerPlan:
     """Return the plan of `tfscale.Chunked`, [T] chapter 3.
 
     The first chunk has `first` layers. The first `replicated` dense layers gather activations and
@@ -112,27 +112,27 @@ def _grouped(
     kind: Kind,
     special: dict[int, Kind],
     group: Callable[[Sequence[GradientSpec]], Sequence[Bucket]],
-) -> ExchangePlan:
+) -> LayerPlan:
     """Return a plan with the `special` layers and all other parameters grouped by `group`."""
     specs = specs_of(table)
     rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
     groups = group([specs[i] for i in rest]) if rest else ()
-    parts = [Part(kind, tuple(rest[i] for i in one)) for one in groups]
-    parts += [Part(own, table.positions(place)) for place, own in special.items()]
-    return ExchangePlan(_in_ready_order(parts))
+    parts = [LayerPart(kind, tuple(rest[i] for i in one)) for one in groups]
+    parts += [LayerPart(own, table.positions(place)) for place, own in special.items()]
+    return LayerPlan(_in_ready_order(parts))
 
 
-def with_layer(table: LayerTable, plan: ExchangePlan, place: int, kind: Kind) -> ExchangePlan:
+def with_layer(table: LayerTable, plan: LayerPlan, place: int, kind: Kind) -> LayerPlan:
     """Return the plan with one layer sent alone, as `kind`."""
     own = table.positions(place)
     rest = [
         replace(p, parameters=tuple(i for i in p.parameters if i not in own)) for p in plan.parts
     ]
-    parts = [*(part for part in rest if part.parameters), Part(kind, own)]
+    parts = [*(part for part in rest if part.parameters), LayerPart(kind, own)]
     return replace(plan, parts=_in_ready_order(parts))
 
 
-def _in_ready_order(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _in_ready_order(parts: Sequence[LayerPart]) -> tuple[LayerPart, ...]:
     """Return parts in the order in which back-propagation completes them."""
     return tuple(sorted(parts, key=lambda part: (min(part.parameters), part.kind), reverse=True))
 
@@ -193,7 +193,7 @@ def lower_bound_s(scenario: Scenario) -> float:
     return max(compute, least / rate)
 
 
-def memory_bytes(scenario: Scenario, plan: ExchangePlan) -> float:
+def memory_bytes(scenario: Scenario, plan: LayerPlan) -> float:
     """Return a rank's bytes for parameters, gradients, optimizer state and exchanges."""
     total, n_ranks = 0.0, scenario.n_ranks
     for part in plan.parts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.costs import Scenario, allreduce_s
-from tfscale.plan.parts import ExchangePlan, Part, check_plan, message_bytes
+from tfscale.plan.parts import LayerPart, LayerPlan, check_plan, message_bytes
 
 COMPUTE, COMMUNICATION, SUMS = range(3)
 N_STREAMS = 3
@@ -199,7 +199,7 @@ _MOST_PIECES = 16
 
 
 def step_tasks(
-    scenario: Scenario, plan: ExchangePlan, n_groups: int = 0, is_average_due: bool = False
+    scenario: Scenario, plan: LayerPlan, n_groups: int = 0, is_average_due: bool = False
 ) -> tuple[Task, ...]:
     """Return the tasks of a step, in no particular order.
 
@@ -212,7 +212,7 @@ class _Builder:
     """Builds the tasks of a step; methods return positions in `tasks`."""
 
     def __init__(
-        self, scenario: Scenario, plan: ExchangePlan, n_groups: int, is_average_due: bool
+        self, scenario: Scenario, plan: LayerPlan, n_groups: int, is_average_due: bool
     ) -> None:
         self.scenario, self.plan = scenario, plan
         self.n_groups, self.is_average_due = n_groups, is_average_due
@@ -228,7 +228,7 @@ class _Builder:
             if part.kind in ("partial", "replicated") and scenario.n_ranks > 1
         }
         # The last task of each part; -1 if the forward pass waits for it already.
-        self.finals: list[tuple[Part, int]] = []
+        self.finals: list[tuple[LayerPart, int]] = []
 
     def build(self) -> tuple[Task, ...]:
         self._compute()
@@ -275,33 +275,33 @@ class _Builder:
             self.backward[place] = self._add(COMPUTE, duration, last, name)
             last = (self.backward[place],)
 
-    def _first_layer(self, part: Part) -> int:
+    def _first_layer(self, part: LayerPart) -> int:
         return min(self.parameters[p].layer for p in part.parameters)
 
-    def _ready(self, part: Part) -> tuple[int, ...]:
+    def _ready(self, part: LayerPart) -> tuple[int, ...]:
         """Return the tasks that must end before the gradients of a part can be sent."""
         return (self.backward[self._first_layer(part) if self.plan.overlap else 0],)
 
-    def _n_bytes(self, part: Part) -> int:
+    def _n_bytes(self, part: LayerPart) -> int:
         return sum(self.parameters[p].n_bytes for p in part.parameters)
 
-    def _order(self, part: Part) -> int:
+    def _order(self, part: LayerPart) -> int:
         """Return a priority below back-propagation's, in the order of the next forward pass."""
         return 1 + self._first_layer(part)
 
-    def _allreduce(self, part: Part) -> int:
+    def _allreduce(self, part: LayerPart) -> int:
         n_bytes, size, machine = self._n_bytes(part), self.scenario.n_ranks, self.scenario.machine
         duration = allreduce_s(n_bytes, size, machine, self.plan.algorithm)
         sent = self._send(duration, n_bytes, self._ready(part), "allreduce", 0)
         return self._whole_update(part, (sent,))
 
-    def _whole_update(self, part: Part, after: tuple[int, ...]) -> int:
+    def _whole_update(self, part: LayerPart, after: tuple[int, ...]) -> int:
         n_bytes = self._n_bytes(part)
         duration = self.scenario.update_s(n_bytes / BYTES_PER_VALUE)
         done = self._add(COMPUTE, duration, after, "update", 1)
         return self._average(part, n_bytes, done)
 
-    def _average(self, part: Part, n_bytes: float, after: int) -> int:
+    def _average(self, part: LayerPart, n_bytes: float, after: int) -> int:
         """Average parameters across groups, with local SGD only."""
         if not self.n_groups:
             return after
@@ -314,7 +314,7 @@ class _Builder:
             duration = allreduce_s(n_bytes, self.n_groups, machine, algorithm, link)
         return self._add(COMMUNICATION, duration, (after,), "average", self._order(part))
 
-    def _shard_update(self, part: Part, after: tuple[int, ...], summed_s: float) -> int:
+    def _shard_update(self, part: LayerPart, after: tuple[int, ...], summed_s: float) -> int:
         """Sum and update the rank's own segment, then gather all segments."""
         scenario, n_bytes = self.scenario, self._n_bytes(part)
         segment = n_bytes / scenario.n_ranks
@@ -327,13 +327,13 @@ class _Builder:
         seconds = scenario.transfer_s(n_bytes)
         return self._send(seconds, n_bytes, (done,), "gather", self._order(part))
 
-    def _sharded(self, part: Part) -> int:
+    def _sharded(self, part: LayerPart) -> int:
         scenario, n_bytes = self.scenario, self._n_bytes(part)
         seconds = scenario.transfer_s(n_bytes)
         sent = self._send(seconds, n_bytes, self._ready(part), "alltoall", 0)
         return self._shard_update(part, (sent,), scenario.sum_s(n_bytes))
 
-    def _activations(self, part: Part) -> tuple[int, int]:
+    def _activations(self, part: LayerPart) -> tuple[int, int]:
         """Send a dense layer's inputs and its output gradients as soon as they are computed."""
         place = self._first_layer(part)
         messages = message_bytes(self.scenario, place, part.kind)[:2]
@@ -347,7 +347,7 @@ class _Builder:
         first = self._add(COMMUNICATION, of_inputs, inputs, "activations")
         return first, self._add(COMMUNICATION, of_errors, errors, "errors")
 
-    def _partial(self, part: Part) -> int:
+    def _partial(self, part: LayerPart) -> int:
         scenario, size, place = self.scenario, self.scenario.n_ranks, self._first_layer(part)
         sent = self._activations(part)
         duration = scenario.gradient_s(place, scenario.gathered_batch, 1 / size) if size > 1 else 0
@@ -359,7 +359,7 @@ class _Builder:
         priority = -1 if self.plan.has_early_gradients else 1
         return self._add(COMPUTE, duration_s, after, "gradient", priority)
 
-    def _replicated(self, part: Part) -> int:
+    def _replicated(self, part: LayerPart) -> int:
         scenario, place = self.scenario, self._first_layer(part)
         sent = self._activations(part)
         is_alone = scenario.n_ranks == 1
@@ -395,7 +395,7 @@ class _Builder:
             self.tasks[task] = replace(self.tasks[task], after_previous=tuple(sorted(finals)))
 
 
-def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
+def simulate(scenario: Scenario, plan: LayerPlan) -> Prediction:
     """Predict a step; raises a PlanError if the plan does not fit the model.
 
     All ranks do the same at the same time, so one rank is simulated: a compute stream that
@@ -406,7 +406,7 @@ def simulate(scenario: Scenario, plan: ExchangePlan) -> Prediction:
 
 
 def simulate_local_sgd(
-    scenario: Scenario, within: ExchangePlan, n_groups: int, interval: int
+    scenario: Scenario, within: LayerPlan, n_groups: int, interval: int
 ) -> Prediction:
     """Predict the mean step of local SGD from one average to the next.
 
