@@ -76,8 +76,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     Collective: all ranks must pass it to `fit`, at the same place. Order: BackupAndRestore,
     broadcast, MetricAverageCallback, this callback, then callbacks that use metrics. Each `fit`
-    starts afresh, except when it resumes from a backup. After `fit` the data has its own batch size
-    again; the rate stays, and another instance takes it as its initial rate.
+    begins with the initial batch size unless it resumes from a backup. After `fit` the data has its
+    own batch size again; the rate stays, and another instance takes it as its initial rate.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """
@@ -184,7 +184,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self._measures.watch(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check the configuration; start afresh, or from a backup."""
+        """Check the configuration; reset the state, or restore that of a backup."""
         super().on_train_begin(logs)
         settings, epochs = self._settings, (self.params or {}).get("epochs")
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup

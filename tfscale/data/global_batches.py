@@ -192,7 +192,8 @@ class GlobalBatches(keras.utils.PyDataset):
         if state["samples"] != self.samples:
             raise ConfigError(
                 "The state must come from the same data. Received: "
-                f"state['samples']={state['samples']}, samples={self.samples}. Start afresh."
+                f"state['samples']={state['samples']}, samples={self.samples}. "
+                "Train without the state, or with its data."
             )
         self._epochs.seed = check_integer("seed", state["seed"], 0)
         self._epochs.number = check_integer("epoch", state["epoch"], 0)

@@ -108,7 +108,7 @@ class Mixed(Exchange):
 
     @property
     def is_sharding(self) -> bool:  # type: ignore[override]
-        """Whether a parameter is cut."""
+        """Whether some parameter is sharded: divided among ranks."""
         return any(kind in CUT for kind, _ in self.parts)
 
     @property

@@ -242,7 +242,8 @@ def _text(value: Any) -> str:
     if isinstance(value, int | float | str | bool | list | tuple | dict | type(None)):
         return repr(value)
     if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
-        with contextlib.suppress(NotImplementedError):  # then only the class is compared
+        # A schedule of the user may lack get_config, which raises: its class is compared, then.
+        with contextlib.suppress(NotImplementedError):
             return f"{type(value).__name__}({json.dumps(value.get_config(), default=_text)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
 

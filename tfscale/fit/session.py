@@ -221,7 +221,7 @@ class FitSession:
 
     @property
     def has_unknown_steps(self) -> bool:
-        """Whether this rank must check that it has data before it announces a step."""
+        """Whether to fetch the next batch before telling other ranks that a step begins."""
         return self.asks_each_step and not runtime.backend().has_marks and self._steps is None
 
     def end_of_data(self) -> None:

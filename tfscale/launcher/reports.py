@@ -91,7 +91,7 @@ class Report:
 
     @property
     def is_unbelieved(self) -> bool:
-        """Whether the exit status is 75, that of a checkpoint on request, without a request."""
+        """Whether the exit status is 75 (stopped on request) although no stop was requested."""
         return self.status == PREEMPTED and not self.was_asked
 
     def describe(self) -> str:
