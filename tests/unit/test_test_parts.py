@@ -37,3 +37,10 @@ def test_parts_are_read(text, part):
 def test_no_part(text):
     with pytest.raises(argparse.ArgumentTypeError, match="k from 1 to n"):
         parts.parse_part(text)
+
+
+def test_units_without_enough_time_are_left_out_and_named(capsys):
+    assert parts.main(["--list", "--minutes", "17", "--only", "ranks"]) == 0
+    said = capsys.readouterr().out
+    assert "== 2 ranks" in said and "== 3 ranks" not in said  # 8 + 1.4 * 7 > 17
+    assert "Left out, as 17 minutes are too few: 3 ranks, 4 ranks." in said
