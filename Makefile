@@ -88,7 +88,7 @@ format: venv
 	@$(BIN)/clang-format -i $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
 
 # These need root, for the emulated links; PLACES=memory does without. Results go to $(BENCH).
-# bench-full measures every cell, as long as it takes; all go on where they were interrupted. Cells that
+# bench-full measures every cell, as long as it takes; all continue where they were interrupted. Cells that
 # failed are named in the report, which is made all the same, and in the status.
 bench: NAME := table
 bench-quick: NAME := quick
@@ -105,7 +105,7 @@ bench bench-quick bench-full: build
 thesis-scaling: venv
 	@$(BIN)/python -m benchmarks.thesis_scaling --output docs
 
-# [T] table 5.3: four ways to large batches; an interrupted study goes on where it was. One seed:
+# [T] table 5.3: four ways to large batches; an interrupted study continues where it was. One seed:
 # make adaptive-study ARGS_STUDY="--seeds 1". The same for EDSR: STUDY=adaptive_batch_edsr.
 STUDY ?= adaptive_batch
 adaptive-study: export TF_CPP_MIN_LOG_LEVEL ?= 2

@@ -1,4 +1,4 @@
-"""What each suite measures: the systems, models and places, as cells for the harness."""
+"""Cells of each suite: the systems, models and places, as cells for the harness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a suite is measured.
+    """The part of a suite to measure.
 
     Attributes:
         extent: `QUICK`, `TABLE` (what the documentation shows) or `FULL` (every cell).
@@ -131,7 +131,7 @@ def fc1_cells(choice: Choice) -> list[Cell]:
 def gather_cells(choice: Choice) -> list[Cell]:
     """Return the cells of sharded steps that do and do not hide the gather of parameters.
 
-    What it hides behind is measured in steps of their own, as TensorFlow's profiler costs time.
+    What hides it is measured in steps of their own, as TensorFlow's profiler costs time.
     """
     steps = ("compute", "tfscale-sharded", "tfscale-sharded-waiting")
     cells = []

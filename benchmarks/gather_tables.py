@@ -1,4 +1,4 @@
-"""Table of what the gather of parameters hides behind; see `worker_gathers`."""
+"""Table of what hides the gather of parameters; see `worker_gathers`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks.kernel_times import BACKWARD, FORWARD
 from benchmarks.markdown import milliseconds, table
 from benchmarks.rows import Runs
 
-_BEHIND = {FORWARD: "behind the forward pass", BACKWARD: "behind back-propagation"}
-_EXPOSED = "behind no kernel"
+_DURING = {FORWARD: "during the forward pass", BACKWARD: "during back-propagation"}
+_EXPOSED = "during no kernel"
 
 
 def gathers_of(runs: Runs) -> list[dict[str, Any]]:
-    """Return the runs that say what gathers hide behind."""
+    """Return the runs that say what hides gathers."""
     return [run for run in runs if run["suite"] == "gathers" and "error" not in run]
 
 
@@ -28,10 +28,10 @@ def gathers_table(runs: Runs) -> str:
         steps = [step for run in found for rank in run["shares"] for step in rank]
         ahead = [seconds for run in found for rank in run["ahead_s"] for seconds in rank]
         wire = [seconds for run in found for seconds in run["samples"]["wire"]]
-        shares = [_percent([step[name] for step in steps]) for name in (*_BEHIND, "exposed")]
+        shares = [_percent([step[name] for step in steps]) for name in (*_DURING, "exposed")]
         ranks = f"{found[0]['n_ranks']} ranks"
         lines.append([group, ranks, milliseconds(wire), *shares, milliseconds(ahead)])
-    head = ["model and links", "where", "gathers on the wire, ms", *_BEHIND.values(), _EXPOSED]
+    head = ["model and links", "where", "gathers on the wire, ms", *_DURING.values(), _EXPOSED]
     return table([*head, "forward begins before the last gather ends, ms"], lines)
 
 

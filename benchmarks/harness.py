@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What identifies the cell in a file."""
+        """Fields that identify the cell in a file."""
         return (self.suite, self.group, self.system, self.place, self.n_ranks)
 
 
@@ -50,14 +50,14 @@ def measure(
 ) -> dict[str, Any]:
     """Run every cell `n_rounds` times and write a file, whose runs are kept unless they failed.
 
-    The same cells on the same commit and machine go on where they were interrupted; anything else
-    begins a session of its own, in which nothing is done yet.
+    The same cells on the same commit and machine continue where they were interrupted; anything
+    else begins a session of its own, in which nothing is done yet.
 
     Args:
         cells: In the order in which the cells of a group take turns, in every second round
             backwards.
         n_rounds: Times that each group's cells are gone through.
-        path: JSON; written after each run, so that a run that was interrupted can go on.
+        path: JSON; written after each run, so that an interrupted run can continue.
         timeout_s: Limit of one run.
         tell: Takes one line per run.
 
@@ -72,7 +72,7 @@ def measure(
         for group in groups:
             turns = [cell for cell in cells if cell.group == group]
             for number in range(n_rounds):
-                # To and fro: none always comes behind the same other one, or last.
+                # To and fro: none always comes after the same other one, or last.
                 for cell in turns[:: -1 if number % 2 else 1]:
                     if (*cell.key, number) in done or 0 < cell.most_rounds <= number:
                         continue

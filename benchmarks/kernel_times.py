@@ -1,4 +1,4 @@
-"""When TensorFlow's kernels ran, as its profiler tells."""
+"""Times of TensorFlow's kernels, from its profiler."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def by_pass(
         if not path or kind.startswith("Tfscale"):
             continue
         scope = path.split("/")[0]
-        # A model that is traced again has a number behind its name.
+        # A model that is traced again has a number after its name.
         which = passes.get(scope) or passes.get(re.sub(r"_\d+$", "", scope))
         if which is not None:
             spans[which].append((begin + offset, end + offset))

@@ -1,4 +1,4 @@
-"""Where ranks run: on shared memory, or on an emulated cluster with a rate."""
+"""Places of ranks: on shared memory, or on an emulated cluster with a rate."""
 
 from __future__ import annotations
 

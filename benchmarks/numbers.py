@@ -35,7 +35,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster something is.
+    """Ratio of two speeds.
 
     Attributes:
         median: Over rounds, of the ratio of medians.

@@ -1,4 +1,4 @@
-"""Where and from what a measurement comes: machine, commit, command, load."""
+"""Provenance of a measurement: machine, commit, command, load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout; behind it "+" and a digest of the changes since, if any.
+    """Return the commit of this checkout; after it "+" and a digest of the changes since, if any.
 
     None outside a checkout, or without git.
     """

@@ -105,7 +105,7 @@ def report(content: dict[str, Any], title: str) -> str:
         if rows := collect(runs, suite):
             parts += [f"## {heading}\n", overhead_table(rows, suite)]
     if gathers_of(runs):
-        parts += ["## What the gather of parameters hides behind\n"]
+        parts += ["## What hides the gather of parameters\n"]
         parts += ["![one step](benchmarks-gathers.png)\n"]
         parts += [gathers_table(runs)]
     if collectives:

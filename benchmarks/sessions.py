@@ -1,6 +1,6 @@
 """Files of results: sessions, which say from where runs come, and the runs themselves.
 
-A session is one invocation, or several that went on with the same cells, commit, machine and
+A session is one invocation, or several that continued with the same cells, commit, machine and
 versions. Only within a session systems took turns, hence only runs of one session are pairs.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from tfscale.files import write_atomically
 
 Content = dict[str, Any]
-# A session goes on where these are the same.
+# A session continues where these are the same.
 _IDENTITY = ("cells", "commit", "machine", "versions")
 
 
@@ -43,7 +43,7 @@ def write(path: Path, content: Content) -> None:
 
 
 def enter(content: Content, description: dict[str, Any]) -> str:
-    """Return the name of the session that goes on, or of a new one, which is added.
+    """Return the name of the session to continue, or of a new one, which is added.
 
     Args:
         content: Of a file.
@@ -65,7 +65,7 @@ def key_of(run: dict[str, Any]) -> tuple[str, str, str, str, int]:
 def add(content: Content, run: dict[str, Any]) -> None:
     """Add a run in place of those that measured its cell from other code or in another way.
 
-    Medians are over all runs of a cell, so those must not stay. What another commit measured amid
+    Medians are over all runs of a cell, so those must not stay. What another commit measured during
     the same session does, unless it is the same round: pairs are made within a commit.
     """
 

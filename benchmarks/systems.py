@@ -19,7 +19,7 @@ Reduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class TracedStep:
-    """A training step that can be traced anew."""
+    """A training step that can be traced again."""
 
     def __init__(self, body: Callable[[], tf.Tensor]) -> None:
         self._body = body
@@ -36,7 +36,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
+    """Model and batch to train."""
 
     workload: Workload
     model: keras.Model
@@ -52,7 +52,7 @@ class System(Protocol):
         """Return the optimizer, and what exchanges gradients before it is called."""
 
     def settle(self, step: TracedStep) -> None:
-        """Run steps until the system goes on as it is; those that are measured follow."""
+        """Run steps until the system stays as it is; those that are measured follow."""
 
     def facts(self) -> dict[str, Any]:
         """Return what belongs into the results besides durations."""
@@ -93,7 +93,7 @@ class Compute:
 
 
 class Tfscale:
-    """tfscale's optimizer, with one of its strategies of exchange; "-bf16" behind it compresses."""
+    """tfscale's optimizer, with one of its strategies of exchange; "-bf16" after it compresses."""
 
     def __init__(self, exchange: str) -> None:
         import tfscale

@@ -36,17 +36,17 @@ MACHINES: dict[str, Machine] = {
     ),
 }
 
-# [T] counts pooling layers in k. So many layers of VGG-A and its variants are behind each of them.
+# [T] counts pooling layers in k. So many layers of VGG-A and its variants follow each of them.
 _BEHIND_POOLINGS = (3, 6, 9, 12, 14)
 
 
 def data_parallel(scenario: Scenario) -> LayerPlan:
-    """Return "DP" of [T] chapter 3: one allreduce of everything, behind back-propagation."""
+    """Return "DP" of [T] chapter 3: one allreduce of everything, after back-propagation."""
     return _blocking(bucketed(scenario.table, 2**62), overlap=False)
 
 
 def per_layer_allreduce(scenario: Scenario, overlap: bool = True) -> LayerPlan:
-    """Return "allreduce" of [T] 4.5.4, "DP+Overlap" of 3.4.4: hidden behind the next step, too.
+    """Return "allreduce" of [T] 4.5.4, "DP+Overlap" of 3.4.4: overlapped with the next step, too.
 
     Args:
         scenario: Model, machine, ranks, batch.

@@ -1,4 +1,4 @@
-"""What the measured programs share: options, and the file each rank writes."""
+"""Common parts of the measured programs: options, and the file each rank writes."""
 
 from __future__ import annotations
 

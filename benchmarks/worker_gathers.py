@@ -1,8 +1,7 @@
-"""Measured program: how much of the gather of parameters hides behind which computation.
+"""Measured program: how much of the gather of parameters overlaps with which computation.
 
-The engine tells when each gather was on the wire, TensorFlow's profiler when kernels ran. Every
-moment at which gathers are on the wire and the rank runs kernels of a forward pass, it is one that
-they hide behind.
+The engine tells when each gather was on the wire, TensorFlow's profiler when kernels ran. A moment
+with gathers on the wire and kernels of a forward pass running counts as overlap with that pass.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _JOINED_NS = 300_000  # gaps that a picture cannot show
 
 
 def shares_of(gathers: list[Span], passes: dict[str, list[Span]]) -> dict[str, float]:
-    """Return of the time with gathers on the wire which part lies behind which pass.
+    """Return the share of the time with gathers on the wire that each pass overlaps.
 
     Args:
         gathers: When each gather was on the wire.

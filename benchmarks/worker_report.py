@@ -17,7 +17,7 @@ _BLOCK_S = 4.0  # seconds of one block, about
 
 
 class Clock(keras.callbacks.Callback):
-    """Times an epoch: what a report writes behind it counts, what it draws at the end does not."""
+    """Times an epoch with the lines that a report writes, without its final picture."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin."""

@@ -52,7 +52,7 @@ SMOKE = {"images": 200, "validation_images": 2, "blocks": 4, "filters": 16, "epo
 
 
 class Data(NamedTuple):
-    """What is trained and validated on.
+    """Pictures for training and validation.
 
     Attributes:
         train: Pairs (corrupted, truth) of patches.

@@ -40,7 +40,7 @@ NETWORKS = {"lenet5": lenet5, "torchnet": torchnet}
 
 
 def build_model(shape: tuple[int, int, int], classes: int) -> keras.Model:
-    """Return the network behind a division by 255: it takes pictures as they are."""
+    """Return the network after a division by 255: it takes pictures as they are."""
     inputs = keras.Input(shape, name="pictures")
     network = NETWORKS[FLAGS.model](shape, classes)
     outputs = network(layers.Rescaling(1 / 255, name="to_unit_range")(inputs))

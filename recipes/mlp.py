@@ -45,7 +45,7 @@ def with_one_hot(data: LabelledPictures, classes: int) -> tuple[np.ndarray, np.n
 
 
 def build_model(shape: tuple[int, int, int], classes: int) -> keras.Model:
-    """Return the perceptron behind a division by 255: it takes pictures as they are."""
+    """Return the perceptron after a division by 255: it takes pictures as they are."""
     inputs = keras.Input(shape, name="pictures")
     network = mlp([int(units) for units in FLAGS.hidden], shape, classes)
     outputs = network(layers.Rescaling(1 / 255, name="to_unit_range")(inputs))

@@ -1,4 +1,4 @@
-"""What a run leaves behind in `runs/<name>/`: settings, one line per epoch, pictures."""
+"""Files of a run in `runs/<name>/`: settings, one line per epoch, pictures."""
 
 import json
 import time
@@ -21,7 +21,7 @@ class RunFolder(keras.callbacks.Callback):
     validation so far, `train_seconds` of this epoch without validation, `learning_rate`,
     `batch_size`, and every entry of `logs`. When training ends, `run.json` gets `seconds` as well.
 
-    A `fit` that begins behind the first epoch goes on with the lines of the earlier run.
+    A `fit` that begins after the first epoch appends to the lines of the earlier run.
     """
 
     def __init__(

@@ -6,7 +6,7 @@
     python recipes/study.py global_shuffling --keep           # what the results lack
 
 Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;
-what was interrupted goes on after its last epoch; what was run with other flags is run anew. A
+an interrupted run resumes after its last epoch; a run with other flags is repeated. A
 run that fails is reported, and the next one begins. Ctrl-C and SIGTERM end the run as well; a
 second study.py in the same folder is refused. Results go to `recipes/results/<study>.md`, `.png`
 and `.json`; the file `.json` holds every epoch of every run.

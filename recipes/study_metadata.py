@@ -36,12 +36,12 @@ def read(folder: Path) -> dict[str, Any]:
     sys.exit(
         "A run is continued or replaced only if its study.json tells with which flags it was "
         f"begun. Received: {path}: {problem}. Restore that file, or move {folder} away to run "
-        "this configuration anew."
+        "this configuration again."
     )
 
 
 def write(folder: Path, key: str, made: Mapping[str, str]) -> None:
-    """Note that a run begins, or goes on.
+    """Note that a run begins or resumes.
 
     What was noted before stays, since those epochs are still part of the result; an attempt that
     finished no epoch has made nothing of it.

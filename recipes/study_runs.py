@@ -21,7 +21,7 @@ Column = Callable[[list[dict[str, float]]], float | None]
 
 @dataclass(frozen=True)
 class Study:
-    """What a study file says; `study.py` explains the fields."""
+    """Fields of a study file; `study.py` explains the fields."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run left behind.
+    """Files of a finished run.
 
     Attributes:
         run: Which one.
@@ -200,7 +200,7 @@ def finish(run: Run, extra: Sequence[str] = (), lock: IO[str] | None = None) -> 
 
 
 def outcomes(study: Study, folder: Path) -> list[Outcome]:
-    """Return what the finished runs left behind."""
+    """Return the files of the finished runs."""
     return [_outcome(run) for run in runs(study, folder) if is_finished(run)]
 
 

@@ -1,4 +1,4 @@
-"""What all recipes do alike: their common flags, the optimizer's rate, the callbacks of a run."""
+"""Common parts of all recipes: their flags, the optimizer's rate, the callbacks of a run."""
 
 import ast
 import shutil
@@ -51,14 +51,16 @@ flags.DEFINE_integer(
     lower_bound=1,
 )  # fmt: skip
 flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
-flags.DEFINE_enum("compression", "none", ["none", "fp16", "bf16"], "What travels between ranks.")
+flags.DEFINE_enum(
+    "compression", "none", ["none", "fp16", "bf16"], "Format of values between ranks."
+)
 flags.DEFINE_enum(
     "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
 )
 flags.DEFINE_integer(
     "patience", 0, "Stop after so many epochs without improvement; 0: never.", lower_bound=0
 )
-flags.DEFINE_bool("resume", False, "Keep a backup, and go on from it if an earlier run left one.")
+flags.DEFINE_bool("resume", False, "Keep a backup, and resume from one that an earlier run left.")
 flags.DEFINE_bool("report", False, "Write where the time of a step goes (docs/overlap.md).")
 flags.DEFINE_string("data_dir", ".cache/data", "Where data sets are looked for first, or kept.")
 flags.DEFINE_string("run_name", "", "Name of the folder of results; empty: the recipe's.")
@@ -212,7 +214,7 @@ def fit(
         callbacks=[*_callbacks(folder, train, batch), *stopping, *last],
         verbose=command_line.verbosity() if is_first else 0,
     )
-    if FLAGS.resume and is_first:  # the run is over: nothing is left to go on with
+    if FLAGS.resume and is_first:  # the run is over: nothing is left to resume
         shutil.rmtree(folder / "backup", ignore_errors=True)
     return history.history
 

@@ -41,7 +41,7 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_enum("model", "a", ["a", "16", "128", "256", "512"], "Which VGG.")
 flags.DEFINE_list("dense", ["4096", "4096"], "Units of the hidden dense layers.")
-flags.DEFINE_float("dropout", 0.5, "Rate behind them.", lower_bound=0.0)
+flags.DEFINE_float("dropout", 0.5, "Rate after them.", lower_bound=0.0)
 flags.DEFINE_float(
     "weight_decay", 5e-4,
     "Of Keras, outside of the momentum; 5e-3 equals the L2 of 5e-4 of Simonyan and Zisserman 2015.",
@@ -64,7 +64,7 @@ SMOKE = {
 
 
 def build_model(shape: tuple[int, int, int], classes: int, *, is_centred: bool) -> keras.Model:
-    """Return the network, behind a centring of pixels where the data does not do it."""
+    """Return the network, after a centring of pixels where the data does not do it."""
     stages = {"a": VGG_A, "16": VGG_16}.get(FLAGS.model) or vgg_a_of_width(int(FLAGS.model))
     fitting = [stage for n, stage in enumerate(stages, 1) if min(shape[:2]) >> n]
     dense = [int(units) for units in FLAGS.dense]

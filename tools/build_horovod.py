@@ -154,7 +154,7 @@ def build_environment(include: Path, jobs: int) -> dict[str, str]:
 
 
 def stamp() -> str:
-    """Return what a built wheel depends on: it is built anew where this has changed."""
+    """Return what a built wheel depends on: it is built again where this has changed."""
     import tensorflow as tf
 
     from tfscale.comm.native import find_toolchain

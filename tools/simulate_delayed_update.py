@@ -1,4 +1,4 @@
-"""What delaying the update of replicated dense layers to the next forward pass would gain.
+"""Simulate the gain of delaying updates of replicated dense layers to the next forward pass.
 
     python -m tools.simulate_delayed_update
 

@@ -5,7 +5,7 @@
 
 Every now and then a random rank is killed (SIGKILL), or stopped for some seconds (SIGSTOP), under
 `tfscale run --restarts`. At the end weights and the optimizer's state must be equal, bit by bit,
-to those of a run that nobody disturbed. Where network namespaces can be made, the ranks run on the
+to those of an undisturbed run. Where network namespaces can be made, the ranks run on the
 nodes of an emulated cluster, else side by side. The last line printed is a summary as JSON.
 """
 
@@ -43,7 +43,7 @@ _END_S = 60.0
 
 @dataclass
 class Place:
-    """Where the ranks run.
+    """The machine or cluster of the ranks.
 
     Attributes:
         prefix: Words before `tfscale run`.
@@ -122,7 +122,7 @@ def find_rank(folder: Path, rank: int) -> int | None:
 
 @dataclass
 class Disturbances:
-    """What was done to the ranks."""
+    """Disturbances of the ranks."""
 
     kills: int = 0
     pauses: int = 0
@@ -175,7 +175,7 @@ def run_undisturbed(place: Place, options: argparse.Namespace, folder: Path, n_s
 
 
 def finish(process: subprocess.Popen, folder: Path, kind: str) -> None:
-    """Let a training go on without sleeping, and wait for its end.
+    """Let a training continue without sleeping, and wait for its end.
 
     Raises:
         SystemExit: It failed, or did not end.

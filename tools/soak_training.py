@@ -1,4 +1,4 @@
-"""What tools/soak.py disturbs: a small training with a checkpoint every few steps.
+"""The job that tools/soak.py disturbs: a small training with a checkpoint every few steps.
 
     python tools/soak_training.py FOLDER STEPS EXCHANGE
 
@@ -65,7 +65,7 @@ def main(folder: Path, n_steps: int, exchange: str) -> None:
     keras.utils.set_random_seed(1)
     tf.config.experimental.enable_op_determinism()
     logging.basicConfig()
-    logging.getLogger("tfscale").setLevel(logging.INFO)  # where it goes on from
+    logging.getLogger("tfscale").setLevel(logging.INFO)  # where it resumes
     tfscale.init()
     random = np.random.default_rng(7)
     x = random.normal(size=(STEPS_PER_EPOCH * _BATCH_SIZE, 16)).astype("float32")

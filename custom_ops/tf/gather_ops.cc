@@ -54,7 +54,7 @@ REGISTER_OP("TfscaleAlltoall")
         "after another in rank order. `rows` tells how many rows came from each rank.");
 
 // Rows of no width are sent as one byte each, so that their number arrives.
-int64_t TravellingBytes(const Tensor& tensor) { return std::max<int64_t>(1, RowBytes(tensor)); }
+int64_t ExchangedBytes(const Tensor& tensor) { return std::max<int64_t>(1, RowBytes(tensor)); }
 
 // What is sent of `input`.
 Tensor Payload(const Tensor& input) {
@@ -69,7 +69,7 @@ Tensor Payload(const Tensor& input) {
 AllocateOutput Allocator(OpKernelContext* context, const Tensor& like,
                          std::shared_ptr<TensorList> tensors) {
   return [context, like, tensors](const std::vector<int64_t>& bytes) {
-    const int64_t row_bytes = TravellingBytes(like);
+    const int64_t row_bytes = ExchangedBytes(like);
     Tensor* rows = nullptr;
     Tensor* output = nullptr;
     const tensorflow::TensorShape rows_shape({static_cast<int64_t>(bytes.size())});
@@ -109,7 +109,7 @@ class AllgatherOp : public CollectiveKernel {
     const Tensor& input = context->input(0);
     OP_REQUIRES_OK_ASYNC(context, RequireRows(input, "allgather"), done);
     auto tensors = std::make_shared<TensorList>(TensorList{Payload(input)});
-    const size_t bytes = static_cast<size_t>(input.dim_size(0) * TravellingBytes(input));
+    const size_t bytes = static_cast<size_t>(input.dim_size(0) * ExchangedBytes(input));
     auto operation =
         MakeAllgather(tensors->front().data(), bytes, Allocator(context, input, tensors));
     Submit(context, std::move(done), std::move(operation), tensors);
@@ -127,7 +127,7 @@ class AlltoallOp : public CollectiveKernel {
     OP_REQUIRES_OK_ASYNC(context, CheckSplits(input, splits), done);
     std::vector<int64_t> bytes;
     for (int64_t r = 0; r < splits.NumElements(); ++r) {
-      bytes.push_back(splits.flat<int64_t>()(r) * TravellingBytes(input));
+      bytes.push_back(splits.flat<int64_t>()(r) * ExchangedBytes(input));
     }
     auto tensors = std::make_shared<TensorList>(TensorList{Payload(input)});
     auto operation =

@@ -14,7 +14,7 @@ namespace tfscale {
 // References: they keep the variables alive.
 using VariableList = std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>>;
 
-// The variables behind the resource handles that an op's input `name` lists.
+// The variables of the resource handles that an op's input `name` lists.
 absl::Status FindVariables(tensorflow::OpKernelContext* context, const char* name,
                            VariableList* variables);
 std::vector<PendingVariables::Key> KeysOf(const VariableList& variables);

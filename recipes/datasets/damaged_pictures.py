@@ -21,7 +21,7 @@ def find(
     """Return the positions of the records that cannot be decoded.
 
     Each rank decodes its share once, in parallel. What was found is kept in `cache_dir`; where
-    that cannot be written it is found anew by every run.
+    that cannot be written every run finds it again.
 
     Collective: all ranks must call it, with the same arguments.
 

@@ -21,7 +21,7 @@ class FixedShards(keras.utils.PyDataset):
     and what comes of files that are sorted.
 
     The order of an epoch depends on the seed, the rank and the number of the epoch that `fit` is
-    in, so that a run that goes on from a backup sees what it would have seen.
+    in, so that a run that resumes from a backup sees what it would have seen.
     """
 
     def __init__(self, data: LabelledPictures, batch_size: int, seed: int, order: str):
@@ -67,7 +67,7 @@ class FixedShards(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         """Shuffle inside the share."""
         caller = current_pass()
-        caller.keep_order()  # Keras would shuffle the steps as well, anew after an interruption
+        caller.keep_order()  # Keras would shuffle the steps, too, differently after a resume
         self._rows = self._order(caller.epoch or 0)
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -29,13 +29,13 @@ _FEATURES = {
 
 
 class Index(NamedTuple):
-    """Where records are: number of the file, first byte and length of the content."""
+    """Places of records: number of the file, first byte and length of the content."""
 
     paths: list[str]
     files: list[int]
     offsets: list[int]
     lengths: list[int]
-    lost: int  # records behind the place where a file is broken, estimated by their bytes
+    lost: int  # records after the place where a file is broken, estimated by their bytes
 
 
 def is_there(data_dir: str) -> bool:

@@ -4,7 +4,7 @@ _images, _epochs, _warmup, _decay = 15000, 12, 5, 8
 
 
 def _distance(epochs):
-    """Mean D at the target rate: behind the warm-up, before the first decay."""
+    """Mean D at the target rate: after the warm-up, before the first decay."""
     own = [e["model_distance"] for e in epochs[_warmup:_decay] if "model_distance" in e]
     return sum(own) / len(own) if own else None
 

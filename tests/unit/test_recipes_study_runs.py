@@ -189,8 +189,9 @@ def slow_study(tmp_path):
 
 
 def _hear_interrupts():
-    """Background jobs of a shell, as tests may be, inherit that SIGINT is ignored."""
+    """Background jobs of a shell, as tests may be, inherit that these signals are ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -19,7 +19,7 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the links are like; alike for all, and for both directions.
+    """Properties of the links; alike for all, and for both directions.
 
     Attributes:
         rate_bits_s: Bits per second of each direction.

@@ -30,7 +30,7 @@ _LEAST_PAYLOAD_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run in a cluster ended.
+    """Result of a run in a cluster.
 
     Attributes:
         exit_code: mpiexec's.
@@ -118,7 +118,7 @@ def _prepare(
 
 
 def leave_on_sigterm() -> None:
-    """Make SIGTERM an exception of the main thread, so that whoever made a cluster removes it."""
+    """Make SIGTERM an exception of the main thread, so that the caller removes its cluster."""
     signal.signal(signal.SIGTERM, _stop)
 
 

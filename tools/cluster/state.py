@@ -35,7 +35,7 @@ def state_path(name: str, folder: Path = FOLDER) -> Path:
 
 
 def write_state(state: State, folder: Path = FOLDER) -> None:
-    """Write the state file of a cluster; whoever reads it sees the old one or the new one."""
+    """Write the state file of a cluster; a reader sees the old one or the new one."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = {
         "name": state.layout.name,
@@ -49,7 +49,7 @@ def write_state(state: State, folder: Path = FOLDER) -> None:
 def read_state(name: str, folder: Path = FOLDER) -> State | None:
     """Return what the state file of a cluster says, or None where there is no such cluster.
 
-    Names of namespaces are made anew from the cluster's name and compared, so that no command is
+    Names of namespaces are made again from the cluster's name and compared, so that no command is
     ever built from a name that a file may contain.
 
     Raises:
