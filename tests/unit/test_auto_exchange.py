@@ -14,7 +14,6 @@ from tfscale.exchange.plan import Parameter, Table
 from tfscale.measure.layers import (
     LayerMeasurement,
     calibrated,
-    cut_by_work,
     fitted,
     measured_machine,
 )
@@ -83,21 +82,6 @@ def test_what_messages_cost_where_many_are_under_way():
     assert fitted((0.1, 0.01), 4, 100, 0.54) == pytest.approx((0.01, 0.005))
     # They took longer: bytes had to wait.
     assert fitted((0.1, 0.01), 4, 100, 2.4) == pytest.approx((0.1, 0.02))
-
-
-def test_whole_steps_are_cut_by_work():
-    layers = (Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
-    table = LayerTable("t", layers)
-    by_path = dict(zip("ab", layers, strict=True))
-    # 5000 bytes of a millisecond each take 5.1 s of 8.1 s; two thirds of the rest go backwards.
-    found = cut_by_work(by_path, 8.1, (0.1, 1e-3))
-    assert found.wire_s == pytest.approx(5.1)
-    assert found.ready_s == pytest.approx((2.0 * 253 / 1254, 0.0))
-    assert found.before_s + found.ready_s[0] == pytest.approx(3.0)
-    machine = measured_machine(table, found, n_ranks=2, batch=4, known=None)
-    assert Scenario(table, machine, 2, 8).compute_s() == pytest.approx(3.0)
-    # However slow messages are that travel alone, a quarter of a step is computed.
-    assert cut_by_work(by_path, 2.0, (0.1, 1e-3)).wire_s == pytest.approx(1.5)
 
 
 def measured(layers, n_bytes, ready_s):

@@ -27,12 +27,10 @@ from tfscale.internals.optimizers import update_rule
 from tfscale.measure.layers import (
     UNMEASURED_STEPS,
     LayerMeasurement,
-    calibrated,
     measured_machine,
     measured_scenario,
     separate,
     time_layers,
-    time_steps,
 )
 from tfscale.measure.model_layers import read_layers
 from tfscale.optimizer.distributed import accumulating
@@ -164,27 +162,26 @@ def _n_slots(model: keras.Model) -> int:
 def _measure(
     auto: Auto, layers: Sequence[str], model: keras.Model, batch: int | None
 ) -> Course[Scenario | None]:
-    """Exchange each layer alone for some steps, unless the times of all layers are known.
+    """Return the scenario to plan, or None; exchanges each layer alone if times are unknown.
 
-    Args:
-        auto: The user's settings.
-        layers: Paths of the layers that own the exchanged variables, in the order of the model.
-        model: The model that is trained.
-        batch: Samples of all ranks together, if known.
-
-    Returns:
-        The scenario to plan; None if it cannot be measured.
+    `layers` are paths of those that own exchanged variables, in the order of the model. `batch` are
+    samples of all ranks together, if known.
     """
     table, size = table_of(model), runtime.size()
-    samples, known, n_slots = batch or size, auto.read_machine(), _n_slots(model)
+    known, n_slots = auto.read_machine(), _n_slots(model)
     if known is not None and _has_times(known, table):
-        return Scenario(table, known, size, samples, n_slots)
-    parts = yield from _measure_layers(layers, table)
-    if parts is None:
+        return Scenario(table, known, size, batch or size, n_slots)
+    if not has_events():
+        logger.info("Nothing is planned: the backend records no messages. Use the engine.")
+        return None
+    yield per_layer(table, overlap=False)
+    alone = yield from time_layers(layers)
+    yield per_layer(table, overlap=True)
+    together = yield from time_layers(layers)
+    if alone is None or together is None or alone.layers != together.layers:
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
-    together, found = parts
-    scenario = measured_scenario(table, found, size, samples, known, n_slots, batch is not None)
+    scenario = measured_scenario(table, separate(alone, together), batch, known, n_slots)
     machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
@@ -194,24 +191,7 @@ def _measure(
         100 * machine.compute_share,
         100 * machine.message_share,
     )
-    # Without recorded collectives, all other time of a step counts as computing already.
-    return calibrated(scenario, together) if has_events() else scenario
-
-
-def _measure_layers(
-    layers: Sequence[str], table: LayerTable
-) -> Course[tuple[LayerMeasurement, LayerMeasurement] | None]:
-    """Return a measurement with overlap, and the same with computing and messages separated."""
-    yield per_layer(table, overlap=False)
-    if not has_events():
-        found = yield from time_steps(layers, table)
-        return None if found is None else (found, found)
-    alone = yield from time_layers(layers)
-    yield per_layer(table, overlap=True)
-    together = yield from time_layers(layers)
-    if alone is None or together is None or alone.layers != together.layers:
-        return None
-    return together, separate(alone, together)
+    return scenario
 
 
 def _has_times(machine: Machine, table: LayerTable) -> bool:

@@ -1,27 +1,25 @@
 """Measure the times of layers, messages and steps, and derive the machine for the planner.
 
-Training steps are timed by `time_layers` if the backend records collectives, else by `time_steps`.
-`separate`, `measured_machine` and `calibrated` convert these measurements into the planner's
-numbers.
+`time_layers` times training steps; `separate`, `measured_machine` and `calibrated` convert its
+measurements into the planner's numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 import timeit
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.events import Listener, clock_ns, has_events
+from tfscale.comm.events import Listener, clock_ns
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.costs import Scenario, share
@@ -41,7 +39,8 @@ _LEAST_VALUES = 2**14  # smaller kernels are cheap in every exchange
 
 
 def middle_s(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """Return the median duration of some calls; with shared cores the minimum would mislead."""
+    """Return the median duration of some calls in seconds."""
+    # With shared cores the minimum would mislead.
     return statistics.median(timeit.repeat(run, number=1, repeat=repeats))
 
 
@@ -62,12 +61,7 @@ def _measure_memory() -> float:
 def _measure_gradients(
     table: LayerTable, n_ranks: int, global_batch: int
 ) -> dict[str, tuple[float, ...]]:
-    """Return times of the weight gradients of dense layers, by name of the layer. Collective.
-
-    Returns:
-        Rows of the whole batch, and the slowest rank's seconds of the gradient from this rank's
-        rows, from all rows, and of 1 / n_ranks of the gradient from all rows.
-    """
+    """Return the slowest rank's `LayerTimes.gradient_s` of the large dense layers. Collective."""
     layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
     found = {}
     for layer in sorted(layers, key=lambda layer: -layer.n_values)[:_MOST_LAYERS]:
@@ -95,19 +89,14 @@ def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
 def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_set) -> float:
     """Return the median duration of a collective, on the member that waited least. Collective.
 
-    Args:
-        run: A traced function with the collective: an eager call would first exchange headers.
-        members: The ranks that call it.
+    `run` is a traced function: an eager call would first exchange headers.
     """
-    if has_events():
-        listener = Listener()
-        for _ in range(_REPEATS):
-            run()
-        events = listener.take()
-        listener.close()
-        own = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
-    else:
-        own = timeit.repeat(run, number=1, repeat=_REPEATS)
+    listener = Listener()
+    for _ in range(_REPEATS):
+        run()
+    events = listener.take()
+    listener.close()
+    own = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
     every = objects.allgather_object(own, process_set=members, name="times of messages")
     return statistics.median(map(min, zip(*every, strict=True)))
 
@@ -133,17 +122,11 @@ def _measure_messages() -> tuple[float, float]:
 def fitted(
     messages: tuple[float, float], n_messages: int, n_bytes: float, wire_s: float
 ) -> tuple[float, float]:
-    """Return the costs of a message and of a byte in a sequence of many messages.
+    """Return seconds per message and per byte of many messages that take `wire_s` together.
 
-    Args:
-        messages: Seconds of a short message alone, and per byte of a long one.
-        n_messages: Number of messages sent one after the other.
-        n_bytes: Bytes of all messages together.
-        wire_s: Duration of all messages together.
-
-    Returns:
-        Seconds per message and per byte that add up to `wire_s`. Messages overlap, so one may cost
-        less than a message sent alone; the remaining time is attributed to the bytes.
+    `messages` are the seconds of a short message alone, and per byte of a long one. Messages
+    overlap, so one may cost less than a message sent alone; the remaining time is attributed to
+    the bytes.
     """
     short_s, per_byte = messages
     each_s = (wire_s - n_bytes * per_byte) / n_messages
@@ -155,8 +138,6 @@ def fitted(
 
 UNMEASURED_STEPS = 3  # tracing, comparing plans, warming up
 MEASURED_STEPS = 7
-_FORWARD = 1 / 3  # share of computing: back-propagation has two products for each forward one
-_LEAST_COMPUTED = 0.25  # share of a step, even if messages sent alone would take longer
 
 
 @dataclass(frozen=True)
@@ -180,27 +161,18 @@ class LayerMeasurement:
         return len(self.layers) * self.message_s + sum(self.n_bytes) * self.byte_s
 
 
-# Resumed after each step; returns None if fewer than two layers were exchanged.
-Timing = Generator[None, None, LayerMeasurement | None]
-
-
-def _ends_of_steps(clock: Callable[[], float]) -> Generator[None, None, list[float]]:
-    """Return the end times of the last unmeasured step and of each measured one."""
-    ends = [clock()]
-    while len(ends) < UNMEASURED_STEPS + MEASURED_STEPS:
-        yield None
-        ends.append(clock())
-    return ends[UNMEASURED_STEPS - 1 :]
-
-
-def time_layers(layers: Sequence[str]) -> Timing:
+def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement | None]:
     """Measure steps in which each layer's gradients are a separate message. Collective.
 
-    Args:
-        layers: Paths of the layers that own exchanged variables, in the order of the model.
+    Resumed after each step; returns None if fewer than two layers were exchanged. `layers` are the
+    paths of those that own exchanged variables, in the order of the model.
     """
     listener = Listener()
-    ends = yield from _ends_of_steps(clock_ns)
+    ends = [clock_ns()]
+    while len(ends) < UNMEASURED_STEPS + MEASURED_STEPS:
+        yield None
+        ends.append(clock_ns())
+    ends = ends[UNMEASURED_STEPS - 1 :]
     events = listener.take()
     listener.close()
     places = {path: place for place, path in enumerate(layers)}
@@ -258,53 +230,6 @@ def _read_step(events: np.ndarray, places: dict[str, int], begin: float, end: fl
     return _Step(ready_s, n_bytes, times)
 
 
-def time_steps(layers: Sequence[str], table: LayerTable) -> Timing:
-    """Measure steps whose exchanges begin when all gradients exist, without events. Collective.
-
-    `layers` are as for `time_layers`, and `table` describes the model.
-    """
-    ends = yield from _ends_of_steps(time.perf_counter)
-    owned = {owner_of(x.weights[0][0]): x for x in table.layers if x.weights}
-    known = {path: owned[path] for path in layers if path in owned}
-    if len(known) < 2:
-        return None
-    own_s = statistics.median(end - begin for begin, end in pairwise(ends))
-    step_s = max(objects.allgather_object(own_s, name="times of steps"))
-    return cut_by_work(known, step_s, _measure_messages())
-
-
-def cut_by_work(
-    layers: dict[str, Layer], step_s: float, messages: tuple[float, float]
-) -> LayerMeasurement:
-    """Split a step into messages and computing, and computing into layers by their work.
-
-    Args:
-        layers: By path, in the order of the model.
-        step_s: Duration of whole steps.
-        messages: As for `fitted`.
-    """
-    n_bytes = tuple(sum(4 * n for _, n in layer.weights) for layer in layers.values())
-    # Horovod fuses tensors that are ready together: the layers are sent as one message.
-    wire_s = min(messages[0] + sum(n_bytes) * messages[1], (1 - _LEAST_COMPUTED) * step_s)
-    message_s, byte_s = fitted(messages, len(layers), sum(n_bytes), wire_s)
-    computed_s = step_s - wire_s
-    work = [layer.flops + layer.values + layer.n_values for layer in layers.values()]
-    # The last layer's gradient is ready first, each other one after those of later layers.
-    until = list(accumulate(reversed(work)))[::-1]
-    backward_s = (1 - _FORWARD) * computed_s
-    ready_s = tuple(backward_s * (w - until[-1]) / sum(work) for w in until)
-    return LayerMeasurement(
-        layers=tuple(layers),
-        n_bytes=n_bytes,
-        ready_s=ready_s,
-        message_s=message_s,
-        byte_s=byte_s,
-        before_s=computed_s - ready_s[0],
-        after_s=0.0,
-        step_s=step_s,
-    )
-
-
 # The machine with these times
 
 _FREE = 1e15  # a rate that costs nothing
@@ -317,14 +242,7 @@ def measured_machine(
 
     The forward pass is split by the operations of its layers; back-propagation before the first
     gradient counts as forward pass. Layers without measured parameters take time in the forward
-    pass only.
-
-    Args:
-        table: The model.
-        found: The measured times.
-        n_ranks: Number of ranks that took part.
-        batch: Samples per rank; 1 if unknown.
-        known: A machine whose links were measured before, if there is one.
+    pass only. `batch` are samples per rank, and `known` has links that were measured before.
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
@@ -352,7 +270,7 @@ def measured_machine(
         backward[layer.name] = time_s - latest
         latest = time_s
     times = LayerTimes(batch, forward, backward, n_values=table.n_values)
-    return dataclasses.replace(machine, layer_times={**machine.layer_times, table.name: times})
+    return machine.with_times(table.name, times)
 
 
 def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
@@ -379,41 +297,32 @@ def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
     expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
     times = scenario.machine.layer_times[scenario.table.name]
     rest_s = times.rest_s + max(0.0, found.step_s - expected_s)
-    return _with_times(scenario, dataclasses.replace(times, rest_s=rest_s))
+    times = dataclasses.replace(times, rest_s=rest_s)
+    machine = scenario.machine.with_times(scenario.table.name, times)
+    return dataclasses.replace(scenario, machine=machine)
 
 
 def measured_scenario(
     table: LayerTable,
     found: LayerMeasurement,
-    n_ranks: int,
-    samples: int,
+    batch: int | None,
     known: Machine | None,
     n_slots: int = 1,
-    has_rows: bool = True,
 ) -> Scenario:
-    """Return the scenario to plan, with times of the gradients of dense layers. Collective.
+    """Return the scenario to plan, with times of updates and of dense layers. Collective.
 
-    Args:
-        table: The model.
-        found: The measured times; those of updates are measured separately.
-        n_ranks: Number of ranks that took part.
-        samples: Samples of all ranks together.
-        known: A machine whose links were measured before, if there is one.
-        n_slots: Values of optimizer state per parameter.
-        has_rows: Whether `samples` are known, so that dense layers may exchange activations.
+    `batch` are samples of all ranks together, if known: only then dense layers may exchange
+    activations. `known` has links that were measured before.
     """
+    n_ranks = runtime.size()
+    samples = batch or n_ranks
     machine = measured_machine(table, found, n_ranks, max(1, samples // n_ranks), known)
     if known is None:
         machine = dataclasses.replace(machine, memory_bytes_per_s=_measure_memory())
-    gradients = _measure_gradients(table, n_ranks, samples) if has_rows else {}
+    gradients = _measure_gradients(table, n_ranks, samples) if batch else {}
     times = dataclasses.replace(machine.layer_times[table.name], gradient_s=gradients)
-    return _with_times(Scenario(table, machine, n_ranks, samples, n_slots), times)
-
-
-def _with_times(scenario: Scenario, times: LayerTimes) -> Scenario:
-    layer_times = {**scenario.machine.layer_times, scenario.table.name: times}
-    machine = dataclasses.replace(scenario.machine, layer_times=layer_times)
-    return dataclasses.replace(scenario, machine=machine)
+    machine = machine.with_times(table.name, times)
+    return calibrated(Scenario(table, machine, n_ranks, samples, n_slots), found)
 
 
 _LEAST_COMPUTE_SHARE = 0.1
@@ -421,16 +330,10 @@ _LEAST_MESSAGE_SHARE = 0.2
 
 
 def separate(alone: LayerMeasurement, together: LayerMeasurement) -> LayerMeasurement:
-    """Separate computing and messages of steps that exchange during back-propagation.
+    """Return `together` with the durations of computing and messages alone, and both shares.
 
-    Args:
-        alone: Times of steps that send nothing before all gradients exist: computing and messages
-            do not slow each other down.
-        together: Times of steps that send each layer's gradients as soon as they exist.
-
-    Returns:
-        `together` with the durations of computing and messages alone, and the shares of speed that
-        remain to each while they overlap.
+    The steps of `alone` send nothing before all gradients exist: computing and messages do not slow
+    each other down. Those of `together` send each layer's gradients as soon as they exist.
     """
     computed = max(together.ready_s)
     wire, wire_alone = together.wire_s, alone.wire_s

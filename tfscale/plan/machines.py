@@ -84,6 +84,10 @@ class Machine:
         inside = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
         return Link(min(latency_s, self.latency_s), max(inside, shared))
 
+    def with_times(self, model: str, times: LayerTimes) -> Machine:
+        """Return the machine with the measured times of a model."""
+        return dataclasses.replace(self, layer_times={**self.layer_times, model: times})
+
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON; creates the folder."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)

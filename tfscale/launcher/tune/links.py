@@ -21,7 +21,6 @@ from tfscale.launcher.tune import add_links_options
 from tfscale.measure import links
 from tfscale.measure.layers import (
     LayerMeasurement,
-    calibrated,
     measured_scenario,
     separate,
     time_layers,
@@ -95,8 +94,7 @@ def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Mo
     together, spread_s = _time_layers(model, table, (x, y), overlap=True)
     found = separate(alone, together)
     known = replace(machine, compute_share=found.compute_share, message_share=found.message_share)
-    scenario = measured_scenario(table, found, size, size * options.batch, known)
-    own = calibrated(scenario, together).machine
+    own = measured_scenario(table, found, size * options.batch, known).machine
     return replace(own, spread={**machine.spread, f"step of {table.name}": spread_s})
 
 
