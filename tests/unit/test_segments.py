@@ -2,11 +2,9 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfscale.config import PlanError
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import ALIGNMENT, build_segments, row_cuts
 
@@ -61,11 +59,6 @@ def test_cuts_between_rows(n_in, n_out, size, bucket_bytes):
         pieces = {p.variable: (p.start, p.stop) for p in buckets[1].pieces(rank)}
         assert pieces.pop(1, (begin, begin)) == (begin, end)
         assert pieces == ({2: (0, n_out)} if rank == size - 1 else {})
-
-
-def test_bad_size():
-    with pytest.raises(PlanError, match="size must be 1 or more. Received: size=0"):
-        build_segments([], 0, 1)
 
 
 def test_groups_are_buckets_whatever_their_size():

@@ -50,18 +50,12 @@ def auto_bucket_bytes(specs: Sequence[GradientSpec]) -> int:
 
 
 def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Group gradients into buckets.
+    """Group gradients into buckets, in the order in which they become ready.
 
     Args:
         specs: One per variable, in the order of the model, so that the last is ready first.
-        bucket_bytes: Upper bound of a bucket in bytes; 0 gives each gradient its own bucket.
-
-    Returns:
-        Buckets in the order in which they become ready: each spec in exactly one, neighbours
-        together, of one dtype, and within `bucket_bytes` unless it has a single gradient.
-
-    Raises:
-        PlanError: `bucket_bytes` is negative.
+        bucket_bytes: Upper bound of a bucket in bytes, unless it has a single gradient; 0 gives
+            each gradient its own bucket.
     """
     if bucket_bytes < 0:
         raise PlanError(f"bucket_bytes must be 0 or more. Received: bucket_bytes={bucket_bytes}.")
@@ -81,18 +75,10 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
 def group_buckets(
     specs: Sequence[GradientSpec], groups: Sequence[Sequence[int]]
 ) -> tuple[Bucket, ...]:
-    """Turn chosen groups into buckets.
+    """Turn groups of positions into buckets, in the order in which they become ready.
 
-    Args:
-        specs: One per variable.
-        groups: Positions that are sent together. Gradients in no group are sent alone; a group of
-            several dtypes is split by dtype.
-
-    Returns:
-        Buckets in the order in which they become ready; each spec in exactly one.
-
-    Raises:
-        PlanError: A position is in two groups.
+    Each spec is in exactly one bucket: gradients in no group are sent alone, and a group of several
+    dtypes is split by dtype.
     """
     chosen = [index for group in groups for index in group]
     if len(set(chosen)) < len(chosen):
@@ -134,9 +120,6 @@ def chunk_layers(
         Layers per chunk, chunks in the order in which they become ready; the layers after the
         first chunk are divided among the others so that these have about equally many bytes.
         Each layer is in exactly one chunk, and no chunk is empty.
-
-    Raises:
-        PlanError: A number is not positive.
     """
     backwards = list(reversed(range(len(layer_bytes))))
     if chunks == "per_layer":

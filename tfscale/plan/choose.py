@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tfscale.config import PlanError
@@ -21,6 +21,7 @@ from tfscale.plan.parts import (
     kinds_for,
     sent_bytes,
     specs_of,
+    with_part,
 )
 from tfscale.plan.simulate import Prediction, simulate
 
@@ -31,12 +32,12 @@ _MEBIBYTES = (1, 4, 16, 64)  # bucket sizes that `recommend` tries
 _MOST_REPLICATED = 3
 
 
+@dataclass
 class _Search:
     """Cache of simulated plans."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.known: dict[LayerPlan, Prediction] = {}
+    scenario: Scenario
+    known: dict[LayerPlan, Prediction] = field(default_factory=dict)
 
     def step_s(self, plan: LayerPlan) -> float:
         if plan not in self.known:
@@ -128,19 +129,12 @@ def plain_plan(scenario: Scenario) -> LayerPlan:
 
 
 def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
-    """Choose the exchange of each parameter.
+    """Choose each parameter's exchange; plain allreduce unless a plan is 3 % faster.
 
     The search starts with the exchange of dense layers that sends the fewest bytes. It then varies
     the number of buckets, the boundary of the first chunk, the exchange of each large dense layer
     and that of each bucket, one after another, and keeps the changes that shorten the simulated
     step. Equal arguments give equal plans on all ranks.
-
-    Returns:
-        The best plan if it is predicted to be at least 3 % faster than plain allreduce, else plain
-        allreduce.
-
-    Raises:
-        PlanError: Neither "allreduce" nor "sharded" is allowed.
     """
     whole: list[Kind] = [kind for kind in allowed if kind in ("allreduce", "sharded")]
     if not whole:
@@ -218,8 +212,8 @@ def _switch_parts(search: _Search, plan: LayerPlan) -> LayerPlan:
 
     tried = [part for part in sorted(plan.parts, key=n_values, reverse=True) if part.kind in other]
     for part in tried[:_TRIED_PARTS]:
-        parts = [LayerPart(other[p.kind], p.parameters) if p == part else p for p in plan.parts]
-        plan = search.better(plan, replace(plan, parts=tuple(parts)))
+        switched = LayerPart(other[part.kind], part.parameters)
+        plan = search.better(plan, with_part(plan, switched))
     return plan
 
 

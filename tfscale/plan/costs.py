@@ -9,10 +9,9 @@ from typing import Literal
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.layers import Layer, LayerTable
-from tfscale.plan.machines import Link, Machine
+from tfscale.plan.machines import LayerTimes, Link, Machine
 
-# Algorithms that sum whole gradients: "direct" is that of tfscale's engine, "mpi"
-# models MPI's blocking allreduce, including its sums in one thread.
+# Algorithms that sum whole gradients, see `allreduce_s`.
 Algorithm = Literal["direct", "recursive", "mpi"]
 
 
@@ -34,9 +33,10 @@ def allreduce_s(
 ) -> float:
     """Return the time of summing a vector over all ranks.
 
-    The algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9; "recursive" is
-    the faster of a binomial tree, eq. 4.6, and Rabenseifner's algorithm, eq. 4.7; "mpi" is the
-    same with `mpi_s_per_byte` for its sums. `link` is `machine.link` by default.
+    The engine's algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9;
+    "recursive" is the faster of a binomial tree, eq. 4.6, and Rabenseifner's algorithm, eq. 4.7;
+    "mpi" is MPI's blocking allreduce: the same with `mpi_s_per_byte` for its sums in one thread.
+    `link` is `machine.link` by default.
     """
     if n_ranks == 1:
         return 0.0
@@ -68,7 +68,6 @@ class Scenario:
     n_slots: int = 1  # values of optimizer state per parameter: 0 SGD, 1 momentum, 2 Adam
 
     def __post_init__(self) -> None:
-        """Raise a PlanError unless numbers are positive."""
         if self.n_ranks < 1 or self.global_batch < 1 or self.n_slots < 0:
             raise PlanError(
                 "n_ranks and global_batch must be 1 or more. Received: "
@@ -163,7 +162,7 @@ class Scenario:
         places = range(len(self.table.layers))
         return self.rest_s() + sum(self.forward_s(i) + sum(self.backward_s(i)) for i in places)
 
-    def _measured(self):
+    def _measured(self) -> LayerTimes | None:
         times = self.machine.layer_times.get(self.table.name)
         if times is None:
             return None

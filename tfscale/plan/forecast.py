@@ -25,7 +25,7 @@ from tfscale.plan.parts import (
     message_bytes,
     sent_bytes,
     specs_of,
-    with_layer,
+    with_part,
 )
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 
@@ -107,17 +107,24 @@ def forecast(
     points = []
     for n_ranks in ranks:
         at = replace(scenario, n_ranks=n_ranks)
+        found: list[tuple[str, Scenario, LayerPlan, Prediction, str]] = []
         for name, build in FIXED.items():
             if "dense" in name and not dense_layers(scenario.table):
                 continue
             plan = build(at)
-            points.append(_point(name, at, plan, simulate(at, plan), base_s))
+            found.append((name, at, plan, simulate(at, plan), ""))
         choice = choose(at)
-        point = _point(AUTO, at, choice.plan, choice.predicted, base_s)
-        points.append(replace(point, made_of=choice.name))
-        is_divided = n_groups > 0 and n_ranks % n_groups == 0
-        if is_divided and scenario.global_batch % n_groups == 0:
-            points.append(_local_sgd(at, n_groups, interval, base_s))
+        found.append((AUTO, at, choice.plan, choice.predicted, choice.name))
+        n, batch = n_groups, scenario.global_batch
+        if n > 0 and n_ranks % n == 0 and batch % n == 0:
+            group = replace(at, n_ranks=n_ranks // n, global_batch=batch // n)
+            plan = _sharded(group)
+            predicted = simulate_local_sgd(group, plan, n, interval)
+            found.append((LOCAL_SGD, group, plan, predicted, ""))
+        points += [
+            Point(name, n_ranks, own, base_s / own.step_s, memory_bytes(of, plan), made_of)
+            for name, of, plan, own, made_of in found
+        ]
     return points
 
 
@@ -130,36 +137,13 @@ def check_groups(n_groups: int, interval: int) -> None:
         )
 
 
-def _point(
-    name: str, scenario: Scenario, plan: LayerPlan, predicted: Prediction, base_s: float
-) -> Point:
-    speedup = base_s / predicted.step_s
-    return Point(name, scenario.n_ranks, predicted, speedup, memory_bytes(scenario, plan))
-
-
-def _local_sgd(scenario: Scenario, n_groups: int, interval: int, base_s: float) -> Point:
-    """Predict a step of all groups, which has as many samples as a synchronous step."""
-    group = replace(
-        scenario,
-        n_ranks=scenario.n_ranks // n_groups,
-        global_batch=scenario.global_batch // n_groups,
-    )
-    plan = _sharded(group)
-    predicted = simulate_local_sgd(group, plan, n_groups, interval)
-    point = _point(LOCAL_SGD, group, plan, predicted, base_s)
-    return replace(point, n_ranks=scenario.n_ranks)
-
-
 def winners(points: Sequence[Point]) -> dict[int, Point]:
     """Return the fastest fixed exchange per number of ranks, without local SGD."""
-    best: dict[int, Point] = {}
+    found: dict[int, list[Point]] = {}
     for point in points:
-        if point.exchange in (AUTO, LOCAL_SGD):
-            continue
-        known = best.get(point.n_ranks)
-        if known is None or point.predicted.step_s < known.predicted.step_s:
-            best[point.n_ranks] = point
-    return best
+        if point.exchange not in (AUTO, LOCAL_SGD):
+            found.setdefault(point.n_ranks, []).append(point)
+    return {n: min(own, key=lambda point: point.predicted.step_s) for n, own in found.items()}
 
 
 def report(scenario: Scenario, points: Sequence[Point]) -> str:
@@ -182,18 +166,11 @@ def report(scenario: Scenario, points: Sequence[Point]) -> str:
     head = ["ranks", "exchange", "step ms", "speedup", "exposed ms", "hidden %", "memory MB"]
     body = []
     for point in points:
-        hidden = point.predicted.overlap_percent
-        body.append(
-            [
-                point.n_ranks,
-                point.exchange,
-                f"{1e3 * point.predicted.step_s:.2f}",
-                f"{point.speedup:.2f}",
-                f"{1e3 * point.predicted.exposed_s:.2f}",
-                "-" if hidden is None else f"{hidden:.0f}",
-                f"{point.memory / 1e6:.0f}",
-            ]
-        )
+        predicted, hidden = point.predicted, point.predicted.overlap_percent
+        times = f"{1e3 * predicted.step_s:.2f}", f"{1e3 * predicted.exposed_s:.2f}"
+        share = "-" if hidden is None else f"{hidden:.0f}"
+        row = [point.n_ranks, point.exchange, times[0], f"{point.speedup:.2f}", times[1], share]
+        body.append([*row, f"{point.memory / 1e6:.0f}"])
     lines += grid(head, body, ("exchange",))
     if any(point.n_ranks > scenario.global_batch for point in points):
         lines += ["", "With more ranks than samples per step, some repeat the work of others."]
@@ -219,12 +196,7 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
 
 
 def explain(scenario: Scenario, choice: Choice) -> str:
-    """Return a page that explains a choice.
-
-    For each parameter and exchange it shows the megabytes that a rank sends and the milliseconds
-    that sending the layer alone would take. The column "why" shows how much longer the step would
-    be with another exchange of the parameter's part, all else equal.
-    """
+    """Return a page that explains a choice; docs/planner.md describes it."""
     table = scenario.table
     lines = [
         f"# {table.name}: {scenario.n_ranks} ranks of {scenario.machine.name}, "
@@ -277,19 +249,17 @@ def _why(scenario: Scenario, choice: Choice, part: LayerPart) -> str:
     """Describe how much longer the step would be with each other exchange of a part."""
     if scenario.n_ranks == 1:
         return "one rank"
-    plan = choice.plan
-    options: dict[Kind, LayerPlan] = {}
-    for kind in KINDS[:2]:
-        other = LayerPart(kind, part.parameters)
-        options[kind] = replace(plan, parts=tuple(other if p is part else p for p in plan.parts))
-    owners = {scenario.table.parameters[p].layer for p in part.parameters}
+    table = scenario.table
+    others = [LayerPart(kind, part.parameters) for kind in KINDS[:2]]
+    owners = {table.parameters[p].layer for p in part.parameters}
     if len(owners) == 1:
         place = owners.pop()
-        for kind in kinds_for(scenario.table.layers[place])[2:]:
-            options[kind] = with_layer(scenario.table, plan, place, kind)
+        own = table.positions(place)
+        others += [LayerPart(kind, own) for kind in kinds_for(table.layers[place])[2:]]
     words = []
-    for kind, option in options.items():
-        if kind != part.kind:
-            more_s = simulate(scenario, option).step_s - choice.predicted.step_s
-            words.append(f"{kind}: {1e3 * more_s:+.2f} ms")
+    for other in others:
+        if other.kind != part.kind:
+            predicted = simulate(scenario, with_part(choice.plan, other))
+            more_s = predicted.step_s - choice.predicted.step_s
+            words.append(f"{other.kind}: {1e3 * more_s:+.2f} ms")
     return ", ".join(words)

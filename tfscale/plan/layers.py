@@ -51,7 +51,6 @@ class LayerTable:
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        """Raise a PlanError unless a layer has parameters."""
         if not any(layer.weights for layer in self.layers):
             raise PlanError(
                 f"A model must have trainable variables. Received: {self.name} with none. "
@@ -84,11 +83,9 @@ def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         if not merged or (layer.weights and merged[-1].weights):
             merged.append(layer)
             continue
-        last = merged[-1]
-        named = layer if layer.weights else last
-        merged[-1] = replace(
-            named, flops=last.flops + layer.flops, values=last.values + layer.values
-        )
+        last = merged.pop()
+        flops, values = last.flops + layer.flops, last.values + layer.values
+        merged.append(replace(layer if layer.weights else last, flops=flops, values=values))
     return tuple(merged)
 
 
@@ -97,13 +94,8 @@ def is_replicated_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -
 
     A rank receives (size - 1) / size * (n_in + n_out) * global_batch values instead of
     2 * (size - 1) / size * n_in * n_out. As every rank then computes the gradient of the whole
-    batch, "less" means less than half of the allreduce's values.
-
-    Args:
-        n_in: Rows of the kernel.
-        n_out: Columns of the kernel.
-        global_batch: Samples of all ranks together, times positions for inputs of higher rank.
-        size: Number of ranks.
+    batch, "less" means less than half of the allreduce's values. `global_batch` are the samples of
+    all ranks together, times positions for inputs of higher rank.
 
     Source: [T] 3.2: (N_in + N_out) * K instead of N_in * N_out.
     """

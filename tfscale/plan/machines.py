@@ -62,7 +62,6 @@ class Machine:
     note: str = ""  # where the numbers come from
 
     def __post_init__(self) -> None:
-        """Raise a PlanError unless rates are positive and times 0 or more."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, int | float):

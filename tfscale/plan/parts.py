@@ -82,11 +82,8 @@ def bucketed(
 ) -> LayerPlan:
     """Return a plan of buckets of neighbouring parameters.
 
-    Args:
-        table: The model.
-        bucket_bytes: Largest bucket; 0 sends each parameter alone, None each layer alone.
-        kind: "allreduce" or "sharded".
-        special: "partial" or "replicated" for some dense layers, by position of the layer.
+    `bucket_bytes` of 0 sends each parameter alone, None each layer alone. `special` has the kinds
+    of dense layers that are "partial" or "replicated", by position of the layer.
     """
 
     def group(specs: Sequence[GradientSpec]) -> Sequence[Bucket]:
@@ -122,14 +119,13 @@ def _grouped(
     return LayerPlan(_in_ready_order(parts))
 
 
-def with_layer(table: LayerTable, plan: LayerPlan, place: int, kind: Kind) -> LayerPlan:
-    """Return the plan with one layer sent alone, as `kind`."""
-    own = table.positions(place)
+def with_part(plan: LayerPlan, new: LayerPart) -> LayerPlan:
+    """Return the plan with some parameters sent as a part of their own."""
     rest = [
-        replace(p, parameters=tuple(i for i in p.parameters if i not in own)) for p in plan.parts
+        LayerPart(part.kind, tuple(i for i in part.parameters if i not in new.parameters))
+        for part in plan.parts
     ]
-    parts = [*(part for part in rest if part.parameters), LayerPart(kind, own)]
-    return replace(plan, parts=_in_ready_order(parts))
+    return replace(plan, parts=_in_ready_order([new, *(part for part in rest if part.parameters)]))
 
 
 def _in_ready_order(parts: Sequence[LayerPart]) -> tuple[LayerPart, ...]:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfscale.config import PlanError
 from tfscale.plan.buckets import GradientSpec, build_buckets, group_buckets
 
 ALIGNMENT = 64  # bytes; TensorFlow refuses tensors of another alignment
@@ -70,7 +69,7 @@ def build_segments(
     by_rows: Sequence[tuple[int, ...]] = (),
     groups: Sequence[Sequence[int]] | None = None,
 ) -> tuple[SegmentedBucket, ...]:
-    """Lay out variables in buckets, each of which is a flat buffer.
+    """Lay out variables in buckets, each of which is a flat buffer, in forward order.
 
     Args:
         specs: One per variable, in forward order; dtypes are those of the parameters.
@@ -83,14 +82,9 @@ def build_segments(
             own bucket. None groups by `bucket_bytes`.
 
     Returns:
-        Buckets in forward order, each spec in exactly one. The segments of a bucket are as
-        equal in length as `whole` and `by_rows` allow.
-
-    Raises:
-        PlanError: `size` is less than 1, or `bucket_bytes` is negative.
+        Each spec in exactly one bucket, whose segments are as equal in length as `whole` and
+        `by_rows` allow.
     """
-    if size < 1:
-        raise PlanError(f"size must be 1 or more. Received: size={size}.")
     own = {i for group in by_rows for i in group}
     found: list[Sequence[int]] = []
     if groups is not None:

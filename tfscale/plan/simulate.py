@@ -80,10 +80,8 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Pred
     step is at least as long as each stream is busy. Any other difference of two times may be too
     short, as work that one step leaves to the next would not be counted.
 
-    Args:
-        steps: The tasks of each step of a cycle. `after_previous` of the first step refers to the
-            last step of the cycle; both must then have the same number of tasks.
-        speeds: Speeds of streams that share cores.
+    `steps` has the tasks of each step of a cycle. `after_previous` of the first step refers to the
+    last step of the cycle; both must then have the same number of tasks.
     """
     flat = [task for step in steps for task in step]
     n_tasks, n_steps = len(flat), len(steps)
@@ -104,15 +102,10 @@ def find_rhythm(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> Pred
 
 
 def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[float], list[float]]:
-    """Run each task of some steps as early as possible; return begin and end of each.
-
-    Raises:
-        PlanError: Tasks wait for each other in a circle.
-    """
+    """Run each task of some steps as early as possible; return begin and end of each."""
     clock = _Clock(steps, speeds)
     clock.run()
-    if clock.n_done < len(clock.begins):
-        n_waiting = len(clock.begins) - clock.n_done
+    if n_waiting := sum(count > 0 for count in clock.missing):
         raise PlanError(f"Tasks must not wait in a circle. Received: {n_waiting} that do.")
     return clock.begins, clock.ends
 
@@ -123,7 +116,7 @@ class _Clock:
     def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
         self.tasks = [task for step in steps for task in step]
         self.begins, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
-        self.missing = [len(task.after) for task in self.tasks]
+        self.missing: list[int] = []  # per task, how many others must end first
         self.followers: list[list[int]] = [[] for _ in self.tasks]
         self.numbers = [number for number, step in enumerate(steps) for _ in step]
         self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(N_STREAMS)]
@@ -135,16 +128,15 @@ class _Clock:
         }
         self.has_losses = speeds != ALONE
         self.pace = [1.0] * N_STREAMS
-        self.n_done = 0
         begin, before = 0, -1
         for step in steps:
             for place, task in enumerate(step, start=begin):
-                for other in task.after:
-                    self.followers[begin + other].append(place)
-                if before >= 0 and task.after_previous:
-                    self.missing[place] += len(task.after_previous)
-                    for other in task.after_previous:
-                        self.followers[before + other].append(place)
+                others = [begin + other for other in task.after]
+                if before >= 0:
+                    others += [before + other for other in task.after_previous]
+                self.missing.append(len(others))
+                for other in others:
+                    self.followers[other].append(place)
             begin, before = begin + len(step), begin
 
     def run(self) -> None:
@@ -188,7 +180,6 @@ class _Clock:
 
     def _finish(self, place: int) -> None:
         self.running[self.tasks[place].stream] = None
-        self.n_done += 1
         for follower in self.followers[place]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
@@ -201,10 +192,8 @@ _MOST_PIECES = 16
 def step_tasks(
     scenario: Scenario, plan: LayerPlan, n_groups: int = 0, is_average_due: bool = False
 ) -> tuple[Task, ...]:
-    """Return the tasks of a step, in no particular order.
-
-    With `n_groups`, local SGD averages parameters; an average that is not due takes no time.
-    """
+    """Return the tasks of a step; with `n_groups` local SGD averages parameters when it is due."""
+    check_plan(scenario.table, plan)
     return _Builder(scenario, plan, n_groups, is_average_due).build()
 
 
@@ -401,7 +390,6 @@ def simulate(scenario: Scenario, plan: LayerPlan) -> Prediction:
     All ranks do the same at the same time, so one rank is simulated: a compute stream that
     prefers back-propagation to updates, one communication thread, and a stream for local sums.
     """
-    check_plan(scenario.table, plan)
     return _predict(scenario, [step_tasks(scenario, plan)])
 
 
@@ -414,7 +402,6 @@ def simulate_local_sgd(
     step. Each rank averages its segment of sharded parameters across groups before the gather;
     other parameters are averaged whole. Source: [L] III-B.
     """
-    check_plan(scenario.table, within)
     plain = step_tasks(scenario, within, n_groups)
     last = step_tasks(scenario, within, n_groups, is_average_due=True)
     return _predict(scenario, [plain] * (interval - 1) + [last])
