@@ -20,12 +20,10 @@ _MARKS = "osv^D*Px"
 
 
 def _draw(points: Sequence[Point], title: str, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6))
+    figure = Figure(figsize=(11, 4.6))
+    left, right = figure.subplots(1, 2)
     curves: dict[str, list[Point]] = {}
     for point in points:
         curves.setdefault(point.exchange, []).append(point)
@@ -56,7 +54,6 @@ def _draw(points: Sequence[Point], title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -90,7 +87,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """Return the numbers in "1,2,4"; raises ConfigError if one is below `least`, or none given."""
+    """Return the numbers in "1,2,4", each at least `least`."""
     try:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:

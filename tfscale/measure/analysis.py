@@ -98,12 +98,9 @@ class Intervals:
 def find_busy(
     slots: Sequence[Slot], before: Mapping[Key, frozenset[Key]], step_begin: int
 ) -> Intervals:
-    """Return the times in which a rank computes, as far as marks show.
+    """Return the times of a step in which a rank computes, as far as marks show.
 
-    Args:
-        slots: The collectives and stamps of one step.
-        before: For each mark (with `repeat` 0), the slots it needs, directly or indirectly.
-        step_begin: Time at which the step was called.
+    `before` has for each mark (with `repeat` 0) the slots it needs, directly or indirectly.
     """
     ended = {slot.key: slot.ended for slot in slots}
     eager = [slot.ended for slot in slots if slot.key.plan == EAGER]
@@ -134,16 +131,9 @@ def analyse(
     slowest: Mapping[Key, int] | None = None,
     step_end: float = float("inf"),
 ) -> list[SlotTimes]:
-    """Attribute each moment of communication of a step to one slot.
+    """Attribute each moment of communication of a step to one slot, in the order of their ends.
 
-    Args:
-        slots: The collectives and stamps of one step of one rank.
-        busy: Result of `find_busy`.
-        slowest: Time at which the last rank started each slot, in this rank's clock.
-        step_end: Time at which the step returned.
-
-    Returns:
-        One entry per collective, in the order in which they ended.
+    `slowest` has the time at which the last rank started each slot, in this rank's clock.
     """
     ordered = sorted((s for s in slots if s.key.slot >= 0), key=lambda s: s.ended)
     seen = Intervals(busy.parts)
@@ -184,10 +174,9 @@ def overlap_percent(t_c: float, t_b: float) -> float | None:
 
 
 def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
-    """Return for each collective of a function's graph those that must end before it is posted.
+    """Return for each collective of a function's graph its ancestors, by data or control inputs.
 
-    These are its ancestors in the graph, by data or control inputs. Ops inside functions that the
-    function calls are not included.
+    Ops inside functions that the function calls are not included.
     """
     keys: list[Key] = []
     reached: dict[tf.Operation, int] = {}  # per op, a bit for each collective it needs
@@ -222,9 +211,9 @@ def _producer(tensor: tf.Tensor) -> tf.Operation:
     return tensor.op
 
 
-# Label, slot and repeat identify a collective on all ranks; numbers of plans differ between ranks.
-Shared = tuple[str, int, int]
-Starts = dict[int, dict[Shared, int]]  # by step
+# Step, label, slot and repeat identify a collective on all ranks; numbers of plans differ.
+Shared = tuple[int, str, int, int]
+Starts = dict[Shared, int]
 _COLUMNS = ("plan", "slot", "posted_ns", "started_ns", "ended_ns", "bytes")
 
 
@@ -280,54 +269,44 @@ def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
     return found
 
 
-def _shared_key(key: Key, names: Mapping[Key, str]) -> Shared:
-    """Return the key of a collective that is equal on all ranks.
-
-    Keras's numbers of layers are left out: they count per process and may differ between ranks.
-    """
+def _shared_key(step: int, key: Key, names: Mapping[Key, str]) -> Shared:
     label = names.get(key._replace(repeat=0), "eager")
-    return re.sub(r"_\d+(?=\W|$)", "", label), key.slot, key.repeat
+    # Without Keras's numbers of layers: they count per process and may differ between ranks.
+    return step, re.sub(r"_\d+(?=\W|$)", "", label), key.slot, key.repeat
 
 
 def starts_of(record: RankRecord) -> Starts:
     """Return the times at which a rank started each collective of each step."""
     return {
-        step: {_shared_key(s.key, record.names): s.started for s in own if s.key.slot >= 0}
+        _shared_key(step, slot.key, record.names): slot.started
         for step, own in slots_by_step(record).items()
+        for slot in own
+        if slot.key.slot >= 0
     }
 
 
 def merge_starts(every: Sequence[Starts]) -> Starts:
     """Return the latest start of each slot of each step, given those of every rank."""
-    merged: Starts = {}
+    latest: Starts = {}
     for starts in every:
-        for step, own in starts.items():
-            latest = merged.setdefault(step, {})
-            for key, started in own.items():
-                latest[key] = max(started, latest.get(key, started))
-    return merged
+        for key, started in starts.items():
+            latest[key] = max(started, latest.get(key, started))
+    return latest
 
 
 def rows(
     place: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the report's lines of an epoch and rank, times in seconds.
+    """Yield the report's lines of an epoch and rank, times in seconds since `origin_ns`.
 
-    Args:
-        place: Numbers of the epoch and the rank.
-        record: The records of the rank.
-        slowest: Per step and slot, the time at which the last rank started it.
-        origin_ns: Time of rank 0's clock that is 0 in the lines.
-
-    Yields:
-        Per step a line of kind "step", followed by one of kind "slot" per collective.
+    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `place`
+    has the numbers of the epoch and the rank.
     """
     slots = slots_by_step(record)
     for window in record.windows:
         own = slots[window.step]
-        of_all = slowest.get(window.step, {})
-        shared = {slot.key: _shared_key(slot.key, record.names) for slot in own}
-        latest = {key: of_all[name] for key, name in shared.items() if name in of_all}
+        shared = {slot.key: _shared_key(window.step, slot.key, record.names) for slot in own}
+        latest = {key: slowest[name] for key, name in shared.items() if name in slowest}
         busy = find_busy(own, record.before, window.begin)
         times = analyse(own, busy, latest, window.end)
         where = {**place, "step": window.step}

@@ -19,7 +19,7 @@ from tfscale.comm.events import has_events
 from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
-from tfscale.exchange.auto import Auto, Mixed, Outcome, per_layer, strategy_of
+from tfscale.exchange.auto import Auto, Outcome, per_layer, strategy_of
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
 from tfscale.internals.keras import layers_of
@@ -204,6 +204,7 @@ def _has_times(machine: Machine, table: LayerTable) -> bool:
 
 # Plans, tried one after another
 
+_PLAIN = "plain allreduce"
 _TIMED_STEPS = 10
 _SLOWER = 1.02  # a plan slower than this multiple of plain allreduce's time is given up
 _OTHER_BATCH = 2.0  # a batch that grew or shrank by this factor needs another plan
@@ -256,37 +257,43 @@ class AutoWatch(StepWatch):
         """Time plain allreduce and the promising plans; end with the fastest."""
         choices = candidates(scenario, allowed)
         _require_equal(choices)
-        best, plain_plan = choices[0], choices[0].plain
-        plain = strategy_of(scenario.table, plain_plan, "plain allreduce")
-        plain_s = yield from _time(plain)
-        if best.is_plain:
-            words = f"{best.reason}; {_compare(best, plain_s, [])}"
-            logger.info("Plain allreduce is kept: %s.", words)
-            yield _done(plain, scenario, (best, plain_s), plain_s, f"Plain allreduce: {words}.")
-            return
+        best = choices[0]
+        plain_s = yield from _time(strategy_of(scenario.table, best.plain, _PLAIN))
         trials: list[Trial] = []
-        for choice in reversed(choices):
+        for choice in () if best.is_plain else reversed(choices):
             logger.info("A plan is tried: %s, %s.", choice.name, choice.reason)
             seconds = yield from _time(strategy_of(scenario.table, choice.plan, choice.name))
             trials.append((choice, seconds))
-        yield self._decide(scenario, plain_s, trials)
+        yield self._decide(scenario, best, plain_s, trials)
 
-    def _decide(self, scenario: Scenario, plain_s: float, trials: list[Trial]) -> Exchange:
+    def _decide(
+        self, scenario: Scenario, best: Choice, plain_s: float, trials: list[Trial]
+    ) -> Exchange:
         """Return the fastest strategy; not plain allreduce if the user set replan=False."""
-        choice, plan_s = min(trials, key=lambda trial: trial[1])
+        choice, plan_s = min(trials, key=lambda trial: trial[1], default=(best, plain_s))
         words = _compare(choice, plain_s, trials)
-        chosen = strategy_of(scenario.table, choice.plan, choice.name)
-        if plan_s <= _SLOWER * plain_s:
-            logger.info("The plan is kept: %s: %s.", choice.name, words)
+        is_slower = plan_s > _SLOWER * plain_s
+        is_plain = choice.is_plain or (is_slower and self._strategy.replan)
+        if choice.is_plain:
+            text = f"Plain allreduce: {choice.reason}; {words}."
+        elif not is_slower:
             text = f"The plan is kept: {words}."
-        elif not self._strategy.replan:
-            logger.warning("The plan is slower than allreduce, and kept: %s.", words)
-            text = f"Slower, and kept as replan=False: {words}."
-        else:
-            logger.warning("The plan is slower than allreduce, which is used: %s.", words)
-            chosen = strategy_of(scenario.table, choice.plain, "plain allreduce")
+        elif is_plain:
             text = f"Slower than planned, plain allreduce: {words}."
-        return _done(chosen, scenario, (choice, plan_s), plain_s, text)
+        else:
+            text = f"Slower, and kept as replan=False: {words}."
+        logger.log(logging.WARNING if is_slower else logging.INFO, text)
+        predicted = choice.plain_predicted if is_plain else choice.predicted
+        name, plan = (_PLAIN, choice.plain) if is_plain else (choice.name, choice.plan)
+        outcome = Outcome(
+            name,
+            predicted.step_s,
+            plain_s if is_plain else plan_s,
+            choice.plain_predicted.step_s,
+            plain_s,
+            f"{explain(scenario, choice)}\n{text}\n",
+        )
+        return dataclasses.replace(strategy_of(scenario.table, plan, name), outcome=outcome)
 
     def _global_batch(self) -> int | None:
         if self._strategy.global_batch is not None:
@@ -345,18 +352,3 @@ def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
         for tried, plan_s in trials
     ]
     return ", ".join(words)
-
-
-def _done(strategy: Mixed, scenario: Scenario, trial: Trial, plain_s: float, text: str) -> Exchange:
-    """Return a strategy with the outcome of the trials."""
-    choice, plan_s = trial
-    is_plain = strategy.name == "plain allreduce"
-    outcome = Outcome(
-        strategy.name,
-        (choice.plain_predicted if is_plain else choice.predicted).step_s,
-        plain_s if is_plain else plan_s,
-        choice.plain_predicted.step_s,
-        plain_s,
-        f"{explain(scenario, choice)}\n{text}\n",
-    )
-    return dataclasses.replace(strategy, outcome=outcome)

@@ -63,11 +63,11 @@ def measure(
 ) -> Stage:
     """Measure the gradients of a model at its present parameters.
 
-    The loss is that of training (dropout, batch statistics, regularization). Parameters, moving
-    statistics and states of random numbers are restored afterwards.
+    The loss is that of training (dropout, batch statistics, regularization). Moving statistics and
+    states of random numbers are restored afterwards.
 
     Args:
-        model: Compiled; the loss is that of `compute_loss`. It is built from the data if necessary.
+        model: Compiled; it is built from the data if necessary.
         data: The training data.
         batch_sizes: Two sizes or more.
         samples: Number of samples used for each size; at least the largest size.
@@ -77,10 +77,6 @@ def measure(
 
     Returns:
         One stage; the mean gradient g is the mean over batches of the largest size.
-
-    Raises:
-        ConfigError: There are fewer than two sizes, they do not fit the samples or the data, or the
-            model cannot be built from the data.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the noise scale.
     """

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tfscale.config import ConfigError
@@ -27,15 +27,7 @@ _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
 def theta_of(first_cost: float, cost: float, distance: float) -> float:
-    """Return theta = (F(w_0) - F(w_i)) / ||w_0 - w_i||; NaN if it is not finite.
-
-    Args:
-        first_cost: F(w_0).
-        cost: F(w_i).
-        distance: L2 norm over all trainable parameters.
-
-    Source: [T] eq. 5.4.
-    """
+    """Return theta = (F(w_0) - F(w_i)) / ||w_0 - w_i||, [T] eq. 5.4; NaN if it is not finite."""
     if not distance > 0:
         return math.nan
     theta = (first_cost - cost) / distance
@@ -45,18 +37,10 @@ def theta_of(first_cost: float, cost: float, distance: float) -> float:
 def noise_scale(small_square: float, small: float, large_square: float, large: float) -> float:
     """Estimate tr(Sigma) / |G|^2 from the norms of gradients over two batch sizes.
 
-    E|g_B|^2 = |G|^2 + tr(Sigma) / B, so two batch sizes give two equations. Pass means over many
-    steps for the squares: the ratio of two noisy numbers is biased.
-
-    Args:
-        small_square: Mean of |g|^2 over batches of `small` samples.
-        small: Number of samples.
-        large_square: The same over batches of `large` samples.
-        large: Number of samples, more than `small`.
-
-    Returns:
-        The noise scale in samples: 0 if the norms show no noise, infinity if they show only noise,
-        NaN if they are not finite.
+    E|g_B|^2 = |G|^2 + tr(Sigma) / B, so two batch sizes give two equations. The squares are means
+    of |g|^2 over many batches of `small` or `large` samples: the ratio of two noisy numbers is
+    biased. Returns samples: 0 if the norms show no noise, infinity if they show only noise, NaN if
+    they are not finite.
 
     Source: McCandlish et al., An Empirical Model of Large-Batch Training (2018), appendix A.1.
     """
@@ -84,9 +68,6 @@ class IntervalRule:
     theta in these epochs. "peak" takes the epoch of the largest theta, once two epochs in a row lie
     below it. `low` and `high` limit the interval of the latter two; if none was found by epoch
     `high`, the interval is `high`.
-
-    Raises:
-        ConfigError: A value is outside its range.
 
     Source: [T] algorithm 3; "peak": [T] 5.4, where the published intervals were read off figures.
     """
@@ -173,17 +154,13 @@ def _find_peak(thetas: Sequence[float]) -> Finding | None:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """The settings of a run; see `AdaptiveBatchSize`.
-
-    Raises:
-        ConfigError: A value is outside its range.
-    """
+    """The settings of a run; see `AdaptiveBatchSize`."""
 
     sizes: tuple[int, ...]  # over all ranks, ascending: from the start to the maximum
     learning_rate_rule: RateRule = "linear"
     signal: Signal = "theta"
     interval: int | None = None  # epochs from one growth to the next; None reads it off theta
-    rule: IntervalRule = dataclasses.field(default_factory=IntervalRule)
+    rule: IntervalRule = field(default_factory=IntervalRule)
     saturation: float | None = 0.01  # relative fall of the cost; None for no decay by saturation
     window: int = 3  # epochs whose mean cost is compared with that of as many before them
     decay: float = 0.1
@@ -213,11 +190,7 @@ class GrowthSettings:
 def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     """Return the batch sizes from start to maximum, each `factor` times the one before.
 
-    They are rounded down to whole samples. The last size is the maximum, so the last factor may be
-    smaller.
-
-    Raises:
-        ConfigError: The factor is not greater than 1, or the maximum less than the start.
+    They are rounded down to whole samples, and the last factor may be smaller.
     """
     if not factor > 1:
         raise ConfigError(f"factor must be greater than 1. Received: factor={factor!r}. Use 2.")
@@ -268,6 +241,7 @@ class Decision:
     reasons: tuple[str, ...] = ()  # a text for each change; empty without changes
 
 
+@dataclass(eq=False)
 class GrowthControl:
     """Algorithm 3 with its control of the learning rate, one decision per epoch.
 
@@ -278,61 +252,57 @@ class GrowthControl:
     Source: [T] 5.1.4 (algorithm 3), 5.1.5.
     """
 
-    def __init__(self, settings: GrowthSettings) -> None:
-        self.settings = settings
-        self._level = 0  # index of the present size
-        self._rate_scale = 1.0
-        self._interval = settings.interval
-        self._counted_from = 0  # epoch n from which intervals are counted
-        self._n_decays = 0
-        self._thetas: list[float] = []  # of all epochs until the interval was found
-        self._costs: list[float] = []  # of the last epochs without a change
-        self._has_stopped = False  # growing; it does not resume
-        self._first_epoch: int | None = None
+    settings: GrowthSettings
+    level: int = 0  # index of the present size
+    rate_scale: float = 1.0  # the present learning rate relative to the initial one
+    interval: int | None = None
+    counted_from: int = 0  # epoch n from which intervals are counted
+    n_decays: int = 0
+    thetas: list[float] = field(default_factory=list)  # of all epochs until the interval was found
+    costs: list[float] = field(default_factory=list)  # of the last epochs without a change
+    has_stopped: bool = False  # growing; it does not resume
+    first_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        self.interval = self.settings.interval
 
     @property
     def batch_size(self) -> int:
         """The present size."""
-        return self.settings.sizes[self._level]
-
-    @property
-    def rate_scale(self) -> float:
-        """The present learning rate relative to the initial one."""
-        return self._rate_scale
+        return self.settings.sizes[self.level]
 
     @property
     def next_size(self) -> int | None:
         """The next batch size; None if the batch will not grow any more."""
-        is_last = self._level + 1 == len(self.settings.sizes)
-        return None if is_last or self._has_stopped else self.settings.sizes[self._level + 1]
+        is_last = self.level + 1 == len(self.settings.sizes)
+        return None if is_last or self.has_stopped else self.settings.sizes[self.level + 1]
 
     def end_epoch(self, epoch: int, measures: Measures) -> Decision:
         """Decide batch size and learning rate for the next epoch.
 
-        Args:
-            epoch: Keras's number, from 0; the first call is in the first epoch of the run.
-            measures: Measurements of this epoch; equal on all ranks.
+        `epoch` is Keras's number, from 0; the first call is in the first epoch of the run. The
+        measures are equal on all ranks.
         """
-        if self._first_epoch is None:
-            self._first_epoch = epoch
-        n = epoch - self._first_epoch + 1 - self.settings.warmup_epochs
+        if self.first_epoch is None:
+            self.first_epoch = epoch
+        n = epoch - self.first_epoch + 1 - self.settings.warmup_epochs
         theta = theta_of(measures.first_cost, measures.cost, measures.distance)
         reasons: list[str] = []
         if n >= 1:
-            self._costs = [*self._costs, measures.cost][-2 * self.settings.window :]
+            self.costs = [*self.costs, measures.cost][-2 * self.settings.window :]
             reasons += self._look_for_interval(n, theta)
             reasons += self._decay(epoch) or self._grow(n, measures)
-        return Decision(self.batch_size, self._rate_scale, theta, self._interval, tuple(reasons))
+        return Decision(self.batch_size, self.rate_scale, theta, self.interval, tuple(reasons))
 
     def _look_for_interval(self, n: int, theta: float) -> list[str]:
-        if self._interval is not None or self.settings.signal != "theta":
+        if self.interval is not None or self.settings.signal != "theta":
             return []
-        self._thetas.append(theta)
-        finding = find_interval(self._thetas, self.settings.rule)
+        self.thetas.append(theta)
+        finding = find_interval(self.thetas, self.settings.rule)
         if finding is None:
             return []
-        self._interval = finding.interval
-        self._counted_from = n if n >= finding.interval else 0
+        self.interval = finding.interval
+        self.counted_from = n if n >= finding.interval else 0
         return [f"the batch grows every {finding.interval} epochs: {finding.reason}"]
 
     def _grow(self, n: int, measures: Measures) -> list[str]:
@@ -340,40 +310,40 @@ class GrowthControl:
         if size is None or not why:
             return []
         if not measures.fits:
-            self._has_stopped = True
+            self.has_stopped = True
             return [f"the batch stays at {self.batch_size}: {size} is not expected to fit memory"]
         ratio = size / self.batch_size
         by = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
         by_rule = by[self.settings.learning_rate_rule]
         text = f"batch {self.batch_size} -> {size}, learning rate times {by_rule:g}: {why}"
-        self._level += 1
-        self._rate_scale *= by_rule
-        self._costs = []
+        self.level += 1
+        self.rate_scale *= by_rule
+        self.costs = []
         return [text]
 
     def _due(self, n: int, measures: Measures) -> str:
         """Return the reason if the batch grows now, else an empty text."""
-        passed = n - self._counted_from
+        passed = n - self.counted_from
         if self.settings.signal == "noise_scale":
-            if passed < (self._interval or 1) or not measures.noise_scale >= (self.next_size or 0):
+            if passed < (self.interval or 1) or not measures.noise_scale >= (self.next_size or 0):
                 return ""
-            self._counted_from = n
+            self.counted_from = n
             return f"the gradient noise scale is {measures.noise_scale:.4g} samples"
-        if self._interval is None or passed % self._interval:
+        if self.interval is None or passed % self.interval:
             return ""
-        return f"end of epoch {n}, interval {self._interval}"
+        return f"end of epoch {n}, interval {self.interval}"
 
     def _decay(self, epoch: int) -> list[str]:
         why = self._decay_due(epoch)
         if not why:
             return []
-        before = self._rate_scale
-        self._rate_scale = (before if self._n_decays else 1.0) * self.settings.decay
-        self._n_decays += 1
-        self._costs = []
-        text = f"learning rate times {self._rate_scale / before:g}: {why}"
+        before = self.rate_scale
+        self.rate_scale = (before if self.n_decays else 1.0) * self.settings.decay
+        self.n_decays += 1
+        self.costs = []
+        text = f"learning rate times {self.rate_scale / before:g}: {why}"
         if self.next_size is not None:
-            self._has_stopped = True
+            self.has_stopped = True
             text += f"; the batch stays at {self.batch_size}"
         return [text]
 
@@ -385,34 +355,25 @@ class GrowthControl:
         window = settings.window
         if settings.saturation is None or self.next_size is not None:
             return ""
-        if len(self._costs) < 2 * window or not all(map(math.isfinite, self._costs)):
+        if len(self.costs) < 2 * window or not all(map(math.isfinite, self.costs)):
             return ""
-        before, now = sum(self._costs[:window]) / window, sum(self._costs[window:]) / window
+        before, now = sum(self.costs[:window]) / window, sum(self.costs[window:]) / window
         if before - now >= settings.saturation * abs(before):
             return ""
         return f"the training cost is saturated ({before:.4g} -> {now:.4g} in {window} epochs)"
 
     def state(self) -> dict[str, Any]:
         """Return the state that determines all later decisions, for `restore`; JSON."""
-        values = {name: vars(self)[f"_{name}"] for name in _STATE}
-        return copy.deepcopy(values) | {"sizes": list(self.settings.sizes)}
+        values = dataclasses.asdict(self)
+        return values | {"sizes": list(values.pop("settings")["sizes"])}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume where `state` was taken.
-
-        Raises:
-            ConfigError: That run had other batch sizes.
-        """
+        """Resume where `state` was taken."""
         if list(state["sizes"]) != list(self.settings.sizes):
             raise ConfigError(
                 "A run goes on with the batch sizes it began with. Received: "
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )
-        vars(self).update({f"_{name}": copy.deepcopy(state[name]) for name in _STATE})
-
-
-_STATE = (
-    *("level", "rate_scale", "interval", "counted_from", "n_decays", "thetas", "costs"),
-    *("has_stopped", "first_epoch"),
-)
+        for name in state.keys() - {"sizes"}:
+            setattr(self, name, copy.deepcopy(state[name]))

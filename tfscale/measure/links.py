@@ -44,10 +44,7 @@ def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], An
 
 
 def measure_links(members: ProcessSet) -> list[Round]:
-    """Return latency, bandwidth and speed of sums of two ranks or more, one entry per round.
-
-    Collective: all members must call this. Durations are those of the rank that waited least.
-    """
+    """Return latency, bandwidth and speed of sums, one entry per round. Collective."""
     size = members.size()
     runs = {n: _collectives(n, members) for n in _SIZES}
     rounds = []
@@ -62,9 +59,9 @@ def measure_links(members: ProcessSet) -> list[Round]:
 
 
 def measure_inside() -> list[Round]:
-    """Return `measure_links` within each host; all ranks get the result of the first host.
+    """Return `measure_links` within the first host, on all ranks. Collective.
 
-    Collective: all ranks must call this. Hosts have equally many ranks, with consecutive numbers.
+    Hosts have equally many ranks, with consecutive numbers.
     """
     local = runtime.local_size()
     own: list[Round] = []
@@ -110,10 +107,7 @@ def fit_line(
 
 
 def measure_compute() -> list[Round]:
-    """Return the speed of matrix products and of memory with all ranks busy, one entry per round.
-
-    Collective: all ranks must call this. Times are those of the slowest rank.
-    """
+    """Return the slowest rank's speed of matrix products and of memory per round. Collective."""
     matrix = tf.random.stateless_normal([_WIDTH, _WIDTH], seed=(1, 2))
     batches = [tf.ones([batch, _WIDTH]) for batch in _BATCHES]
     product = tf.function(lambda x: tf.matmul(x, matrix))
@@ -140,10 +134,7 @@ def machine_from(
 ) -> Machine:
     """Return a machine with the medians of measurements, and their spread over the rounds.
 
-    Args:
-        links: Result of `measure_links` between all ranks.
-        inside: Result of `measure_inside`; empty with one host, or one rank per host.
-        compute: Result of `measure_compute`.
+    `inside` is empty with one host, or one rank per host.
     """
     found = {
         name: [own[name] for own in rounds] for rounds in (links, compute) for name in rounds[0]

@@ -21,15 +21,7 @@ _TRANSPOSED = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 
 
 def find_model(name: str | None, file: str | None) -> keras.Model:
-    """Return a model that a command line names.
-
-    Args:
-        name: "module:function"; the function takes no arguments and returns a model.
-        file: Path of a saved model, used instead of `name`.
-
-    Raises:
-        ConfigError: The model cannot be loaded, or the result is not a model.
-    """
+    """Return the model of a "module:function" without arguments, or of a saved file."""
     try:
         if file:
             return keras.models.load_model(file, compile=False)
@@ -49,19 +41,11 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
 def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) -> LayerTable:
     """Return the layers of a model with their weights and operations per sample.
 
-    Args:
-        model: A model that is built, or knows the shape of its inputs.
-        input_shape: Shape of one sample, for a model of one input with unknown dimensions.
-
-    Returns:
-        The layers in the order of their calls, each trainable variable in one of them; layers
-        without variables are merged into the one before. Operations are those of convolutions and
-        of matrix products with weights; other layers, and products of attention without weights,
-        count as memory traffic.
-
-    Raises:
-        ConfigError: A dimension of the inputs is not known.
-        PlanError: The model has no trainable variables.
+    The layers are in the order of their calls, each trainable variable in one of them; layers
+    without variables are merged into the one before. Operations are those of convolutions and of
+    matrix products with weights; other layers, and products of attention without weights, count as
+    memory traffic. `input_shape` is that of one sample, for a model of one input with unknown
+    dimensions.
     """
     inputs = inputs_of(model, input_shape)
     with noted_calls(_leaves(model)) as calls:
@@ -81,10 +65,7 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
 
 
 def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
-    """Return specs of one sample's inputs, in the structure that the model takes.
-
-    For the arguments and errors see `read_layers`.
-    """
+    """Return specs of one sample's inputs, in the structure that the model takes."""
     inputs = getattr(model, "inputs", None)
     if inputs:
         # A Sequential that was never called symbolically has `inputs`, but no `input`.
@@ -98,7 +79,8 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
 
     def fix(tensor: Any) -> Any:
         own = tuple(tensor.shape)[1:]
-        own = tuple(input_shape) if input_shape is not None and None in own else own
+        if input_shape is not None and None in own:
+            own = tuple(input_shape)
         if None in own:
             raise ConfigError(
                 f"The shape of a sample must be known. Received: {tensor.shape} as input of "

@@ -15,17 +15,11 @@ from tfscale.measure.analysis import Intervals, overlap_percent
 from tfscale.plan.forecast import grid
 
 FILE_NAME = "communication.jsonl"
-TABLE_NAME = "communication.md"
-PICTURE_NAME = "communication.png"
 Row = dict[str, Any]
 
 
 def read_rows(directory: str | Path) -> list[Row]:
-    """Return the lines of a run, given the folder of `CommunicationReport`.
-
-    Raises:
-        ConfigError: The folder has no run with a recorded step.
-    """
+    """Return the lines of a run, given the folder of `CommunicationReport`."""
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise ConfigError(
@@ -47,23 +41,13 @@ def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
 
 
 def write_report(directory: str | Path) -> str:
-    """Write `communication.md` and, if matplotlib is installed, `communication.png`.
-
-    Args:
-        directory: Folder with `communication.jsonl`; see `tfscale.callbacks.CommunicationReport`.
-
-    Returns:
-        The table, in Markdown.
-
-    Raises:
-        ConfigError: The folder has no run with a recorded step.
-    """
+    """Write `communication.md`, and `communication.png` with matplotlib; return the table."""
     folder = Path(directory)
     rows = read_rows(folder)
     text = table(rows)
-    (folder / TABLE_NAME).write_text(text, encoding="utf-8")
+    (folder / "communication.md").write_text(text, encoding="utf-8")
     if has_matplotlib():
-        _draw_report(rows, folder / PICTURE_NAME)
+        _draw_report(rows, folder / "communication.png")
     return text
 
 
@@ -133,14 +117,10 @@ def _slots_grid(slots: Sequence[Row]) -> list[str]:
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for slot in slots:
         groups[slot["plan"], slot["slot"], slot["name"]].append(slot)
-
-    def blocks(own: list[Row]) -> float:
-        return statistics.median(s["t_b_s"] for s in own)
-
-    chosen = sorted(groups.items(), key=lambda item: -blocks(item[1]))[:_N_SLOTS]
+    ordered = sorted(groups.items(), key=lambda g: -statistics.median(s["t_b_s"] for s in g[1]))
     head = ["slot", "name", "KB", "took", "T_c", "T_b", "waiting", "behind"]
     body = []
-    for (plan, slot, name), own in chosen:
+    for (plan, slot, name), own in ordered[:_N_SLOTS]:
         took = statistics.median(s["ended_s"] - s["started_s"] for s in own)
         names = ("t_c_s", "t_b_s", "waiting_s", "behind_s")
         times = [_ms(took), *(_ms(statistics.median(s[key] for s in own)) for key in names)]
@@ -195,10 +175,7 @@ def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
 
 
 def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
-    """Draw one step of all ranks: for each a row of computation, and a row per collective.
-
-    `rows` are the lines of a run, and `place` is epoch and step.
-    """
+    """Draw a step (`place`: epoch, step) of all ranks: a row of computation, one per collective."""
     chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == place]
     steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
     origin = min(step["begin_s"] for step in steps)

@@ -110,49 +110,17 @@ class Machine:
 _MAY_BE_ZERO = ("half_batch", "mpi_s_per_byte", "step_s", "latency_s", "host_latency_s")
 
 # Cori's numbers are fitted to published speedups, see docs/thesis-scaling.md; the others are round
-# numbers for such hardware; measure your own.
+# numbers for such hardware; measure your own. In order: latency_s, bytes_per_s, reduce_bytes_per_s,
+# flops_per_s, memory_bytes_per_s, half_batch, mpi_s_per_byte.
+_CORI = "[T] chapter 4: one rank per host of 32 cores"
+_1G = "1 Gbit/s between hosts of 8 cores"
+_10G = "10 Gbit/s between hosts of 16 cores"
+_HDR = "200 Gbit/s between hosts of 64 cores"
 _PRESETS = (
-    Machine(
-        name="cori-haswell",
-        latency_s=1.7e-6,
-        bytes_per_s=2.5e9,
-        reduce_bytes_per_s=20e9,
-        flops_per_s=0.93e12,
-        memory_bytes_per_s=24e9,
-        half_batch=1.0,
-        mpi_s_per_byte=2.0e-9,
-        note="[T] chapter 4: one rank per host of 32 cores",
-    ),
-    Machine(
-        name="ethernet-1g",
-        latency_s=50e-6,
-        bytes_per_s=117e6,
-        reduce_bytes_per_s=4e9,
-        flops_per_s=200e9,
-        memory_bytes_per_s=15e9,
-        half_batch=1.0,
-        note="1 Gbit/s between hosts of 8 cores",
-    ),
-    Machine(
-        name="ethernet-10g",
-        latency_s=30e-6,
-        bytes_per_s=1.1e9,
-        reduce_bytes_per_s=8e9,
-        flops_per_s=600e9,
-        memory_bytes_per_s=40e9,
-        half_batch=1.0,
-        note="10 Gbit/s between hosts of 16 cores",
-    ),
-    Machine(
-        name="infiniband-hdr",
-        latency_s=3e-6,
-        bytes_per_s=22e9,
-        reduce_bytes_per_s=20e9,
-        flops_per_s=2.5e12,
-        memory_bytes_per_s=150e9,
-        half_batch=1.0,
-        note="200 Gbit/s between hosts of 64 cores",
-    ),
+    Machine("cori-haswell", 1.7e-6, 2.5e9, 20e9, 0.93e12, 24e9, 1.0, 2.0e-9, note=_CORI),
+    Machine("ethernet-1g", 50e-6, 117e6, 4e9, 200e9, 15e9, 1.0, note=_1G),
+    Machine("ethernet-10g", 30e-6, 1.1e9, 8e9, 600e9, 40e9, 1.0, note=_10G),
+    Machine("infiniband-hdr", 3e-6, 22e9, 20e9, 2.5e12, 150e9, 1.0, note=_HDR),
 )
 PRESETS: dict[str, Machine] = {machine.name: machine for machine in _PRESETS}
 

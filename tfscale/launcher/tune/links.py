@@ -31,12 +31,7 @@ from tfscale.plan.machines import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes the file, unless the numbers are too noisy. Collective.
-
-    Raises:
-        ExchangeError: The backend records no times, or hosts have unequal numbers of ranks.
-        ConfigError: The model does not exist, or the shape of its inputs is unknown.
-    """
+    """Measure; rank 0 writes the file, unless the numbers are too noisy. Collective."""
     parser = argparse.ArgumentParser()
     add_links_options(parser)
     options = parser.parse_args(argv)

@@ -109,20 +109,10 @@ def arguments_of(
 def measure_script(
     words: Sequence[str], *, batch_sizes: Sequence[int], at_epochs: Sequence[int], samples: int
 ) -> list[Stage]:
-    """Run a training script in this process until all stages are measured; see `measure`.
+    """Run a training script in this process; return the stages that its first `fit` reached.
 
-    Args:
-        words: Path of the script, and its arguments.
-        batch_sizes: Passed to `measure`.
-        at_epochs: Epochs trained before each measurement, counted from the first of the `fit`.
-        samples: Passed to `measure`.
-
-    Returns:
-        The stages that the first `fit` of the script reached.
-
-    Raises:
-        ConfigError: The script does not exist, trains on data that cannot be read in other
-            batches, runs on several ranks, or ended before the first stage.
+    `words` are the path of the script and its arguments, `at_epochs` the epochs trained before each
+    call of `measure`, counted from the first of the `fit`.
     """
     if not Path(words[0]).is_file():
         raise ConfigError(f"There must be a training script. Received: {words[0]}: no such file.")
@@ -199,12 +189,8 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
 def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
     """Return a replacement of Keras's `fit`: some steps of local SGD, then `_Done`.
 
-    Args:
-        settings: "groups", "interval", "steps", "rate_rule", "learning_rate" (or None), and
-            "output", the JSON file that rank 0 writes.
-
-    Raises:
-        ConfigError: The script trains without a DistributedOptimizer, or changes its rate.
+    `settings` has "groups", "interval", "steps", "rate_rule", "learning_rate" (or None), and
+    "output", the JSON file that rank 0 writes.
     """
     fit = keras.Model.fit
 
