@@ -1,6 +1,8 @@
 """`tfscale tune links`: what it starts, what it trusts, what it says."""
 
+import argparse
 import dataclasses
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,11 @@ from tfscale.measure.links import _link_of, spread_of
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 
 
+def options(**given):
+    settings = {"output": "machine.json", "model": None, "model_file": None, "input_shape": ""}
+    return argparse.Namespace(**settings | {"batch": 32, "max_spread": 0.3} | given)
+
+
 def test_the_command_starts_ranks():
     with mock.patch.object(cli, "main", wraps=cli.main) as main:
         words = ["tune", "links", "-np", "3", "--model", "a:b", "--max-spread", "0.5"]
@@ -23,9 +30,7 @@ def test_the_command_starts_ranks():
     started = main.call_args.args[0]
     assert started[:4] == ["run", "-np", "3", "--"]
     assert started[5:7] == ["-m", "tfscale.launcher.tune.links"]
-    assert started[7:] == [
-        "--output", "machine.json", "--model", "a:b", "--batch", "32", "--max-spread", "0.5",
-    ]  # fmt: skip
+    assert json.loads(started[7]) == vars(options(model="a:b", max_spread=0.5))
 
 
 @pytest.mark.parametrize(
@@ -53,13 +58,13 @@ def test_the_folder_of_the_output_is_made(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, text",
+    "model, text",
     [
-        (["--model", "tests.unit.test_forecast:bild"], "saved file or module:function"),
-        (["--model", "models.edsr:edsr"], "Pass --input-shape"),
+        ("tests.unit.test_forecast:bild", "saved file or module:function"),
+        ("models.edsr:edsr", "Pass --input-shape"),
     ],
 )
-def test_a_model_that_is_not_there_costs_no_measurement(words, text, monkeypatch):
+def test_a_model_that_is_not_there_costs_no_measurement(model, text, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
     with (
         mock.patch("tfscale.comm.runtime.size", return_value=2),
@@ -67,7 +72,7 @@ def test_a_model_that_is_not_there_costs_no_measurement(words, text, monkeypatch
         mock.patch("tfscale.measure.links.measure_links") as measure,
         pytest.raises(ConfigError, match=text),
     ):
-        tune_links.main(words)
+        tune_links.main(options(model=model))
     assert not measure.called
 
 
@@ -117,4 +122,4 @@ def test_the_worker_needs_an_engine():
     from tfscale.config import ExchangeError
 
     with pytest.raises(ExchangeError, match="between two ranks or more"):
-        tune_links.main([])
+        tune_links.main(options())

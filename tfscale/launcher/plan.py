@@ -29,13 +29,9 @@ def _draw(points: Sequence[Point], title: str, path: Path) -> None:
         curves.setdefault(point.exchange, []).append(point)
     for mark, (name, own) in zip(_MARKS, curves.items(), strict=False):
         ranks = [point.n_ranks for point in own]
-        style = {
-            "marker": mark,
-            "label": name,
-            "markersize": 5,
-            "linewidth": 2.4 if name == AUTO else 1.2,
-            "zorder": 3 if name == AUTO else 2,
-        }
+        is_auto = name == AUTO
+        style = {"marker": mark, "label": name, "markersize": 5}
+        style |= {"linewidth": 2.4 if is_auto else 1.2, "zorder": 3 if is_auto else 2}
         left.plot(ranks, [point.speedup for point in own], **style)
         right.plot(ranks, [1e3 * point.predicted.exposed_s for point in own], **style)
     ranks = sorted({point.n_ranks for point in points})
@@ -154,15 +150,12 @@ def _plan(options: argparse.Namespace) -> int:
             f"{options.global_batch}.\n"
         )
     if options.output:
-        _write(Path(options.output), text, scenario, points)
+        folder = Path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.md").write_text(text, "utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        if has_matplotlib():
+            _draw(points, f"{title}: predicted", folder / "plan.png")
+        else:
+            sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")
     return 0
-
-
-def _write(folder: Path, text: str, scenario: Scenario, points: Sequence[Point]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.md").write_text(text, "utf-8")
-    title = f"{scenario.table.name} on {scenario.machine.name}, {scenario.global_batch} samples"
-    if has_matplotlib():
-        _draw(points, f"{title} per step: predicted", folder / "plan.png")
-    else:
-        sys.stderr.write("tfscale: no picture without matplotlib: pip install matplotlib\n")

@@ -65,18 +65,9 @@ def measure(
 
     The loss is that of training (dropout, batch statistics, regularization). Moving statistics and
     states of random numbers are restored afterwards.
-
-    Args:
-        model: Compiled; it is built from the data if necessary.
-        data: The training data.
-        batch_sizes: Two sizes or more.
-        samples: Number of samples used for each size; at least the largest size.
-        epoch: Stored in the result.
-        seed: Seed of the order of samples.
-        class_weight: As in `fit`.
-
-    Returns:
-        One stage; the mean gradient g is the mean over batches of the largest size.
+    The model is compiled, and built from the data if necessary. As many `samples` are used for
+    each size; g is the mean over batches of the largest size. `seed` gives the order of samples,
+    and `epoch` is stored in the result.
 
     Source: [T] 5.1.4; McCandlish et al. (2018) for the noise scale.
     """

@@ -110,16 +110,9 @@ def chunk_layers(
 ) -> list[list[int]]:
     """Cut a model into chunks of layers, [T] chapter 3, algorithm 2.
 
-    Args:
-        layer_bytes: Bytes of each layer's gradients, in the order of the model.
-        first_chunk_layers: Layers in the first chunk, counted from the last layer; a model with
-            no more layers has one chunk.
-        chunks: Number of chunks, 1 or more; "per_layer" makes one of each layer.
-
-    Returns:
-        Layers per chunk, chunks in the order in which they become ready; the layers after the
-        first chunk are divided among the others so that these have about equally many bytes.
-        Each layer is in exactly one chunk, and no chunk is empty.
+    `layer_bytes` are those of each layer's gradients, in the order of the model. The first chunk
+    has the last `first_chunk_layers` layers; the others are divided so that the remaining chunks
+    have about equally many bytes. Chunks are in the order of readiness; none is empty.
     """
     backwards = list(reversed(range(len(layer_bytes))))
     if chunks == "per_layer":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE
@@ -19,7 +19,7 @@ _ALIKE = 3  # consecutive cycles that must be alike; the last one of a run is no
 _SAME = 1e-9  # relative
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
     """Work of one step.
 
@@ -351,26 +351,24 @@ class _Builder:
     def _replicated(self, part: LayerPart) -> int:
         scenario, place = self.scenario, self._first_layer(part)
         sent = self._activations(part)
-        is_alone = scenario.n_ranks == 1
-        duration = 0.0 if is_alone else scenario.gradient_s(place, scenario.gathered_batch)
+        size = scenario.n_ranks
+        duration = scenario.gradient_s(place, scenario.gathered_batch) if size > 1 else 0.0
         if "replicated" not in self.plan.lazy or not self.plan.overlap:
             made = self._gradient(duration, (*sent, self.backward[place]))
             return self._whole_update(part, (made,))
         # Delayed until the next step's forward pass reaches the layer, [T] algorithm 2.
         reached = (self.forward[place - 1],) if place > 0 else ()
         made = self._add(COMPUTE, duration, reached, "gradient")
-        last = (*sent, self.backward[place])
-        self.tasks[made] = replace(self.tasks[made], after_previous=last)
+        self.tasks[made].after_previous = (*sent, self.backward[place])
         done = self._whole_update(part, (made,))
-        forward = self.tasks[self.forward[place]]
-        self.tasks[self.forward[place]] = replace(forward, after=(*forward.after, done))
+        self.tasks[self.forward[place]].after += (done,)
         return -1
 
     def _join_steps(self) -> None:
         """Let the forward pass, and messages sent before it, wait for the previous step."""
-        for number, own in enumerate(self.tasks):
-            if own.stream == COMMUNICATION and not own.after:  # inputs of the first layer
-                self.tasks[number] = replace(own, after_previous=(self.backward[0],))
+        for task in self.tasks:
+            if task.stream == COMMUNICATION and not task.after:  # inputs of the first layer
+                task.after_previous = (self.backward[0],)
         needed: dict[int, set[int]] = {0: {self.backward[0]}}
         for part, final in self.finals:
             if final < 0:
@@ -379,9 +377,8 @@ class _Builder:
             owners = {self.parameters[p].layer for p in part.parameters} if is_lazy else {0}
             for place in owners:
                 needed.setdefault(place, set()).add(final)
-        for place, finals in needed.items():
-            task = self.forward[place]
-            self.tasks[task] = replace(self.tasks[task], after_previous=tuple(sorted(finals)))
+        for place, own in needed.items():
+            self.tasks[self.forward[place]].after_previous = tuple(sorted(own))
 
 
 def simulate(scenario: Scenario, plan: LayerPlan) -> Prediction:

@@ -154,23 +154,18 @@ def _add_links(tuners: argparse._SubParsersAction) -> None:
     links = tuners.add_parser("links", help="measure messages, sums and computing for the planner")
     links.add_argument("-np", "-n", type=int, default=2, dest="size", metavar="N")
     links.add_argument("-H", "--hosts", default=None, metavar="HOST:N,...", help="hosts and places")
-    add_links_options(links)
-    links.set_defaults(handler=_tune_links)
-
-
-def add_links_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `tfscale tune links` passes to the ranks that it starts."""
-    parser.add_argument("--output", default="machine.json", metavar="FILE")
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="also time a model's layers")
-    parser.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
-    parser.add_argument("--input-shape", default="", metavar="R,C,...", help="of one sample")
-    parser.add_argument("--batch", type=int, default=32, help="samples per rank")
-    parser.add_argument(
+    links.add_argument("--output", default="machine.json", metavar="FILE")
+    links.add_argument("--model", metavar="MODULE:FUNCTION", help="also time a model's layers")
+    links.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
+    links.add_argument("--input-shape", default="", metavar="R,C,...", help="of one sample")
+    links.add_argument("--batch", type=int, default=32, help="samples per rank")
+    links.add_argument(
         "--max-spread",
         type=float,
         default=0.3,
         help="relative half width of the middle half of the rounds above which nothing is written",
     )
+    links.set_defaults(handler=_tune_links)
 
 
 def _tune_links(options: argparse.Namespace) -> int:
@@ -201,9 +196,7 @@ def _tune_links(options: argparse.Namespace) -> int:
     words = ["run", "-np", str(options.size)]
     if options.hosts is not None:
         words += ["-H", options.hosts]
-    words += ["--", sys.executable, "-m", "tfscale.launcher.tune.links"]
-    for name in ("output", "model", "model_file", "input_shape", "batch", "max_spread"):
-        value = vars(options)[name]
-        if value not in (None, ""):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+    names = ("output", "model", "model_file", "input_shape", "batch", "max_spread")
+    settings = json.dumps({name: vars(options)[name] for name in names})
+    words += ["--", sys.executable, "-m", "tfscale.launcher.tune.links", settings]
     return int(options.run_command(words))

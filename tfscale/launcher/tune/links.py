@@ -1,10 +1,13 @@
-"""The ranks' program of `tfscale tune links`: measure links, and a model's layers on them."""
+"""The ranks' program of `tfscale tune links`: measure links, and a model's layers on them.
+
+Usage: python -m tfscale.launcher.tune.links SETTINGS, the options of the command in JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +20,6 @@ from tfscale.comm import events, objects, runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.auto import per_layer
 from tfscale.launcher.plan import read_input_shape
-from tfscale.launcher.tune import add_links_options
 from tfscale.measure import links
 from tfscale.measure.layers import (
     LayerMeasurement,
@@ -30,11 +32,8 @@ from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Measure; rank 0 writes the file, unless the numbers are too noisy. Collective."""
-    parser = argparse.ArgumentParser()
-    add_links_options(parser)
-    options = parser.parse_args(argv)
     tfscale.init()
     size, local = runtime.size(), runtime.local_size()
     if not events.has_events() or size < 2:
@@ -147,4 +146,4 @@ def too_noisy(machine: Machine, max_spread: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(argparse.Namespace(**json.loads(sys.argv[1]))))
