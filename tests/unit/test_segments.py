@@ -23,7 +23,7 @@ def test_every_element_has_one_owner(specs, size, bucket_bytes, whole):
         assert bucket.cuts[0] == 0 and bucket.cuts[-1] == bucket.length
         assert list(bucket.cuts) == sorted(bucket.cuts)
         owned = [p for rank in range(size) for p in bucket.pieces(rank)]
-        assert sum(p.count for p in owned) == bucket.n_values
+        assert sum(p.count for p in owned) == sum(map(math.prod, bucket.shapes))
         for index, shape, offset in zip(bucket.indices, bucket.shapes, bucket.offsets, strict=True):
             parts = [p for p in owned if p.variable == index]
             ends = [0, *(p.stop for p in parts)]
@@ -67,4 +67,4 @@ def test_groups_are_buckets_whatever_their_size():
     buckets = build_segments(specs, 2, 0, frozenset(), [(1,)], [[0, 2, 1], [5, 4]])
     assert [bucket.indices for bucket in buckets] == [(0, 2), (1,), (3,), (4, 5)]
     assert buckets[1].cuts == (0, 12, 32)  # between rows; padding is the last rank's
-    assert [bucket.n_values for bucket in buckets] == [80, 24, 24, 64]
+    assert [sum(map(math.prod, bucket.shapes)) for bucket in buckets] == [80, 24, 24, 64]

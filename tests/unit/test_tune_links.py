@@ -40,7 +40,10 @@ def test_the_command_starts_ranks():
         (["--batch", "0"], "--batch must be 1 or more. Received: --batch 0"),
         (["--max-spread", "-1"], "--max-spread must be 0 or more. Received: --max-spread -1"),
         (["--output", "a_file/machine.json"], "--output must name a file that can be written"),
-        (["--output", "."], "--output must name a file. Received: ., a folder"),
+        (
+            ["--output", "."],
+            "--output must name a file that can be written. Received: . (it is a folder)",
+        ),
     ],
 )
 def test_what_cannot_be_is_told_before_ranks_start(words, text, tmp_path, monkeypatch, capsys):

@@ -59,10 +59,8 @@ def measure_links(members: ProcessSet) -> list[Round]:
 
 
 def measure_inside() -> list[Round]:
-    """Return `measure_links` within the first host, on all ranks. Collective.
-
-    Hosts have equally many ranks, with consecutive numbers.
-    """
+    """Return `measure_links` within the first host, on all ranks. Collective."""
+    # Hosts have equally many ranks, with consecutive numbers.
     local = runtime.local_size()
     own: list[Round] = []
     for first in range(0, runtime.size(), local):

@@ -75,7 +75,10 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
     elif input_shape is not None:
         structure = keras.KerasTensor((None, *input_shape), model.compute_dtype)
     else:
-        structure = None
+        raise ConfigError(
+            f"{model.name} must be built. Received: a model that does not know its inputs. "
+            "Pass --input-shape, or call the model on a batch first."
+        )
 
     def fix(tensor: Any) -> Any:
         own = tuple(tensor.shape)[1:]
@@ -88,11 +91,6 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
             )
         return tf.TensorSpec((1, *own), tensor.dtype)
 
-    if structure is None:
-        raise ConfigError(
-            f"{model.name} must be built. Received: a model that does not know its inputs. "
-            "Pass --input-shape, or call the model on a batch first."
-        )
     return keras.tree.map_structure(fix, structure)
 
 

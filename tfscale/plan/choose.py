@@ -218,9 +218,9 @@ def _switch_parts(search: _Search, plan: LayerPlan) -> LayerPlan:
 
 
 class Recommendation(NamedTuple):
-    """A strategy in Python, such as "tfscale.Sharded(bucket_mb=4)", its plan and prediction."""
+    """A strategy, its plan and prediction."""
 
-    words: str
+    words: str  # in Python, such as "tfscale.Sharded(bucket_mb=4)"
     plan: LayerPlan
     predicted: Prediction
 

@@ -115,16 +115,16 @@ def forecast(
             found.append((name, at, plan, simulate(at, plan), ""))
         choice = choose(at)
         found.append((AUTO, at, choice.plan, choice.predicted, choice.name))
-        n, batch = n_groups, scenario.global_batch
-        if n > 0 and n_ranks % n == 0 and batch % n == 0:
-            group = replace(at, n_ranks=n_ranks // n, global_batch=batch // n)
+        is_divided = n_groups > 0 and n_ranks % n_groups == 0
+        if is_divided and scenario.global_batch % n_groups == 0:
+            n_own, batch = n_ranks // n_groups, scenario.global_batch // n_groups
+            group = replace(at, n_ranks=n_own, global_batch=batch)
             plan = _sharded(group)
-            predicted = simulate_local_sgd(group, plan, n, interval)
+            predicted = simulate_local_sgd(group, plan, n_groups, interval)
             found.append((LOCAL_SGD, group, plan, predicted, ""))
-        points += [
-            Point(name, n_ranks, own, base_s / own.step_s, memory_bytes(of, plan), made_of)
-            for name, of, plan, own, made_of in found
-        ]
+        for name, of, plan, predicted, made_of in found:
+            speedup, memory = base_s / predicted.step_s, memory_bytes(of, plan)
+            points.append(Point(name, n_ranks, predicted, speedup, memory, made_of))
     return points
 
 
@@ -166,11 +166,11 @@ def report(scenario: Scenario, points: Sequence[Point]) -> str:
     head = ["ranks", "exchange", "step ms", "speedup", "exposed ms", "hidden %", "memory MB"]
     body = []
     for point in points:
-        predicted, hidden = point.predicted, point.predicted.overlap_percent
-        times = f"{1e3 * predicted.step_s:.2f}", f"{1e3 * predicted.exposed_s:.2f}"
-        share = "-" if hidden is None else f"{hidden:.0f}"
-        row = [point.n_ranks, point.exchange, times[0], f"{point.speedup:.2f}", times[1], share]
-        body.append([*row, f"{point.memory / 1e6:.0f}"])
+        hidden = point.predicted.overlap_percent
+        row = [point.n_ranks, point.exchange, f"{1e3 * point.predicted.step_s:.2f}"]
+        row += [f"{point.speedup:.2f}", f"{1e3 * point.predicted.exposed_s:.2f}"]
+        row += ["-" if hidden is None else f"{hidden:.0f}", f"{point.memory / 1e6:.0f}"]
+        body.append(row)
     lines += grid(head, body, ("exchange",))
     if any(point.n_ranks > scenario.global_batch for point in points):
         lines += ["", "With more ranks than samples per step, some repeat the work of others."]

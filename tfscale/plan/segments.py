@@ -39,11 +39,6 @@ class SegmentedBucket:
     cuts: tuple[int, ...]  # 0, then the end of each rank's segment, in elements
     length: int  # elements of the buffer, including padding
 
-    @property
-    def n_values(self) -> int:
-        """Number of elements without padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a rank, given by its position among those that share the buffer."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]

@@ -183,16 +183,13 @@ def _tune_links(options: argparse.Namespace) -> int:
     path = Path(options.output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
     except OSError as error:
         raise ConfigError(
             f"--output must name a file that can be written. Received: {path} ({error}). "
-            "Choose another folder."
+            "Choose another file."
         ) from error
-    if path.is_dir():
-        raise ConfigError(
-            f"--output must name a file. Received: {path}, a folder. Example: --output "
-            f"{path / 'machine.json'}"
-        )
     words = ["run", "-np", str(options.size)]
     if options.hosts is not None:
         words += ["-H", options.hosts]
