@@ -109,7 +109,7 @@ def test_reasons():
         ({"rule": "best"}, "Received: rule='best'"),
         ({"tolerance": 0.0}, "Received: tolerance=0.0"),
         ({"low": 0}, "Received: low=0"),
-        ({"low": 4, "high": 3}, "Received: low=4, high=3"),
+        ({"low": 4, "high": 3}, "at least low=4 epochs. Received: high=3"),
     ],
 )
 def test_settings_out_of_range(settings, text):

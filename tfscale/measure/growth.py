@@ -23,6 +23,17 @@ _RATE_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "none")
 _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
+def _check(settings: Any, *checks: tuple[str, str | tuple[str, ...], bool]) -> None:
+    """Raise a ConfigError for the first setting whose check is not fulfilled."""
+    for name, wanted, is_right in checks:
+        if not is_right:
+            wanted = f"one of {wanted}" if isinstance(wanted, tuple) else wanted
+            raise ConfigError(
+                f"{name} must be {wanted}. Received: {name}={vars(settings)[name]!r}. "
+                "Leave it out for the default."
+            )
+
+
 # The signals: theta and the gradient noise scale
 
 
@@ -78,21 +89,14 @@ class IntervalRule:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in _RULES:
-            raise ConfigError(
-                f"rule must be one of {', '.join(map(repr, _RULES))}. Received: rule={self.rule!r}."
-                " Use 'robust' if in doubt."
-            )
-        if not self.tolerance > 0:
-            raise ConfigError(
-                "tolerance is a relative change and must be greater than 0. "
-                f"Received: tolerance={self.tolerance!r}. Use 0.1 if in doubt."
-            )
-        if self.low < 1 or (self.high is not None and self.high < self.low):
-            raise ConfigError(
-                "The interval must be at least 1 epoch, and its limits in order. "
-                f"Received: low={self.low}, high={self.high}. Swap or drop them."
-            )
+        is_ordered = self.high is None or self.high >= self.low
+        _check(
+            self,
+            ("rule", _RULES, self.rule in _RULES),
+            ("tolerance", "a relative change greater than 0", self.tolerance > 0),
+            ("low", "an interval of at least 1 epoch", self.low >= 1),
+            ("high", f"an interval of at least low={self.low} epochs", is_ordered),
+        )
 
 
 class Finding(NamedTuple):
@@ -168,7 +172,8 @@ class GrowthSettings:
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
-        checks = (
+        _check(
+            self,
             ("learning_rate_rule", _RATE_RULES, self.learning_rate_rule in _RATE_RULES),
             ("signal", _SIGNALS, self.signal in _SIGNALS),
             ("interval", "at least 1 epoch, or None", self.interval is None or self.interval >= 1),
@@ -178,13 +183,6 @@ class GrowthSettings:
             ("decay_epochs", "ascending", list(self.decay_epochs) == sorted(self.decay_epochs)),
             ("warmup_epochs", "0 or more", self.warmup_epochs >= 0),
         )
-        for name, wanted, is_right in checks:
-            if not is_right:
-                wanted = f"one of {wanted}" if isinstance(wanted, tuple) else wanted
-                raise ConfigError(
-                    f"{name} must be {wanted}. Received: {name}={getattr(self, name)!r}. "
-                    "Leave it out for the default."
-                )
 
 
 def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
