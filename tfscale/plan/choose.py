@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfscale.config import PlanError
 from tfscale.files import sha256
 from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
@@ -134,14 +133,9 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
     The search starts with the exchange of dense layers that sends the fewest bytes. It then varies
     the number of buckets, the boundary of the first chunk, the exchange of each large dense layer
     and that of each bucket, one after another, and keeps the changes that shorten the simulated
-    step. Equal arguments give equal plans on all ranks.
+    step. Equal arguments give equal plans on all ranks. `allowed` has "allreduce" or "sharded".
     """
     whole: list[Kind] = [kind for kind in allowed if kind in ("allreduce", "sharded")]
-    if not whole:
-        raise PlanError(
-            "Parameters other than those of dense layers must be sent, too. Received: "
-            f"allowed={tuple(allowed)}. Allow allreduce or sharded."
-        )
     search = _Search(scenario)
     plain = plain_plan(scenario)
     best = search.better(plain, _search_dense(search, whole, allowed))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets, build_chunks
 from tfscale.plan.costs import Algorithm, Scenario, share
 from tfscale.plan.layers import Layer, LayerTable
@@ -46,22 +45,6 @@ class LayerPlan:
     # TFSCALE_WINDOW_BYTES; 0: one piece, as with blocking MPI calls.
     piece_bytes: int = 32 * 2**20
     algorithm: Algorithm = "direct"  # for sums of whole gradients
-
-
-def check_plan(table: LayerTable, plan: LayerPlan) -> None:
-    """Raise a PlanError unless each parameter is in one part and dense kinds fit their layer."""
-    chosen = sorted(p for part in plan.parts for p in part.parameters)
-    if chosen != list(range(len(table.parameters))):
-        raise PlanError(
-            f"Each of the {len(table.parameters)} parameters must be in one part. Received: "
-            f"{len(chosen)} in {len(plan.parts)} parts."
-        )
-    for part in plan.parts:
-        owners = {table.parameters[p].layer for p in part.parameters}
-        if part.kind in ("partial", "replicated") and (
-            len(owners) > 1 or table.layers[min(owners)].dense is None
-        ):
-            raise PlanError(f"Only one dense layer can be {part.kind}. Received: {part}.")
 
 
 def specs_of(table: LayerTable) -> list[GradientSpec]:
