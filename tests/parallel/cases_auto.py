@@ -17,7 +17,7 @@ from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import float64
 from tfscale import Auto
 from tfscale.exchange.auto import Mixed
-from tfscale.measure import auto, layers
+from tfscale.measure import auto, layer_times
 from tfscale.plan.machines import Machine
 
 BATCH, STEPS = 12, 40  # with `few_steps`: ten by layer, five of allreduce and of each plan
@@ -30,8 +30,8 @@ def few_steps():
     with (
         mock.patch.object(auto, "_TIMED_STEPS", 3),
         mock.patch.object(auto, "UNMEASURED_STEPS", 2),
-        mock.patch.object(layers, "UNMEASURED_STEPS", 2),
-        mock.patch.object(layers, "MEASURED_STEPS", 3),
+        mock.patch.object(layer_times, "UNMEASURED_STEPS", 2),
+        mock.patch.object(layer_times, "MEASURED_STEPS", 3),
     ):
         yield
 

@@ -7,7 +7,13 @@ import pytest
 
 from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
 from tfscale.measure.auto import candidates
-from tfscale.measure.layers import LayerMeasurement, calibrated, fitted, measured_machine, separate
+from tfscale.measure.layer_times import (
+    LayerMeasurement,
+    calibrated,
+    fitted,
+    measured_machine,
+    separate,
+)
 from tfscale.plan.buckets import owner_of
 from tfscale.plan.costs import Scenario, allreduce_s
 from tfscale.plan.machines import Machine

@@ -11,7 +11,7 @@ from tfscale.config import ConfigError
 from tfscale.exchange.auto import Auto, strategy_of
 from tfscale.exchange.base import resolve
 from tfscale.exchange.plan import Parameter, Table
-from tfscale.measure.layers import (
+from tfscale.measure.layer_times import (
     LayerMeasurement,
     calibrated,
     fitted,

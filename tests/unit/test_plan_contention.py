@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tfscale.measure.auto import candidates
-from tfscale.measure.layers import LayerMeasurement, separate
+from tfscale.measure.layer_times import LayerMeasurement, separate
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import plain_plan
 from tfscale.plan.costs import Scenario

@@ -24,7 +24,7 @@ from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
 from tfscale.internals.keras import layers_of
 from tfscale.internals.optimizers import update_rule
-from tfscale.measure.layers import (
+from tfscale.measure.layer_times import (
     UNMEASURED_STEPS,
     LayerMeasurement,
     measured_machine,

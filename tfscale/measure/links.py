@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet, add_process_set
-from tfscale.measure.layers import collective_s, memory_run, middle_s
+from tfscale.measure.layer_times import collective_s, memory_run, middle_s
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.costs import share
 from tfscale.plan.machines import Machine

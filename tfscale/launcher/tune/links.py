@@ -21,7 +21,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.auto import per_layer
 from tfscale.launcher.plan import read_input_shape
 from tfscale.measure import links
-from tfscale.measure.layers import (
+from tfscale.measure.layer_times import (
     LayerMeasurement,
     measured_scenario,
     separate,
