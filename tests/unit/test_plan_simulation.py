@@ -202,16 +202,11 @@ def test_local_sgd_averages_less_often(data, table, machine, group_size, interva
     assert rarely.communication_s <= averaged.communication_s * (1 + 1e-9)
 
 
-def test_a_plan_must_fit_its_model():
-    table = two_layers()
-    with pytest.raises(PlanError, match="Each of the 2 parameters must be in one part"):
-        simulate(Scenario(table, UNIT, 2, 2), LayerPlan((LayerPart("allreduce", (0, 0)),)))
-    with pytest.raises(PlanError, match="Only one dense layer can be partial"):
-        simulate(Scenario(table, UNIT, 2, 2), LayerPlan((LayerPart("partial", (0, 1)),)))
+def test_a_step_has_variables_and_ranks():
     with pytest.raises(PlanError, match="must have trainable variables"):
         LayerTable("none", (Layer("pool"),))
     with pytest.raises(PlanError, match="must be 1 or more"):
-        Scenario(table, UNIT, 0, 2)
+        Scenario(two_layers(), UNIT, 0, 2)
 
 
 def test_a_thousand_ranks_are_as_few_events_as_two():
