@@ -1,11 +1,10 @@
 """Keras callbacks for training on several ranks."""
 
 from tfscale.callbacks.adaptive_batch_size import AdaptiveBatchSize
-from tfscale.callbacks.base import Callback
+from tfscale.callbacks.base import Callback, RankZero
 from tfscale.callbacks.batch_size_schedule import BatchSizeSchedule
 from tfscale.callbacks.checkpoint import BackupAndRestore, Checkpoint
 from tfscale.callbacks.communication_report import CommunicationReport
-from tfscale.callbacks.consistency_check import ConsistencyCheck
 from tfscale.callbacks.learning_rate import (
     LearningRateScaling,
     LearningRateScheduleCallback,
@@ -14,10 +13,13 @@ from tfscale.callbacks.learning_rate import (
 from tfscale.callbacks.local_models import ModelDistance
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.model_checkpoint import BestModelCheckpoint, ModelCheckpoint
-from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.callbacks.parameter_averaging import ParameterAveraging
-from tfscale.callbacks.rank_zero import RankZero
-from tfscale.callbacks.synchronize import BroadcastGlobalVariablesCallback, Synchronize
+from tfscale.callbacks.synchronize import (
+    BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
+    NonTrainableState,
+    Synchronize,
+)
 
 __all__ = [
     "AdaptiveBatchSize",

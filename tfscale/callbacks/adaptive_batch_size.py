@@ -88,7 +88,6 @@ class AdaptiveBatchSize(ChangingBatchSize):
     _rate: Any = None  # an AdaptiveRate from the first `fit` on
     _n_warmup_left = 0
     _is_new_epoch = True
-    _backup: tuple[dict[str, Any], int] | None = None
 
     def __init__(
         self,
@@ -208,9 +207,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self._measures.start()
         self._rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
         self._n_warmup_left = settings.warmup_epochs
-        self._keep_records(before=self._backup[1] if self._backup else 0)
-        if self._backup:
-            state, self._backup = self._backup[0], None
+        state = self.take_backup()
+        self._keep_records(before=state.get("epoch", 0))
+        if state:
             self._control.restore(state["control"])
             self._measures.restore(state["measures"], state.get("arrays", []))
             self._rate.restore(state["rate"])
@@ -302,10 +301,6 @@ class AdaptiveBatchSize(ChangingBatchSize):
             "n_warmup_left": self._n_warmup_left,
             "arrays": origin,
         }
-
-    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Resume from a backup when training begins."""
-        self._backup = (state, epoch)
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state with which another number of ranks resumes, from those of all ranks."""

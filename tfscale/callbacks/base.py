@@ -1,4 +1,4 @@
-"""The base of all callbacks of tfscale."""
+"""The base of all callbacks of tfscale, and callbacks that contain others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
-from tfscale.checkpoints.resumable import Resumable, resumables
+from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
 from tfscale.checkpoints.state import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
@@ -34,6 +34,7 @@ class Callback(Traits):
     """
 
     _session: FitSession | None = None
+    _backup: State | None = None  # until training begins
 
     @property
     def session(self) -> FitSession:
@@ -55,10 +56,14 @@ class Callback(Traits):
         if not runtime.is_single():
             make_checkpoints_safe()
 
-    def resumables(self) -> list[Resumable]:
-        """Return the callbacks whose states checkpoints keep: this one and companions."""
-        own = [self] if isinstance(self, Resumable) else []
-        return [*own, *resumables(self.companions)]
+    def restore_state(self, state: State, epoch: int) -> None:
+        """Keep a state of `backup_state`, of a run that resumes with `epoch`, for the `fit`."""
+        self._backup = {**state, "epoch": epoch}
+
+    def take_backup(self) -> State:
+        """Return the state to resume from and forget it; empty if there is none."""
+        backup, self._backup = self._backup or {}, None
+        return backup
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Agree on the number of steps and epochs, and on when to save. Collective.
@@ -103,7 +108,8 @@ class BeforeValidation(Callback):
     """
 
     _has_acted = False
-    _open_epoch: int | None = None  # has begun, and not ended
+    epoch = 0  # that runs or ran last, counted from 0
+    _is_open = False  # it has not ended
 
     def act(self) -> None:
         """Run the action. Collective: all ranks must call this, in the same order."""
@@ -111,7 +117,7 @@ class BeforeValidation(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect one action in this epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._has_acted, self._open_epoch = False, epoch
+        self.epoch, self._has_acted, self._is_open = epoch, False, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Act after the last batch."""
@@ -125,16 +131,16 @@ class BeforeValidation(Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Act before `fit` validates, if that has not happened in this epoch."""
         super().on_test_begin(logs)
-        if self._open_epoch is not None and not self._has_acted:
+        if self._is_open and not self._has_acted:
             # Ranks that wait in a step must first learn that this rank runs no more steps.
-            self.session.end_epoch(self._open_epoch)
+            self.session.end_epoch(self.epoch)
             self._act_once()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Act, if that has not happened in this epoch."""
         super().on_epoch_end(epoch, logs)
         self._act_once()
-        self._open_epoch = None
+        self._is_open = False
 
     def _act_once(self) -> None:
         if not self._has_acted and not self.is_void:
@@ -169,6 +175,51 @@ for _name in (
     *("on_predict_batch_begin", "on_predict_batch_end"),
 ):
     setattr(Container, _name, _forwarding(_name))
+
+
+_CHANGES_MODEL = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+
+
+class RankZero(Container):
+    """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
+
+    Pass it to `fit` on every rank. On the other ranks no hook of the callback is called, not even
+    `set_model`. If it sets `model.stop_training`, all ranks stop together.
+
+    Args:
+        callback: A Keras callback that does not communicate.
+
+    Raises:
+        ConfigError: `callback` is not a Keras callback, is one of tfscale's that needs all ranks,
+            is a BackupAndRestore, which sets the epoch in which the ranks begin, or changes weights
+            or the learning rate.
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        super().__init__()
+        is_ours = isinstance(callback, Callback | keras.callbacks.BackupAndRestore)
+        if not isinstance(callback, keras.callbacks.Callback) or is_ours:
+            raise ConfigError(
+                "RankZero takes a Keras callback that does not communicate. Received: "
+                f"callback={callback!r}. Give callbacks of tfscale to fit() as they are, "
+                "tfscale.callbacks.BackupAndRestore among them."
+            )
+        if isinstance(callback, _CHANGES_MODEL) or getattr(callback, "restore_best_weights", False):
+            raise ConfigError(
+                "RankZero takes a callback that leaves the model as it is, or ranks would differ. "
+                f"Received: {type(callback).__name__}, which sets weights or the learning rate. "
+                "Give it to fit() on all ranks, behind MetricAverageCallback."
+            )
+        self.callback = callback
+        self.companions = [OnRankZero(callback)] if isinstance(callback, Resumable) else []
+
+    def parts(self) -> list[Any]:
+        """Return the callback, on rank 0."""
+        return [self.callback] if runtime.rank() == 0 else []
 
 
 def may_communicate() -> bool:

@@ -41,7 +41,6 @@ class LocalModels(BeforeValidation):
         self._own: list[np.ndarray] | None = None
         self._highest_rate: float | None = None
         self._first_loss: float | None = None
-        self._backup: dict[str, Any] = {}
 
     @property
     def _strategy(self) -> Any:
@@ -52,7 +51,7 @@ class LocalModels(BeforeValidation):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget an earlier `fit`; resume from a backup."""
         super().on_train_begin(logs)
-        backup, self._backup, self._own = self._backup, {}, None
+        backup, self._own = self.take_backup(), None
         self._highest_rate, self._first_loss = backup.get("rate"), backup.get("loss")
         if self._strategy is not None:
             self.session.stop_together()
@@ -123,11 +122,6 @@ class LocalModels(BeforeValidation):
     def backup_state(self) -> dict[str, Any]:
         """Return the highest rate and first loss, with which later ones are compared."""
         return {"rate": self._highest_rate, "loss": self._first_loss}
-
-    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Resume from a backup when training begins."""
-        del epoch
-        self._backup = state
 
     def _rate(self) -> float:
         return float(np.asarray(self.model.optimizer.learning_rate))

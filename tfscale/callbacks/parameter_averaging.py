@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.callbacks.base import BeforeValidation
-from tfscale.callbacks.non_trainable import average_variables
+from tfscale.callbacks.synchronize import average_variables
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
@@ -119,9 +119,7 @@ class ParameterAveraging(BeforeValidation):
         self.weights = DistanceWeights(0.0) if weights == "uniform" else weights
         self.when = when
         self.n_averages = 0
-        self._epoch = 0
         self._common: np.ndarray | None = None
-        self._backup: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -134,7 +132,7 @@ class ParameterAveraging(BeforeValidation):
             )
         if not runtime.is_single():
             self.session.stop_together()
-        backup, self._backup = self._backup, {}
+        backup = self.take_backup()
         self._n_before = self.n_averages
         self.n_averages += backup.get("n_averages", 0)
         self._common = next(iter(backup.get("arrays", [])), None)
@@ -143,11 +141,6 @@ class ParameterAveraging(BeforeValidation):
         """Keep the parameters that all ranks start from."""
         if self._common is None and self._variables():
             self._common = _flat(self._variables())
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the number of the epoch."""
-        super().on_epoch_begin(epoch, logs)
-        self._epoch = epoch
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Average now with "end", if training ended before its last epoch."""
@@ -160,16 +153,12 @@ class ParameterAveraging(BeforeValidation):
         arrays = [] if self._common is None else [self._common]
         return {"n_averages": self.n_averages - self._n_before, "arrays": arrays}
 
-    def restore_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Resume from a backup when training begins."""
-        self._backup = state
-
     def act(self) -> None:
         """Average if one is due."""
         if self.every_n_epochs == "end":
-            is_due = self._epoch + 1 == int((self.params or {}).get("epochs") or 0)
+            is_due = self.epoch + 1 == int((self.params or {}).get("epochs") or 0)
         else:
-            is_due = (self._epoch + 1) % self.every_n_epochs == 0
+            is_due = (self.epoch + 1) % self.every_n_epochs == 0
         if is_due:
             self._average_if_apart()
 

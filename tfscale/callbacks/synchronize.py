@@ -1,23 +1,31 @@
-"""Keep the models and metrics of all ranks equal during a `fit`."""
+"""Keep the models and metrics of all ranks equal during a `fit`, and check that they are."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
-from tfscale.callbacks.base import Callback, Container
-from tfscale.callbacks.consistency_check import ConsistencyCheck
+from tfscale.callbacks.base import BeforeValidation, Callback, Container, may_communicate
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.metric_average import MetricAverageCallback
-from tfscale.callbacks.non_trainable import NonTrainableState
 from tfscale.checkpoints import state as model_state
-from tfscale.comm import objects, runtime
+from tfscale.comm import collectives, objects, runtime
+from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
+from tfscale.optimizer.distributed import distributed_of, passes_per_update
+
+logger = logging.getLogger("tfscale")
+
+_NAMES_SHOWN = 3
+MODES = ("average", "root", "local")
 
 
 class Synchronize(Container):
@@ -137,6 +145,9 @@ class BroadcastGlobalVariablesCallback(Synchronize):
         )
 
 
+# Weights of one rank for all.
+
+
 def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     """Give all variables of a model, and of its optimizer, the values of one rank.
 
@@ -187,3 +198,228 @@ def _require_equal_shapes(variables: list[keras.Variable]) -> None:
 
 def _describe(item: tuple[str, tuple[int, ...], str] | None) -> str:
     return "missing" if item is None else f"{item[0]!r} of shape {item[1]} and dtype {item[2]}"
+
+
+# Moving statistics.
+
+
+class NonTrainableState(BeforeValidation):
+    """Make the non-trainable state equal on all ranks, once per epoch.
+
+    The BatchNormalization of a rank sees that rank's batches only, so the moving statistics differ.
+    They are combined before `fit` validates, with one message per epoch. Integers, states of seed
+    generators, and local layers and variables are not changed.
+
+    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` contain one.
+
+    Args:
+        mode: `"average"` takes the mean over the ranks whose values are finite, `"root"` the values
+            of `root_rank`, `"local"` keeps each rank's own values.
+        root_rank: The rank whose values are used with `"root"`.
+        local_variables: Variables that stay different on every rank.
+
+    Raises:
+        ConfigError: `mode` is none of the above.
+    """
+
+    def __init__(
+        self,
+        mode: str = "average",
+        root_rank: int = 0,
+        local_variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise ConfigError(
+                f"non_trainable must be one of {', '.join(map(repr, MODES))}. Received: "
+                f"non_trainable={mode!r}. Use 'average' if in doubt."
+            )
+        self.mode = mode
+        self.root_rank = root_rank
+        self.local_variables = list(local_variables or ())
+        self._united: list[tuple[keras.Variable, np.ndarray]] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget the combined values of an earlier `fit`."""
+        super().on_train_begin(logs)
+        self._united = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Combine the state after the last batch; restore it after a step that was given up."""
+        super().on_train_batch_end(batch, logs)
+        if self.is_void:  # the forward pass updated statistics before the step was given up
+            for variable, value in self._united:
+                variable.assign(value)
+
+    def act(self) -> None:
+        """Combine the state now. Collective: all ranks must call this, in the same order."""
+        if self.mode == "local" or runtime.size() == 1:
+            return
+        members = model_state.process_set_of(self.model)
+        common = model_state.common_variables(self.model, self.local_variables)
+        ids = {id(variable) for variable in common}
+        state = [v for v in model_state.non_trainable_state(self.model) if id(v) in ids]
+        if not state or not members.included():
+            return
+        if self.mode == "root":
+            objects.broadcast_variables(state, self.root_rank, process_set=members)
+        else:
+            _average(state, members)
+        self._united = [(variable, np.array(variable.numpy())) for variable in state]
+
+
+def average_variables(
+    variables: Sequence[keras.Variable],
+    weights: Sequence[float],
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Replace values by their mean over ranks, weighted by this rank's weight of each. Collective.
+
+    Computes in float64, in which the mean of equal float32 values is the value itself. A value with
+    weight 0 need not be finite; a variable with weight 0 on all ranks keeps its value.
+    """
+    values = [np.asarray(variable.numpy(), np.float64) for variable in variables]
+    sent = [w * v if w else np.zeros_like(v) for v, w in zip(values, weights, strict=True)]
+    *sums, totals = collectives.grouped_allreduce(
+        [*sent, np.array(weights, np.float64)], runtime.Sum, process_set=process_set, name=name
+    )
+    for variable, value, total in zip(variables, sums, np.asarray(totals), strict=True):
+        if total > 0:
+            variable.assign(np.asarray(value) / total)
+
+
+def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
+    """Average without values that are not finite: the sum would be NaN for all ranks."""
+    counted = [bool(np.all(np.isfinite(np.asarray(v.numpy())))) for v in variables]
+    paths = [v.path for v, counts in zip(variables, counted, strict=True) if not counts]
+    if paths:
+        more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
+        text = "Rank %d has NaN or infinity in %s%s, and takes the average of the other ranks."
+        logger.warning(text, runtime.rank(), ", ".join(paths[:_NAMES_SHOWN]), more)
+    average_variables(variables, counted, "tfscale_non_trainable_state", members)
+
+
+# Comparison of weights.
+
+
+class ConsistencyCheck(Callback):
+    """Require bitwise equal weights on all ranks after the first update and at epoch ends.
+
+    Each rank sends a digest of eight bytes per variable, so a check costs about one pass over the
+    weights. It compares trainable variables and the optimizer's state, including learning rate and
+    step count, but neither local variables with their slots nor non-trainable state.
+
+    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` contain one.
+
+    Args:
+        every_n_epochs: Epochs between two checks; 0 checks after the first update only.
+        optimizer_state: Whether the optimizer's state is compared.
+        local_variables: Variables that may differ, besides those registered with the optimizer.
+        groups: Groups of ranks within which weights must be equal, one sequence of ranks each; None
+            uses the groups of local SGD or, without local SGD, the optimizer's process set.
+
+    Raises:
+        ExchangeError: At a check, on all ranks, if weights differ; names the variable and ranks.
+    """
+
+    compared = ("every_n_epochs", "optimizer_state")
+
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        optimizer_state: bool = True,
+        local_variables: Iterable[keras.Variable] | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.every_n_epochs = every_n_epochs
+        self.optimizer_state = optimizer_state
+        self.local_variables = list(local_variables or ())
+        self.groups = groups
+        self._is_first_due, self._n_passes = True, 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Expect a check after the first update."""
+        super().on_train_begin(logs)
+        self._is_first_due, self._n_passes = True, 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check after the first update, which may take several batches."""
+        super().on_train_batch_end(batch, logs)
+        # After a step that was given up, ranks that stopped check at the end of the epoch.
+        if not self._is_first_due or self.session.is_given_up or not may_communicate():
+            return
+        self._n_passes += self.model.steps_per_execution
+        if self._n_passes >= passes_per_update(self.model):
+            self._is_first_due = False
+            self.check("after the first update")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check if one is due."""
+        super().on_epoch_end(epoch, logs)
+        is_due = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+        if (is_due or self._is_first_due) and not self.is_void:
+            self._is_first_due = False
+            self.check(f"at the end of epoch {epoch + 1}")
+
+    def check(self, moment: str) -> None:
+        """Compare now, and raise on all ranks if weights differ; errors name the `moment`.
+
+        Collective: all ranks must call this, in the same order.
+        """
+        if runtime.size() == 1:
+            return
+        local = model_state.local_ids(self.model, self.local_variables)
+        state = list(self.model.trainable_variables)
+        if self.optimizer_state:
+            state += model_state.optimizer_variables(self.model)
+        variables = [v for v in model_state.distinct(state) if id(v) not in local]
+        own = [_digest(variable) for variable in variables]
+        every = objects.allgather_object(own, name="check of weights")
+        if len({len(digests) for digests in every}) > 1:
+            raise ExchangeError(
+                "All ranks must train the same variables. Received: "
+                f"{[len(digests) for digests in every]} variables on ranks 0 to {len(every) - 1}, "
+                f"{moment}. Build the model and the optimizer from the same code everywhere."
+            )
+        ranks = model_state.process_set_of(self.model).ranks or range(len(every))
+        distributed = distributed_of(self.model.optimizer)
+        groups = self.groups or (distributed.groups if distributed else None) or [ranks]
+        different = {
+            index: ranks
+            for index, digests in enumerate(zip(*every, strict=True))
+            if (ranks := _differing(digests, groups))
+        }
+        if different:
+            raise ExchangeError(_explain(variables, different, moment))
+
+
+def _digest(variable: keras.Variable) -> bytes:
+    data = np.ascontiguousarray(variable.numpy()).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _differing(digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks whose digest differs from that of the first rank of their group."""
+    return sorted(r for group in groups for r in group if digests[r] != digests[group[0]])
+
+
+def _explain(variables: list[keras.Variable], different: dict[int, list[int]], moment: str) -> str:
+    shown = [
+        f"{variables[index].path!r} on ranks {ranks}"
+        for index, ranks in list(different.items())[:_NAMES_SHOWN]
+    ]
+    more = len(different) - len(shown)
+    return (
+        f"Weights must be bitwise equal on all ranks {moment}. Received: values that differ from "
+        f"the first rank's (rank 0's, without groups) for {'; '.join(shown)}"
+        f"{f'; and {more} more variables' if more else ''}. Likely causes: the optimizer is not "
+        "wrapped in DistributedOptimizer; the weights were not broadcast or were changed on one "
+        "rank afterwards; a callback or train_step does something else depending on a rank's own "
+        "data, such as a learning rate lowered by metrics that are not averaged "
+        "(MetricAverageCallback comes first). Variables meant to differ are to be registered with "
+        "register_local_var or given as local_variables."
+    )

@@ -12,6 +12,7 @@ import numpy as np
 from tfscale.checkpoints.files import Part
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
+from tfscale.internals.traits import Traits
 
 logger = logging.getLogger("tfscale")
 
@@ -45,14 +46,6 @@ class Mergeable(Resumable, Protocol):
         """Return the state for another number of ranks, given all ranks' states without arrays."""
 
 
-@runtime_checkable
-class HasResumables(Protocol):
-    """A callback that contains callbacks with states, like `tfscale.callbacks.Callback`."""
-
-    def resumables(self) -> list[Resumable]:
-        """Return the callbacks whose states a checkpoint contains; it may be one of them."""
-
-
 class OnRankZero:
     """A `Resumable` with a state on rank 0 only: other ranks do not call it."""
 
@@ -73,10 +66,8 @@ def resumables(callbacks: Sequence[Any]) -> list[Resumable]:
     """Return the callbacks of a list that have a state, including those inside other callbacks."""
     found: list[Resumable] = []
     for callback in callbacks:
-        if isinstance(callback, HasResumables):
-            found += callback.resumables()
-        elif isinstance(callback, Resumable):
-            found.append(callback)
+        found += [callback] if isinstance(callback, Resumable) else []
+        found += resumables(callback.companions) if isinstance(callback, Traits) else []
     return found
 
 

@@ -16,7 +16,7 @@ class Traits(keras.callbacks.Callback):
     sets_batch_size = False  # of the data
     shows_averages = False  # validates and saves the average of groups that train apart
     trains_apart = False  # ranks exchange no gradients, but average parameters
-    # Callbacks inside this one, which get its hooks. The list is replaced, never changed.
+    # Callbacks inside this one, whose states checkpoints keep. The list is replaced, not changed.
     companions: list[Any] = []  # noqa: RUF012
 
 
