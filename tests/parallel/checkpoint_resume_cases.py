@@ -9,7 +9,7 @@ import tfscale
 from tests.parallel.cases_equality import float64
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints.files import StoredPart
+from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.snapshot import Reader
 from tfscale.comm import runtime
 
@@ -71,7 +71,7 @@ def finish():
 def go_on_with_other_groups():
     """Two ranks take the place of two groups of two: each begins with the mean of both models."""
     (found, *_) = list_checkpoints(folder() / "local")
-    reader = Reader([StoredPart(found.path, manifest) for manifest in found.check()])
+    reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
     assert reader.groups == [[0, 1], [2, 3]]
     models = [[reader.get(r, f"weight/{i}") for i in range(6)] for r in (0, 2)]
     assert not np.array_equal(models[0][0], models[1][0])  # amid an interval

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.test_global_batches import as_rank
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.control import use_active_ranks
+from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active, epoch_order
 
 

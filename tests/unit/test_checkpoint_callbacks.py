@@ -23,7 +23,7 @@ from tfscale.callbacks import (
 from tfscale.checkpoints.resumable import read_counters
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
-from tfscale.data.control import restore_data
+from tfscale.data.global_batches import restore_data
 from tfscale.fit.agreement import require_same_samples
 from tfscale.internals import keras as internals
 

@@ -20,7 +20,6 @@ from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import (
     DamagedError,
     Part,
-    StoredPart,
     check_file,
     delete_all,
     folder_name,
@@ -62,7 +61,7 @@ def test_arrays_of_all_types_come_back(tmp_path):
     manifest = read_manifest(tmp_path, 3)
     check_file(tmp_path, manifest)
     assert manifest["info"] == {"x": [1, None, "y"]}
-    part = StoredPart(tmp_path, manifest)
+    part = Part.stored(tmp_path, manifest)
     assert set(part.arrays) == set(arrays)
     for name, array in arrays.items():
         assert part.arrays[name].dtype == array.dtype
@@ -200,7 +199,7 @@ def test_killed_while_writing(tmp_path):
         for checkpoint in finished:
             manifests = checkpoint.check()
             for manifest in manifests:
-                assert np.all(StoredPart(checkpoint.path, manifest).arrays["a"] == checkpoint.step)
+                assert np.all(Part.stored(checkpoint.path, manifest).arrays["a"] == checkpoint.step)
         n_unfinished += len(found) - len(finished)
         shutil.rmtree(directory)
     assert n_unfinished  # some were hit amid a checkpoint
@@ -268,7 +267,7 @@ def test_parts_are_put_together_and_cut(tmp_path):
             "ranges": {"0/1": [start, stop]},
         }  # fmt: skip
         write_part(tmp_path, rank, Part(info, {"part0/1": whole[start:stop]}))
-    reader = Reader([StoredPart(tmp_path, read_manifest(tmp_path, rank)) for rank in range(3)])
+    reader = Reader([Part.stored(tmp_path, read_manifest(tmp_path, rank)) for rank in range(3)])
     np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], None), whole)
     for want in ((0, 10), (2, 5), (3, 3), (4, 9), (0, 1)):
         np.testing.assert_array_equal(reader.slot("0/1", [0, 1, 2], want), whole[want[0] : want[1]])
@@ -282,7 +281,7 @@ def test_parts_are_put_together_and_cut(tmp_path):
 def test_means(tmp_path):
     write(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
-    reader = Reader([StoredPart(found.path, manifest) for manifest in found.check()])
+    reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
     mean = reader.mean([0, 1], lambda rank: reader.get(rank, "weight/0"))
     np.testing.assert_array_equal(mean, np.arange(40.0) + 0.5)
     seeds = reader.mean([1, 0], lambda rank: reader.get(rank, "seed/0"))

@@ -17,7 +17,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
 )
 from tfscale.callbacks import Checkpoint
-from tfscale.data.control import continue_epoch
+from tfscale.data.global_batches import continue_epoch
 from tfscale.internals.stack import running_fit
 
 pytestmark = pytest.mark.slow

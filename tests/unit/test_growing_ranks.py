@@ -10,7 +10,7 @@ from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks.adaptive_checks import has_wide_losses
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.control import use_active_ranks
+from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active
 from tfscale.internals.stack import running_fit
 

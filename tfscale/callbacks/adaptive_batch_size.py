@@ -20,8 +20,7 @@ from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import Rate
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.control import put_back_settings
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.global_batches import GlobalBatches, put_back_settings
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.internals.keras import print_msg, steps_until
 from tfscale.internals.optimizers import n_updates, rate_of, update_rule

@@ -12,7 +12,7 @@ from tfscale.callbacks.checkpoint import BackupAndRestore
 from tfscale.callbacks.learning_rate import LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.control import use_active_ranks
+from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active
 from tfscale.fit.preparation import build
 from tfscale.fit.session import FitSession

@@ -10,8 +10,7 @@ import keras
 
 from tfscale.callbacks.base import Callback
 from tfscale.config import ConfigError
-from tfscale.data.control import keep_settings, put_back_settings
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.global_batches import GlobalBatches, keep_settings, put_back_settings
 from tfscale.data.slices import check_integer
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import own_of

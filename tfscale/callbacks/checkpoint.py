@@ -16,8 +16,7 @@ from tfscale.checkpoints.snapshot import Position, Reader, Restore, is_broken, t
 from tfscale.checkpoints.state import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError
-from tfscale.data.control import continue_epoch, restore_data
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
 from tfscale.data.slices import check_integer
 from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import build, build_from_data
@@ -73,11 +72,9 @@ class Checkpoint(Callback):
         shared: bool = True,
     ) -> None:
         super().__init__()
-        self.directory = Path(os.path.abspath(directory))
-        self.keep = check_integer("keep", keep, 1)
-        self.shared = shared
+        self.directory, self.shared = Path(os.path.abspath(directory)), shared
         self._schedule = Schedule(every_n_steps, every_n_epochs, every_seconds)
-        self._saver = Saver(self.directory, self.keep, shared, asynchronous)
+        self._saver = Saver(self.directory, check_integer("keep", keep, 1), shared, asynchronous)
         self._handler = preemption.TermHandler(self._is_running)
         self._restart()
 
@@ -99,7 +96,14 @@ class Checkpoint(Callback):
         """Find the newest checkpoint, to be restored when the epoch begins. Collective."""
         early = self._go_first()
         super().on_train_begin(logs)
-        self._require_order(early)
+        every = objects.allgather_object(early, name="order of callbacks")
+        wrong: list[str] = next(filter(None, every), [])
+        if wrong:
+            raise ConfigError(
+                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
+                "a state of their own, and no other one is with it. Received: "
+                f"{', '.join(wrong)} with it. Put it first."
+            )
         self._restart()
         begin_at_epoch(self.model, None)
         self._run = self._saver.name_run()
@@ -133,16 +137,6 @@ class Checkpoint(Callback):
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
         return own or begun(before)
-
-    def _require_order(self, early: list[str]) -> None:
-        every = objects.allgather_object(early, name="order of callbacks")
-        wrong: list[str] = next(filter(None, every), [])
-        if wrong:
-            raise ConfigError(
-                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
-                "a state of their own, and no other one is with it. Received: "
-                f"{', '.join(wrong)} with it. Put it first."
-            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Restore the checkpoint that was found, before the other callbacks begin the epoch."""
@@ -314,9 +308,7 @@ class BackupAndRestore(Checkpoint):
             asynchronous=False,
             shared=False,
         )
-        self.backup_dir = backup_dir
-        self.save_freq = save_freq
-        self.double_checkpoint = double_checkpoint
+        self.backup_dir, self.save_freq = backup_dir, save_freq
         self.delete_checkpoint = delete_checkpoint
 
     def _save_last(self, is_new: bool, is_end: bool) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,12 @@ class EpochBatch:
     @property
     def active(self) -> int:
         """Ranks that share a batch."""
-        return self._active(self.size)
+        return count_active(self.size, runtime.size()) if self.has_surplus else runtime.size()
 
     @property
     def local(self) -> int:
         """Samples per active rank."""
         return self.size // self.active
-
-    @property
-    def larger_local(self) -> int | None:
-        """Samples per active rank of the next larger batch."""
-        return None if self.larger is None else self.larger // self._active(self.larger)
-
-    def _active(self, size: int) -> int:
-        return count_active(size, runtime.size()) if self.has_surplus else runtime.size()
 
 
 class EpochMeasures:
@@ -56,9 +48,7 @@ class EpochMeasures:
 
     def __init__(self, has_noise_scale: bool) -> None:
         self._norms = GradientNorms() if has_noise_scale else None
-        self._guard = MemoryGuard()
-        self._origin: list[np.ndarray] | None = None
-        self._first_cost = math.nan  # this rank's
+        self.start()
 
     def watch(self, model: keras.Model) -> None:
         """Let the optimizer of a model measure gradient norms, if they are needed."""
@@ -68,7 +58,8 @@ class EpochMeasures:
     def start(self) -> None:
         """Begin a run."""
         self._guard = MemoryGuard()
-        self._origin, self._first_cost = None, math.nan
+        self._origin: list[np.ndarray] | None = None
+        self._first_cost = math.nan  # this rank's
         if self._norms is not None:
             self._norms.reset()
 
@@ -91,11 +82,8 @@ class EpochMeasures:
     def end_epoch(
         self, model: keras.Model, logs: dict[str, Any] | None, batch: EpochBatch
     ) -> Measures:
-        """Return the measures of the epoch, averaged over the ranks. Collective.
-
-        The loss in `logs` may have been averaged already; raises ConfigError if there is none.
-        """
-        larger = batch.larger_local
+        """Return the measures of the epoch, averaged over the ranks. Collective."""
+        larger = replace(batch, size=batch.larger).local if batch.larger else None
         own: dict[str, Any] = {
             "first": self._first_cost,
             "cost": _loss(logs),

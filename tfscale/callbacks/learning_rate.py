@@ -71,8 +71,7 @@ class LearningRateScheduleCallback(Callback):
         super().__init__()
         self.initial_lr = initial_lr
         self.multiplier = _as_function(multiplier, start_epoch)
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch

@@ -129,10 +129,8 @@ class MetricAverageCallback(Callback):
 class _Snapshot:
     """States and results of a model's metrics at one moment on this rank."""
 
-    variables: list[keras.Variable]  # the states of all metrics
+    states: list[tuple[keras.Variable, str, str]]  # of all metrics: variable, reduction, label
     values: list[np.ndarray]  # of the variables, as float64
-    modes: list[str]  # reduction of each variable over ranks, a key of `REDUCE`
-    labels: list[str]  # metric, name and shape of each variable; must be equal on all ranks
     results: dict[str, Any]  # by key of the logs
     stateless: frozenset[str]  # names of metrics without variables
 
@@ -140,28 +138,21 @@ class _Snapshot:
     def of(cls, model: keras.Model) -> _Snapshot:
         """Copy the states of all metrics of a model; the metrics are left as they are."""
         states = metric_states(model)
-        return cls(
-            variables=[variable for variable, _, _ in states],
-            values=[np.asarray(variable.numpy(), np.float64) for variable, _, _ in states],
-            modes=[mode for _, mode, _ in states],
-            labels=[label for _, _, label in states],
-            results=_scalars(model.get_metrics_result()),
-            stateless=frozenset(m.name for m in metrics_of(model) if not m.variables),
-        )
+        values = [np.asarray(variable.numpy(), np.float64) for variable, _, _ in states]
+        stateless = frozenset(m.name for m in metrics_of(model) if not m.variables)
+        return cls(states, values, _scalars(model.get_metrics_result()), stateless)
 
     def reduced_results(self, model: keras.Model) -> dict[str, Any]:
-        """Return the results over all ranks' data, by key of the logs. Collective.
-
-        Sends one message for each mode in use, and leaves the metrics as they are.
-        """
+        """Return the results over all ranks' data; the metrics stay as they are. Collective."""
         mapping = []
         for mode, op in REDUCE.items():
-            chosen = [i for i, used in enumerate(self.modes) if used == mode]
-            values = [self.values[i] for i in chosen]
+            pairs = zip(self.states, self.values, strict=True)
+            chosen = [(variable, value) for (variable, used, _), value in pairs if used == mode]
+            values = [value for _, value in chosen]
             reduced = collectives.grouped_allreduce(values, op, name=f"tfscale_metrics_{mode}")
-            for i, value in zip(chosen, reduced, strict=True):
-                dtype = keras.backend.standardize_dtype(self.variables[i].dtype)
-                mapping.append((self.variables[i], np.asarray(value).astype(dtype)))
+            for (variable, _), value in zip(chosen, reduced, strict=True):
+                dtype = keras.backend.standardize_dtype(variable.dtype)
+                mapping.append((variable, np.asarray(value).astype(dtype)))
         with keras.StatelessScope(state_mapping=mapping):
             return _scalars(model.get_metrics_result())
 
@@ -173,10 +164,8 @@ def _average_logs(
 
     A number or array made by metrics is recomputed from their reduced states. Any other number is
     averaged with equal weights of the ranks; other values stay. `snapshots` has prefixes of keys
-    as its keys: "" for training, "val_" for validation.
-
-    Raises:
-        ExchangeError: On all ranks, if a key or a metric's state exists on some ranks only.
+    as its keys: "" for training, "val_" for validation. Raises on all ranks if a key or a metric's
+    state exists on some ranks only.
     """
     for key, value in logs.items():
         if not isinstance(value, (int, float)) and np.ndim(value) == 0 and _is_number(value):
@@ -184,17 +173,11 @@ def _average_logs(
     mine = {
         "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
         "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
-        "states": {prefix: taken.labels for prefix, taken in snapshots.items()},
+        "states": {f"{p}{label}" for p, taken in snapshots.items() for *_, label in taken.states},
     }
     every = objects.allgather_object(mine, name="metrics of an epoch")
     _require_equal("logs key", [set(item["keys"]) for item in every])
-    _require_equal(
-        "metric state",
-        [
-            {f"{p}{label}" for p, labels in item["states"].items() for label in labels}
-            for item in every
-        ],
-    )
+    _require_equal("metric state", [item["states"] for item in every])
     results = {
         prefix + key: value
         for prefix, snapshot in sorted(snapshots.items())

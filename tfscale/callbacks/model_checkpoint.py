@@ -6,6 +6,7 @@ Ranks must know each other's callbacks that save, to gather sharded state in tim
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from types import SimpleNamespace
@@ -29,11 +30,9 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        if runtime.rank() == 0:
+        is_first = runtime.rank() == 0
+        with contextlib.nullcontext() if is_first else writing_nothing(self):
             super()._save_model(epoch, batch, logs)
-        elif not _is_given_up(_saves_of(self)):
-            with writing_nothing(self):
-                super()._save_model(epoch, batch, logs)
 
 
 class BestModelCheckpoint(ModelCheckpoint):
@@ -182,8 +181,9 @@ def make_checkpoints_safe() -> None:
 def _agreed(save_model: Any) -> Any:
     @functools.wraps(save_model)
     def save_as_agreed(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
-        saves = _saves_of(self)
-        if _is_given_up(saves):
+        session = session_of(self.model)
+        saves = None if session is None else session.saves
+        if saves is not None and saves.is_given_up:
             return
         if saves is not None and any(callback is self for callback in saves.silent):
             with writing_nothing(self):
@@ -195,13 +195,3 @@ def _agreed(save_model: Any) -> Any:
         save_model(self, epoch, batch, logs)
 
     return save_as_agreed
-
-
-def _saves_of(callback: Any) -> SavePoints | None:
-    session = session_of(callback.model)
-    return None if session is None else session.saves
-
-
-def _is_given_up(saves: SavePoints | None) -> bool:
-    """Return whether the last step of a `fit` was given up, so that nothing may be saved."""
-    return saves is not None and saves.is_given_up

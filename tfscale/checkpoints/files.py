@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -50,16 +51,28 @@ class UnreadableError(Exception):
     """A file may be sound, but cannot be read now; the text names it and the reason."""
 
 
+@dataclass(frozen=True)
 class Part:
-    """The part of a checkpoint that one rank saves."""
+    """The part of a checkpoint that one rank saves; arrays in files are read on access."""
 
-    def __init__(self, info: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self.info = info  # JSON: numbers, texts, lists, dicts
-        self.arrays = arrays  # of any dtype but object
+    info: dict[str, Any]  # JSON: numbers, texts, lists, dicts
+    arrays: Mapping[str, np.ndarray]  # of any dtype but object
+
+    @staticmethod
+    def stored(folder: Path, manifest: dict[str, Any]) -> Part:
+        """Return the part that a manifest describes."""
+        return Part(manifest["info"], _Arrays(folder / manifest["file"]))
 
     def slice(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return some elements of a flattened array."""
+        """Return some elements of a flattened array; no others are read."""
+        if isinstance(self.arrays, _Arrays):
+            return self.arrays.read(name, start, stop)
         return self.arrays[name].reshape(-1)[start:stop]
+
+    def series(self, name: str) -> list[str]:
+        """Return the names "name/0", "name/1" and so on of arrays that exist."""
+        numbered = (f"{name}/{i}" for i in itertools.count())
+        return list(itertools.takewhile(self.arrays.__contains__, numbered))
 
 
 def write_part(folder: Path, rank: int, part: Part) -> None:
@@ -117,34 +130,19 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-class StoredPart(Part):
-    """A part in its files; arrays are read on access."""
-
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        super().__init__(manifest["info"], _Arrays(folder / manifest["file"]))
-
-    def slice(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read some elements of a flattened array, and no others."""
-        assert isinstance(self.arrays, _Arrays)
-        return self.arrays.read(name, start, stop)
-
-
 class _Arrays(Mapping[str, np.ndarray]):
     """The arrays of a safetensors file. Errors are `DamagedError` and `UnreadableError`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: tuple[dict[str, Any], dict[str, str], int] | None = None
 
-    @property
+    @functools.cached_property
     def _header(self) -> tuple[dict[str, Any], dict[str, str], int]:
         """Entries by name, types unknown to the format by name, and the offset of the data."""
-        if self._known is None:
-            with reading(self._path), self._path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                entries = json.loads(file.read(length))
-                self._known = entries, entries.pop("__metadata__", {}), 8 + length
-        return self._known
+        with reading(self._path), self._path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length))
+            return entries, entries.pop("__metadata__", {}), 8 + length
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.read(name)

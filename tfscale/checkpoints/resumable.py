@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import keras
-import numpy as np
 
 from tfscale.checkpoints.files import Part
 from tfscale.comm import runtime
@@ -108,10 +107,7 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
             state = states[runtime.rank()]
         else:
             state = callback.merge_states(states) if isinstance(callback, Mergeable) else states[0]
-        arrays: list[np.ndarray] = []
-        kept = parts[leader].arrays
-        while f"callback{j}/{len(arrays)}" in kept:
-            arrays.append(kept[f"callback{j}/{len(arrays)}"])
+        arrays = [parts[leader].arrays[name] for name in parts[leader].series(f"callback{j}")]
         callback.restore_state({**state, "arrays": arrays} if arrays else dict(state), epoch)
 
 

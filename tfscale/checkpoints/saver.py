@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from tfscale.checkpoints.files import (
     DamagedError,
     Found,
     Part,
-    StoredPart,
     UnreadableError,
     folder_name,
     list_checkpoints,
@@ -78,9 +78,7 @@ class Saver:
             need, way = "a directory that rank 0 can write to", "Pass another folder."
             if self.is_shared:
                 need = "a directory that all ranks write to and read from"
-                way = (
-                    "Pass a folder on a shared file system, or shared=False: rank 0 writes for all."
-                )
+                way = "Pass a folder that all ranks share, or shared=False: rank 0 writes for all."
             raise ConfigError(
                 f"Checkpoints need {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
             )
@@ -92,15 +90,15 @@ class Saver:
         is not shared, rank 0 checks all parts and sends them. Skipped checkpoints are renamed if
         they are damaged; unfinished ones are left to be deleted later. Collective.
 
-        Raises:
-            ConfigError: All finished checkpoints are damaged, or the system does not allow the
-                directory or the newest checkpoint to be read; raised on all ranks.
+        Raises ConfigError on all ranks if all finished checkpoints are damaged, or the system does
+        not allow the directory or the newest checkpoint to be read.
         """
         damaged: list[tuple[Path, str]] = []
         share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
-        for listed in _list_together(self.directory):
-            path = self.directory / listed.path.name  # this rank's path
-            found = dataclasses.replace(listed, path=path)
+        listed = partial(list_checkpoints, self.directory)
+        for found in _from_rank_zero(self.directory, listed, "checkpoints"):
+            path = self.directory / found.path.name  # this rank's path
+            found = dataclasses.replace(found, path=path)
             parts: list[Part] = []
             error, unreadable = "", ""
             if not found.is_finished and not found.unreadable:
@@ -108,7 +106,7 @@ class Saver:
                 continue
             try:
                 if self.is_shared or runtime.rank() == 0:
-                    parts = [StoredPart(path, manifest) for manifest in found.check(share)]
+                    parts = [Part.stored(path, manifest) for manifest in found.check(share)]
             except DamagedError as failure:
                 error = str(failure)
             except UnreadableError as failure:
@@ -120,7 +118,7 @@ class Saver:
                 for other, _ in damaged if runtime.rank() == 0 else ():
                     text = "%s is renamed to %s."
                     logger.warning(text, other.name, set_aside(other) or "nothing")
-                return parts if self.is_shared else _send(found, parts)
+                return parts if self.is_shared else _sent_by_rank_zero(found, parts)
             damaged.append((path, errors[0]))
             _warn("Checkpoint %s is passed over: %s.", path, errors[0])
         if damaged:
@@ -140,9 +138,7 @@ class Saver:
     def start(self, part: Part, run: str) -> None:
         """Start writing a checkpoint. Collective if the directory is not shared.
 
-        Args:
-            part: This rank's part; its arrays must not be changed any more.
-            run: Unique name of the run.
+        The arrays of `part`, this rank's, must not be changed any more.
         """
         folder = self.directory / folder_name(part.info["step"], run)
         self.runs.add(run)
@@ -183,9 +179,8 @@ class Saver:
         every = objects.allgather_object(self.wait(), name="parts of a checkpoint")
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
         if texts:
-            need = (
-                "Each rank must write its part" if self.is_shared else "Rank 0 must write all parts"
-            )
+            shared = self.is_shared
+            need = "Each rank must write its part" if shared else "Rank 0 must write all parts"
             raise ExchangeError(
                 f"{need} of a checkpoint. Received: {'; '.join(texts)}. The checkpoints before are "
                 "still there. Make room, then start the job again."
@@ -194,33 +189,28 @@ class Saver:
             prune(self.directory, self.keep, self.runs)
 
 
-def _list_together(directory: Path) -> list[Found]:
-    listed: list[Found] = []
+def _sent_by_rank_zero(found: Found, parts: list[Part]) -> list[Part]:
+    """Read all parts on rank 0, one at a time, and return them on all ranks."""
+
+    def read(rank: int) -> Part:
+        return Part(parts[rank].info, dict(parts[rank].arrays))
+
+    name = "part of a checkpoint"
+    return [_from_rank_zero(found.path, partial(read, n), name) for n in range(found.size)]
+
+
+def _from_rank_zero(path: Path, read: Callable[[], Any], name: str) -> Any:
+    """Return what rank 0 reads; if it cannot, raise on all ranks. Collective."""
+    result: Any = None
     error = ""
     if runtime.rank() == 0:
         try:
-            listed = list_checkpoints(directory)
-        except UnreadableError as failure:
+            result = read()
+        except (DamagedError, UnreadableError) as failure:
             error = f"rank 0: {failure}"
-    listed, error = objects.broadcast_object((listed, error), 0, name="checkpoints")
-    _require_readable(directory, [error] if error else [])
-    return listed
-
-
-def _send(found: Found, parts: list[Part]) -> list[Part]:
-    """Read all parts on rank 0, and return them on all ranks."""
-    sent: list[Part] = []
-    for rank in range(found.size):
-        part: Any = None
-        if runtime.rank() == 0:
-            try:
-                part = Part(parts[rank].info, dict(parts[rank].arrays))
-            except (DamagedError, UnreadableError) as failure:
-                part = f"rank 0: {failure}"
-        part = objects.broadcast_object(part, 0, name="part of a checkpoint")
-        _require_readable(found.path, [part] if isinstance(part, str) else [])
-        sent.append(part)
-    return sent
+    result, error = objects.broadcast_object((result, error), 0, name=name)
+    _require_readable(path, [error] if error else [])
+    return result
 
 
 def _require_readable(path: Path, errors: list[str]) -> None:
@@ -252,10 +242,9 @@ class Requests(NamedTuple):
 class Schedule:
     """Decides when checkpoints are due, by steps and epochs (equal on all ranks) or seconds.
 
-    Clocks differ between ranks. So about once a second, at the end of a step, a round of exchange
-    tells all ranks whether some rank's seconds have passed. The number of steps between two rounds
-    is computed from the slowest rank's times, which are exchanged too, so it is the same on all
-    ranks. A single process checks its clock in every step.
+    Clocks differ between ranks, so about once a second a round of exchange at the end of a step
+    tells all whether some rank's seconds have passed. The number of steps between two rounds comes
+    from the slowest rank's times, which are exchanged too. A single process has no rounds.
     """
 
     def __init__(self, n_steps: int | None, n_epochs: int | None, seconds: float | None) -> None:

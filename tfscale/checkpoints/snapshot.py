@@ -195,20 +195,9 @@ class Reader:
         """The rank whose counters this one restores: rank 0 if the number of ranks has changed."""
         return runtime.rank() if len(self.parts) == runtime.size() else 0
 
-    def has(self, rank: int, name: str) -> bool:
-        """Return whether a rank wrote an array of that name."""
-        return name in self.parts[rank].arrays
-
     def get(self, rank: int, name: str) -> np.ndarray:
         """Return an array."""
         return self.parts[rank].arrays[name]
-
-    def series(self, rank: int, name: str) -> list[str]:
-        """Return the names "name/0", "name/1" and so on of the arrays that a rank wrote."""
-        names: list[str] = []
-        while self.has(rank, f"{name}/{len(names)}"):
-            names.append(f"{name}/{len(names)}")
-        return names
 
     def mean(self, ranks: Sequence[int], get: Callable[[int], np.ndarray]) -> np.ndarray:
         """Return the mean of `get(rank)` over some ranks; the value itself if all are equal.
@@ -234,32 +223,26 @@ class Reader:
         return (total / runtime.size()).astype(values.dtype)
 
     def slot(self, name: str, group: Sequence[int], want: Range | None) -> np.ndarray:
-        """Return an optimizer variable of a group, or a range of its flat elements.
+        """Return an optimizer variable of a group, or the range `want` of its flat elements.
 
-        Args:
-            name: "optimizer/variable", by index.
-            group: Ranks that shared the variable; the first one wrote it if all had the whole.
-            want: First element and the one after the last; None for all.
-
-        Returns:
-            An array; flat where ranks held ranges.
+        `name` is "optimizer/variable", by index. The first rank of the group wrote the variable if
+        all had the whole; the result is flat if ranks held ranges.
         """
         if want is not None and want[0] == want[1]:
             return np.zeros(0)
         wholes = [(group[0], f"optimizer{name}")]
         pieces: list[tuple[int, int, int]] = []
         for rank in group:
-            if self.has(rank, f"part{name}"):
+            if f"part{name}" in self.parts[rank].arrays:
                 held = self.parts[rank].info["ranges"][name]
                 if held is None:
                     wholes.append((rank, f"part{name}"))
                 elif held[0] < held[1]:
                     pieces.append((*held, rank))
         for rank, whole in wholes:
-            if self.has(rank, whole):
-                if want is None:
-                    return self.get(rank, whole)
-                return self.parts[rank].slice(whole, *want)
+            part = self.parts[rank]
+            if whole in part.arrays:
+                return part.arrays[whole] if want is None else part.slice(whole, *want)
         pieces.sort()
         if not pieces:
             raise DamagedError(f"no rank wrote optimizer variable {name}")
@@ -284,9 +267,9 @@ class Restore:
     """
 
     def __init__(self, model: keras.Model, reader: Reader) -> None:
-        """Compare model and checkpoint, and start groups of local SGD if the checkpoint has them.
+        """Compare a built model with a checkpoint, and start groups if the checkpoint has them.
 
-        Values are not changed. Collective if groups start. The model and its optimizers are built.
+        Values are not changed. Collective if groups start.
         """
         self._model = model
         self._reader = reader
@@ -385,10 +368,8 @@ class Restore:
             kept.note_load()
 
     def _assign_slot(self, variable: Any, name: str, want: Range | None) -> None:
-        def read(place: int) -> np.ndarray:
-            return self._reader.slot(name, self._groups[place], want)
-
-        value = self._reader.mean(range(len(self._groups)), read)
+        places = range(len(self._groups))
+        value = self._reader.mean(places, lambda i: self._reader.slot(name, self._groups[i], want))
         variable.assign(np.reshape(value, tuple(variable.shape)))
 
     def _restore_accumulator(self, k: int, optimizer: Any) -> None:
@@ -398,7 +379,7 @@ class Restore:
         if accumulator is None or not count:
             return
         mode = "sum" if optimizer.options.op == Sum else "mean"
-        names = self._reader.series(0, f"sum{k}")
+        names = self._reader.parts[0].series(f"sum{k}")
         accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
 
     def _restore_average(self, name: str, optimizer: Any) -> None:
@@ -411,20 +392,17 @@ class Restore:
         average = None if distributed is None else distributed.group_average
         if average is None:
             return
-        leader = self._groups[0][0]
-        given = (
-            average.interval.numpy()
-        )  # a fixed interval is set by the program, not the checkpoint
+        leader, parts = self._groups[0][0], self._reader.parts
+        given = average.interval.numpy()  # a fixed interval is the program's, not the checkpoint's
         adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval)
-        if adapts and self._reader.has(leader, f"{name}/0"):
+        if adapts and f"{name}/0" in parts[leader].arrays:
             average.interval.assign(self._reader.get(leader, f"{name}/0"))
         if not self._is_exact:  # all groups hold the average already
             average.start_from_here()
             return
         # Ranks wrote their own segments, or the first rank of a group what is equal in it.
-        names = self._reader.series(self._rank, name)
-        source = self._rank if names else leader
-        kept = [self._reader.get(source, each) for each in self._reader.series(source, name)]
+        source = parts[self._rank if parts[self._rank].series(name) else leader]
+        kept = [source.arrays[each] for each in source.series(name)]
         fits = [value.shape for value in kept] == [tuple(v.shape) for v in average.variables]
         n_fit = collectives.allreduce(np.int64(fits), op=Sum, name="restored averages")
         if int(n_fit) == runtime.size():

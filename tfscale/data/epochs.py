@@ -80,10 +80,8 @@ class Epochs:
 
     def __init__(self, source: BatchSource, is_shuffled: bool, drop_remainder: bool):
         self.source = source
-        self.is_shuffled = is_shuffled
-        self.drop_remainder = drop_remainder
-        self.seed = 0
-        self.number = 0
+        self.is_shuffled, self.drop_remainder = is_shuffled, drop_remainder
+        self.seed = self.number = 0
         self.batch_size = 1
         self.has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
         self.weighs_samples = True  # sample weights: one for each sample, or one for the batch
@@ -100,9 +98,6 @@ class Epochs:
         """Open the epoch of the present settings, unless it is being served already.
 
         With `is_trained_on` data that is not shuffled must meet the requirements of training, too.
-
-        Raises:
-            ConfigError: The batch size does not suit the data or the number of ranks.
         """
         slices = self.slices(self.batch_size)
         key = (self.seed, self.number, check_slices(slices, is_trained_on or self.is_shuffled))

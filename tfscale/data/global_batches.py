@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
+from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.epochs import Epochs, StepCount
-from tfscale.data.slices import check_integer
+from tfscale.data.slices import BatchSlices, check_integer, check_slices
 from tfscale.data.sources import ArraySource, RecordSource
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
+from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
 from tfscale.internals.stack import current_pass
+
+logger = logging.getLogger("tfscale")
 
 
 class GlobalBatches(keras.utils.PyDataset):
@@ -259,3 +265,131 @@ class GlobalBatches(keras.utils.PyDataset):
     def _refresh_if_idle(self) -> None:
         if self._epochs.is_ready() and current_pass().caller is None:
             self._epochs.refresh()
+
+
+# Settings that a `fit` changes, and that are put back at its end.
+
+
+@contextlib.contextmanager
+def keep_settings(data: GlobalBatches) -> Iterator[None]:
+    """Save settings that a `fit` which begins within the block may change.
+
+    `put_back_settings` restores them; an exception within the block does so at once.
+    """
+    put_back_settings(data)  # of an earlier `fit` that broke off
+    epochs = data._epochs
+    epochs.kept = epochs.batch_size, epochs.has_surplus_ranks
+    try:
+        yield
+    except BaseException:
+        put_back_settings(data)
+        raise
+
+
+def put_back_settings(data: GlobalBatches) -> None:
+    """Restore the saved batch size and surplus ranks, if there are any.
+
+    A batch size that was set outside of `fit` in the meantime stays.
+    """
+    epochs = data._epochs
+    if epochs.kept is not None:
+        (epochs.batch_size, epochs.has_surplus_ranks), epochs.kept = epochs.kept, None
+        epochs.close()
+
+
+def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
+    """Share batches among `count_active` ranks only, from the next pass on.
+
+    The data needs targets, and serves sample weights from now on: one for each sample, or without
+    `weighs_samples` one for the whole batch, which suits losses of any shape.
+    """
+    epochs = data._epochs
+    epochs.has_surplus_ranks, epochs.weighs_samples = True, weighs_samples
+    epochs.close()
+
+
+# The rest of an epoch that was interrupted.
+
+
+def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None) -> None:
+    """Resume an epoch in the data of a running `fit` from its saved state, if it has one.
+
+    An epoch whose `first_step` is above 0 must keep its batch size; at step 0 it may change. None:
+    no epoch begins, and the batch size stays.
+    """
+    if state is None or not isinstance(data, GlobalBatches):
+        return
+    own = data.batch_size
+    if first_step is None:
+        state = {**state, "batch_size": own}
+    # A callback that sets the batch size (`kept`) continues with its own.
+    is_told = state["batch_size"] != own and data._epochs.kept is None
+    if is_told and runtime.rank() == 0:
+        logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
+    try:
+        data.restore(state)
+    except ConfigError as error:
+        if state["samples"] != data.samples:
+            raise
+        if first_step == 0:  # then the program's own batch size is used
+            data.restore({**state, "batch_size": own})
+            return
+        raise ConfigError(
+            f"An epoch that goes on keeps its batches of {state['batch_size']}. {error} Start with "
+            "a number of ranks that divides it, or move this checkpoint away."
+        ) from error
+
+
+def continue_epoch(epochs: Any, epoch: int, first_step: int) -> int:
+    """Let the epoch that a running `fit` is about to begin start with a later step.
+
+    `GlobalBatches` does not read the batches before it; other data is read and dropped up to there.
+    See `begin_epoch_at`; `epochs` is None outside of a `fit`.
+    """
+    return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, _rest_of)
+
+
+def _rest_of(data: Any, first_step: int) -> _Rest | None:
+    return _Rest(data, first_step) if isinstance(data, GlobalBatches) else None
+
+
+class _Rest(keras.utils.PyDataset):
+    """The batches of a data set from some step on."""
+
+    def __init__(self, data: GlobalBatches, first_step: int) -> None:
+        super().__init__()
+        self._data = data
+        self._first = first_step
+
+    def __len__(self) -> int:
+        return int(self._data.num_batches) - self._first
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index + self._first]
+
+    def on_epoch_begin(self) -> None:
+        self._data.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._data.on_epoch_end()
+
+
+# Batches of any size, independent of those served to `fit`.
+
+
+def read_batches(
+    data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
+) -> Iterator[Any]:
+    """Yield whole batches of one epoch, independently of the epoch that the data serves.
+
+    `seed` determines the order, if the data is shuffled; `class_weight` is converted to sample
+    weights, as in `fit`.
+    """
+    slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
+    read = data._epochs.source.open_epoch(seed, 0, slices)
+    for step in range(slices.steps):
+        batch = read(step)
+        if class_weight is not None:
+            x, y = batch
+            batch = x, y, class_weight_to_sample_weights(y, class_weight)
+        yield batch

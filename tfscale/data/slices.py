@@ -51,13 +51,7 @@ class BatchSlices:
         return self.full_batches + (stop > start)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Return start and stop of this rank's slice of a global batch, in the epoch's order.
-
-        The slices of all ranks in a step follow each other without gap or overlap.
-
-        Raises:
-            IndexError: `step` is outside the epoch.
-        """
+        """Return start and stop of this rank's slice of a global batch, in the epoch's order."""
         if not 0 <= step < self.steps:
             raise IndexError(f"step must be below {self.steps}. Received: step={step}")
         if step < self.full_batches:
@@ -118,11 +112,6 @@ def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
 
     In training every rank must take the same number of steps, on slices of equal length: only then
     is the mean over ranks the mean over samples.
-
-    Raises:
-        ConfigError: The batch size is not a multiple of the number of ranks or larger than the
-            data, there are fewer samples than ranks, or the smaller batch at the end of a training
-            epoch cannot be shared equally.
     """
     batch_size, size, samples = slices.batch_size, slices.size, slices.samples
     if batch_size % size:

@@ -46,9 +46,6 @@ class ArraySource:
     """Nested arrays with one common first axis, see `GlobalBatches`; served in any order.
 
     Holds references to the arrays, not copies; memory-mapped arrays are read slice by slice.
-
-    Raises:
-        ConfigError: An argument contains other objects than arrays, or the lengths differ.
     """
 
     def __init__(self, x: Any, y: Any, sample_weight: Any, is_shuffled: bool):
@@ -153,10 +150,8 @@ def _never_ends(dataset: tf.data.Dataset) -> bool:
 def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """Return the pairs of seeds of all steps that shuffle or draw; ranks compare them.
 
-    One of each pair is TensorFlow's global seed, which users may set differently per rank.
-
-    Raises:
-        ConfigError: A step draws another order on each rank, or in each pass.
+    One of each pair is TensorFlow's global seed, which users may set differently per rank. A step
+    that draws another order on each rank, or in each pass, is refused.
     """
     seeds, steps = [], [dataset]
     while steps:
@@ -179,10 +174,6 @@ class RecordSource:
     """Records of a dataset: all ranks shuffle all of them undecoded, one rank decodes each.
 
     For the arguments see `GlobalBatches.from_dataset`. Creating the source reads nothing.
-
-    Raises:
-        ConfigError: The argument is not a dataset, or the dataset is infinite, in another order in
-            each pass, or smaller than `size`.
     """
 
     def __init__(
@@ -339,14 +330,11 @@ class _EpochReader:
         batch_size = self._slices.local_batch_size
         dataset = self._records.skip(step * batch_size)
         if self._decode is not None:
-            dataset = dataset.map(
-                self._decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-            )
+            dataset = dataset.map(self._decode, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
         options = tf.data.Options()
-        options.deterministic = True
-        # Keras waits for batches inside a TensorFlow thread: with the same pool decoding could
-        # wait for itself.
+        options.deterministic = True  # of `map`, too
+        # Keras waits for batches in a TensorFlow thread; in its pool, decoding would wait for it.
         options.threading.private_threadpool_size = len(os.sched_getaffinity(0))
         with tf.device("CPU:0"):
             return iter(dataset.with_options(options))

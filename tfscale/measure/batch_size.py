@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.config import ConfigError
-from tfscale.data.control import read_batches
-from tfscale.data.global_batches import GlobalBatches
+from tfscale.data.global_batches import GlobalBatches, read_batches
 from tfscale.files import write_findings
 from tfscale.internals.keras import build_from_spec, is_built
 from tfscale.measure.growth import noise_scale
