@@ -16,8 +16,7 @@ from tfscale.callbacks import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY
-from tfscale.callbacks.adaptive_checks import check_compared
+from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY, check_compared
 from tfscale.callbacks.batch_size_schedule import check_sizes
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
@@ -106,7 +105,7 @@ def test_two_callbacks_that_set_the_rate(other):
 
 @pytest.mark.parametrize("before", [[], [MetricAverageCallback()]])
 def test_early_stopping_before_metric_averaging(before, monkeypatch):
-    from tfscale.callbacks import adaptive_checks
+    from tfscale.callbacks import adaptive_batch_size as adaptive_checks
 
     stop = keras.callbacks.EarlyStopping(monitor="loss")
     monkeypatch.setattr(adaptive_checks.runtime, "size", lambda: 2)

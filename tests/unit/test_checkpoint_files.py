@@ -290,10 +290,10 @@ def test_means(tmp_path):
     assert third.dtype == np.float32 and third[0] == np.float32(0.1)
 
 
-@pytest.mark.parametrize("uses_thread", [True, False])
-def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, uses_thread):
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, is_asynchronous):
     tfscale.init()
-    saver = Saver(tmp_path, 1, is_shared=True, uses_thread=uses_thread)
+    saver = Saver(tmp_path, 1, is_shared=True, is_asynchronous=is_asynchronous)
     part = Part({"run": RUN, "step": 4, "size": 1, "groups": [[0]]}, {})
     saver.start(part, RUN)
     assert saver.wait() == "" and list_checkpoints(tmp_path)[0].is_finished

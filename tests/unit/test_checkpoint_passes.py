@@ -122,7 +122,7 @@ def test_an_epoch_that_became_shorter_has_a_step_left():
 
 def test_schedules_count_micro_batches():
     """Where Keras accumulates, it asks the schedule with their number."""
-    from tfscale.callbacks.adaptive_batch_size import AdaptiveRate
+    from tfscale.callbacks.learning_rate import AdaptiveRate
 
     schedule = tfscale.ScalableSchedule(keras.optimizers.schedules.CosineDecay(0.1, 100))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

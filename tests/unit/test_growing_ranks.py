@@ -7,7 +7,7 @@ import pytest
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
 from tests.unit.test_global_batches import as_rank
-from tfscale.callbacks.adaptive_checks import has_wide_losses
+from tfscale.callbacks.adaptive_batch_size import has_wide_losses
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import use_active_ranks

@@ -33,6 +33,7 @@ class Callback(Traits):
     must have at least one.
     """
 
+    epoch = 0  # that runs or ran last, counted from 0
     _session: FitSession | None = None
     _backup: State | None = None  # until training begins
 
@@ -85,6 +86,7 @@ class Callback(Traits):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""
+        self.epoch = epoch
         self.session.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -108,8 +110,7 @@ class BeforeValidation(Callback):
     """
 
     _has_acted = False
-    epoch = 0  # that runs or ran last, counted from 0
-    _is_open = False  # it has not ended
+    _is_open = False  # the epoch has not ended
 
     def act(self) -> None:
         """Run the action. Collective: all ranks must call this, in the same order."""
@@ -117,7 +118,7 @@ class BeforeValidation(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect one action in this epoch."""
         super().on_epoch_begin(epoch, logs)
-        self.epoch, self._has_acted, self._is_open = epoch, False, True
+        self._has_acted, self._is_open = False, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Act after the last batch."""

@@ -13,8 +13,9 @@ from tfscale.callbacks.base import Callback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.internals.keras import print_msg
-from tfscale.internals.optimizers import rate_of, update_rule
+from tfscale.internals.optimizers import n_updates, rate_of, update_rule
 from tfscale.optimizer.lars import LARS
+from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 Multiplier = Callable[[float], float]
 # Update rules whose velocities sum up past steps, each multiplied by the rate of its time, and the
@@ -75,7 +76,6 @@ class LearningRateScheduleCallback(Callback):
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
-        self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse a learning rate that the callback cannot control."""
@@ -91,16 +91,11 @@ class LearningRateScheduleCallback(Callback):
         if not self.staircase:
             self._steps()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the number of the epoch."""
-        super().on_epoch_begin(epoch, logs)
-        self._epoch = epoch
-
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the rate, and correct the velocities where it changed."""
         super().on_train_batch_begin(batch, logs)
-        is_over = self.end_epoch is not None and self._epoch >= self.end_epoch
-        if self._epoch < self.start_epoch or is_over or (self.staircase and batch > 0):
+        is_over = self.end_epoch is not None and self.epoch >= self.end_epoch
+        if self.epoch < self.start_epoch or is_over or (self.staircase and batch > 0):
             return
         self._set_rate_of_batch(batch)
 
@@ -121,7 +116,7 @@ class LearningRateScheduleCallback(Callback):
 
     def _set_rate_of_batch(self, batch: int) -> None:
         fraction = 0.0 if self.staircase else batch / self._steps()
-        self._rate.set(self.initial_lr * self.multiplier(self._epoch + fraction))
+        self._rate.set(self.initial_lr * self.multiplier(self.epoch + fraction))
 
 
 def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier:
@@ -273,6 +268,54 @@ class Rate:
 
             self._scale_slots = scale_slots
         self._scale_slots(tf.constant(factor, tf.float64))
+
+
+class AdaptiveRate(Rate):
+    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate.
+
+    The initial rate of `former`, that of an earlier `fit`, is kept unless the rate has changed.
+    """
+
+    def __init__(
+        self, model: keras.Model, momentum_correction: bool, former: AdaptiveRate | None = None
+    ) -> None:
+        super().__init__(model, momentum_correction)
+        rate = rate_of(update_rule(self._optimizer))
+        self._schedule = rate if type(rate) is ScalableSchedule else None
+        self._initial: float | None = None  # read when the rate is first set, after any warm-up
+        self._last: float | None = None  # that was set here
+        if former is not None and former._last == self.value():
+            self._initial = former._initial
+
+    def rescale(self, scale: float, stretch: float) -> None:
+        """Set the rate of later steps to `scale` times the initial rate, or times the schedule.
+
+        `stretch` is the present batch size over the first one; a schedule advances by that many
+        steps per update.
+        """
+        if self._schedule is None:
+            if self._initial is None:
+                self._initial = self.value()
+            self.set(self._initial * scale)
+            self._last = self.value()
+            return
+        before = self._schedule.state()
+        if before[:2] != [scale, stretch]:
+            # Keras calls the schedule with the number of micro-batches if it accumulates gradients.
+            self._schedule.rescale(scale, stretch, n_updates(update_rule(self._optimizer)))
+            if scale != before[0]:
+                self.correct(scale / before[0])
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`."""
+        schedule = None if self._schedule is None else self._schedule.state()
+        return {"initial": self._initial, "schedule": schedule}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume where `state` was taken."""
+        self._initial = state["initial"]
+        if self._schedule is not None and state["schedule"] is not None:
+            self._schedule.restore(state["schedule"])
 
 
 def _velocities(optimizer: Any) -> list[keras.Variable]:

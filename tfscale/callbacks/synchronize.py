@@ -100,15 +100,11 @@ class Synchronize(Container):
             )
         if runtime.size() > 1:
             build(self.model)
-            self._broadcast()
+            _broadcast(self.model, self.root_rank, self.local_variables)
+            if self.session.group_average is not None:
+                self.session.group_average.start_from_here()
         for part in self.parts():
             part.on_train_begin(logs)
-
-    def _broadcast(self) -> None:
-        _broadcast(self.model, self.root_rank, self.local_variables)
-        average = self.session.group_average
-        if average is not None:
-            average.start_from_here()
 
 
 class BroadcastGlobalVariablesCallback(Synchronize):

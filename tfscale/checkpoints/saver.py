@@ -42,13 +42,14 @@ ROUND_S = 1.0
 class Saver:
     """Writes one checkpoint at a time; an error of writing is kept for `wait`."""
 
-    def __init__(self, directory: Path, keep: int, is_shared: bool, uses_thread: bool) -> None:
+    def __init__(self, directory: Path, keep: int, is_shared: bool, is_asynchronous: bool) -> None:
         self.directory = directory  # used by rank 0 only if it is not shared
         self.keep = keep  # number of finished checkpoints that stay
         self.is_shared = is_shared  # each rank writes its part; otherwise all are sent to rank 0
         self.runs: set[str] = set()  # of this job; rank 0 deletes unfinished ones of other runs
+        self.is_asynchronous = is_asynchronous
         # Python waits for this thread at exit, until the files are complete.
-        self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint") if uses_thread else None
+        self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint")
         self._job: Future[None] | None = None
 
     def name_run(self) -> str:
@@ -149,18 +150,9 @@ class Saver:
             if runtime.rank() == 0:
                 parts[rank] = received
         if self.is_shared or runtime.rank() == 0:
-            self._job = self._run(self._write, folder, parts)
-
-    def _run(self, job: Callable[..., None], *args: Any) -> Future[None]:
-        if self._executor is not None:
-            return self._executor.submit(job, *args)
-        ended: Future[None] = Future()
-        try:
-            job(*args)
-            ended.set_result(None)
-        except Exception as error:  # returned by `wait`, and reported to all ranks
-            ended.set_exception(error)
-        return ended
+            self._job = self._executor.submit(self._write, folder, parts)
+            if not self.is_asynchronous:
+                self._job.exception()  # waits; `wait` returns it, and all ranks learn of it
 
     def _write(self, folder: Path, parts: dict[int, Part]) -> None:
         for rank, part in parts.items():

@@ -163,19 +163,15 @@ def _last_word(path: str) -> str:
 
 def _read_random_state() -> dict[str, Any]:
     """Return the states of the global generators of Python and numpy, as JSON."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-    }
+    of_numpy: Any = np.random.get_state(legacy=False)
+    of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
+    return {"python": random.getstate(), "numpy": of_numpy}
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    np.random.set_state(state["numpy"])
 
 
 # Reads.
