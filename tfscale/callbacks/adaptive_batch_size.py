@@ -62,16 +62,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
       (`logs["loss"]`, regularization included), averaged over ranks; F_0 is the loss of the first
       global batch, or of all batches of the first execution under `steps_per_execution`; w_0 are
       the trainable variables before the first step, after any broadcast.
-    * Epochs n count from 1, the first epoch of the `fit` after `warmup_epochs`. During the warm-up
-      the rate is not changed here: a warm-up callback may set it. The rate at its end is the
-      initial rate.
-    * The interval K is given, or found from theta. "robust": K = n at the first n >= 3 with two
-      consecutive relative changes of theta below `tolerance`, all thetas involved finite and
-      positive. "thesis": K = n at the first n >= 2 with one such change (algorithm 3 as published,
-      without guards and limits). "peak": the epoch with the largest theta, once two consecutive
-      epochs lie below it.
-    * For "robust" and "peak", K is at least 1, and at most the interval that leaves three fifths
-      of the planned epochs at `max_batch_size`. If none is found by then, K is that interval.
+    * The interval K is given, or found by `rule` from theta over epochs. Epochs count from 1, the
+      first one after `warmup_epochs`, in which a warm-up callback may set the rate. The rate at
+      their end is the initial rate.
     * The batch grows at the end of epoch max(K, the epoch in which K was found), and every K
       epochs from there, up to `max_batch_size`, until memory is not expected to suffice for more,
       or until the first decay.
@@ -133,7 +126,11 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 or not at all ("none").
             interval: Epochs between two growths; a pair (lowest, highest) limits the interval that
                 is found from theta; None uses the limits above.
-            rule: Rule that finds the interval: "robust", "thesis" or "peak"; see above.
+            rule: "robust": K = n at the first epoch n >= 3 with two consecutive relative changes of
+                theta below `tolerance`, all thetas involved finite and positive. "thesis": at the
+                first n >= 2 with one such change (algorithm 3 as published). "peak": the epoch with
+                the largest theta, once two consecutive ones lie below it. Except for "thesis", K is
+                at most the interval that leaves three fifths of the epochs at `max_batch_size`.
             tolerance: Relative change of theta below which it counts as unchanged.
             saturation: Relative decrease of the training cost below which it counts as saturated;
                 None disables decays by saturation.

@@ -51,8 +51,6 @@ class CommunicationReport(Callback):
     Source: [T] eq. 3.8.
     """
 
-    _clocks: ClockMap
-
     def __init__(self, directory: str | Path, every_n_steps: int = 10) -> None:
         super().__init__()
         if every_n_steps < 1:
@@ -62,13 +60,7 @@ class CommunicationReport(Callback):
         self.directory = Path(directory)
         self._path = self.directory / FILE_NAME
         self.every_n_steps = every_n_steps
-        self._n_calls = 0
-        self._begin_ns = self._origin_ns = self._first_step = 0
-        self._is_due = self._has_memory = False
-        self._listener: recorder.Listener | None = None
         self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
-        self._record = analysis.RankRecord([])
-        self._events: list[np.ndarray] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin to record collectives; align the clocks."""
@@ -76,7 +68,7 @@ class CommunicationReport(Callback):
         self._n_calls, self._is_due, self._has_memory = 0, False, False
         self._forget()
         self._listener = recorder.Listener() if recorder.has_events() else None
-        self._clocks = ClockMap()
+        self._clocks, self._first_step, self._begin_ns = ClockMap(), 0, 0
         errors = objects.allgather_object(self._clocks.error_ns / 1e9, name="clock errors")
         self._origin_ns = objects.broadcast_object(clock_ns(), name="origin of times")
         if runtime.rank() > 0:
@@ -84,13 +76,8 @@ class CommunicationReport(Callback):
         name = runtime.backend().name
         if self._listener is None:
             logger.info("The backend %s records no collectives: only step times are written.", name)
-        run = {
-            "kind": "run",
-            "size": runtime.size(),
-            "backend": name,
-            "every_n_steps": self.every_n_steps,
-            "clock_error_s": errors,
-        }
+        run = {"kind": "run", "size": runtime.size(), "backend": name}
+        run |= {"every_n_steps": self.every_n_steps, "clock_error_s": errors}
         write_json_lines(self._path, [run])
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -143,10 +130,8 @@ class CommunicationReport(Callback):
         own = distributed.memory_report()
         every = objects.allgather_object(own, name="memory of optimizer state")
         row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
-        row |= {
-            key: [report[key] for report in every]
-            for key in ("state", "parameters", "accumulators")
-        }
+        keys = ("state", "parameters", "accumulators")
+        row |= {key: [report[key] for report in every] for key in keys}
         if runtime.rank() == 0:
             append_json_lines(self._path, [row])
 
@@ -191,4 +176,5 @@ class CommunicationReport(Callback):
         return analysis.RankRecord(windows, events, names, before)
 
     def _forget(self) -> None:
-        self._record, self._events = analysis.RankRecord([]), []
+        self._record = analysis.RankRecord([])
+        self._events: list[np.ndarray] = []

@@ -124,12 +124,8 @@ class EpochMeasures:
 
     def _distance(self, model: keras.Model) -> float:
         pairs = zip(_variables(model), self._origin or [], strict=False)
-        return math.sqrt(math.fsum(float(_square(v.numpy(), origin)) for v, origin in pairs))
-
-
-def _square(value: np.ndarray, origin: np.ndarray) -> float:
-    difference = value.astype(np.float64) - origin
-    return float(np.vdot(difference, difference))
+        moves = (v.numpy().astype(np.float64) - origin for v, origin in pairs)
+        return math.sqrt(math.fsum(float(np.vdot(move, move)) for move in moves))
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:

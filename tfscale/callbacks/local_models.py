@@ -27,20 +27,15 @@ class LocalModels(BeforeValidation):
 
     Before `fit` validates, the groups' parameters are averaged, and the model holds the average
     until the next epoch begins, when each group resumes with its own parameters. After training all
-    ranks hold the average. The callback also starts groups that begin later
-    (`LocalSGD(start=...)`) and sets an adaptive interval.
-
-    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` contains one;
-    without local SGD it does nothing.
+    ranks hold the average. It also starts groups that begin later (`LocalSGD(start=...)`) and sets
+    an adaptive interval. Without local SGD it does nothing.
     """
 
     shows_averages = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._own: list[np.ndarray] | None = None
-        self._highest_rate: float | None = None
-        self._first_loss: float | None = None
+    _own: list[np.ndarray] | None = None
+    _highest_rate: float | None = None
+    _first_loss: float | None = None
 
     @property
     def _strategy(self) -> Any:
@@ -153,14 +148,12 @@ class ModelDistance(Callback):
         super().__init__()
         self.directory = Path(directory) if directory is not None else None
         self.distances: list[tuple[int, float]] = []
-        self._n_steps = self._n_before = self._n_steps_before = self._n_averages = 0
-        self._is_new = True  # no step was made in this `fit`
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin a new record."""
         super().on_train_begin(logs)
         self.distances, self._n_steps, self._n_averages = [], 0, self._count()
-        self._is_new = True
+        self._is_new = True  # no step was made in this `fit`
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect averages of this epoch."""

@@ -52,8 +52,6 @@ class MetricAverageCallback(Callback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         del device
-        self._snapshots: dict[str, _Snapshot] = {}
-        self._is_fitting = False
         self._epoch_logs: dict[str, Any] = {}
 
     def set_model(self, model: keras.Model) -> None:
@@ -72,7 +70,7 @@ class MetricAverageCallback(Callback):
         """Forget the states of the epoch before."""
         super().on_epoch_begin(epoch, logs)
         self._is_fitting = True
-        self._snapshots = {}
+        self._snapshots: dict[str, _Snapshot] = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save the training states; outside of `fit`, replace the results of this `evaluate`."""

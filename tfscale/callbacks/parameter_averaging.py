@@ -119,7 +119,6 @@ class ParameterAveraging(BeforeValidation):
         self.weights = DistanceWeights(0.0) if weights == "uniform" else weights
         self.when = when
         self.n_averages = 0
-        self._common: np.ndarray | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -135,7 +134,7 @@ class ParameterAveraging(BeforeValidation):
         backup = self.take_backup()
         self._n_before = self.n_averages
         self.n_averages += backup.get("n_averages", 0)
-        self._common = next(iter(backup.get("arrays", [])), None)
+        self._common: np.ndarray | None = next(iter(backup.get("arrays", [])), None)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the parameters that all ranks start from."""

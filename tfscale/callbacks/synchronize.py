@@ -110,16 +110,11 @@ class Synchronize(Container):
 class BroadcastGlobalVariablesCallback(Synchronize):
     """Horovod's name of `Synchronize` without metrics; put `MetricAverageCallback` after it.
 
-    Args:
-        root_rank: As for `Synchronize`.
-        device: Ignored; kept for scripts written for Horovod.
-        local_variables: As for `Synchronize`.
-        consistency_check: `check` of `Synchronize`.
-        non_trainable: As for `Synchronize`.
+    Args and errors not listed are those of `Synchronize`.
 
-    Raises:
-        ConfigError: As for `Synchronize`.
-        ExchangeError: As for `Synchronize`.
+    Args:
+        device: Ignored; kept for scripts written for Horovod.
+        consistency_check: `check` of `Synchronize`.
     """
 
     def __init__(
@@ -234,12 +229,11 @@ class NonTrainableState(BeforeValidation):
         self.mode = mode
         self.root_rank = root_rank
         self.local_variables = list(local_variables or ())
-        self._united: list[tuple[keras.Variable, np.ndarray]] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget the combined values of an earlier `fit`."""
         super().on_train_begin(logs)
-        self._united = []
+        self._united: list[tuple[keras.Variable, np.ndarray]] = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Combine the state after the last batch; restore it after a step that was given up."""
@@ -335,7 +329,6 @@ class ConsistencyCheck(Callback):
         self.optimizer_state = optimizer_state
         self.local_variables = list(local_variables or ())
         self.groups = groups
-        self._is_first_due, self._n_passes = True, 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Expect a check after the first update."""

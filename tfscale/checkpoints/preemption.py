@@ -45,15 +45,13 @@ def forget_request() -> None:
 
 
 class TermHandler:
-    """Treat SIGTERM as a request while installed and while a `fit` fulfils requests."""
+    """Treats SIGTERM as a request while installed and while a `fit` fulfils requests.
+
+    If it does not, as after a `fit` that ended by an error, the former handler gets the signal.
+    """
 
     def __init__(self, is_heard: Callable[[], bool]) -> None:
-        """Create a handler without installing it.
-
-        `is_heard` returns whether a request would be fulfilled now. If not, as after a `fit` that
-        ended by an error, the former handler gets the signal.
-        """
-        self._is_heard = is_heard
+        self._is_heard = is_heard  # returns whether a request would be fulfilled now
         self._former: Any = None
         self._is_installed = False
         self._pid = 0
