@@ -96,14 +96,7 @@ class Checkpoint(Callback):
         """Find the newest checkpoint, to be restored when the epoch begins. Collective."""
         early = self._go_first()
         super().on_train_begin(logs)
-        every = objects.allgather_object(early, name="order of callbacks")
-        wrong: list[str] = next(filter(None, every), [])
-        if wrong:
-            raise ConfigError(
-                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
-                "a state of their own, and no other one is with it. Received: "
-                f"{', '.join(wrong)} with it. Put it first."
-            )
+        self._require_order(early)
         self._restart()
         begin_at_epoch(self.model, None)
         self._run = self._saver.name_run()
@@ -137,6 +130,16 @@ class Checkpoint(Callback):
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
         return own or begun(before)
+
+    def _require_order(self, early: list[str]) -> None:
+        every = objects.allgather_object(early, name="order of callbacks")
+        wrong: list[str] = next(filter(None, every), [])
+        if wrong:
+            raise ConfigError(
+                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
+                "a state of their own, and no other one is with it. Received: "
+                f"{', '.join(wrong)} with it. Put it first."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Restore the checkpoint that was found, before the other callbacks begin the epoch."""
