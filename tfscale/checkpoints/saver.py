@@ -152,7 +152,9 @@ class Saver:
         if self.is_shared or runtime.rank() == 0:
             self._job = self._executor.submit(self._write, folder, parts)
             if not self.is_asynchronous:
-                self._job.exception()  # waits; `wait` returns it, and all ranks learn of it
+                error = self._job.exception()  # waits; `wait` reports it to all ranks
+                if error is not None and not isinstance(error, Exception):
+                    raise error
 
     def _write(self, folder: Path, parts: dict[int, Part]) -> None:
         for rank, part in parts.items():
