@@ -95,6 +95,13 @@ int tfscale_add_group(const int* ranks, int n_ranks) {
   return Guarded(-1, [&] { return Running()->AddGroup(std::vector<int>(ranks, ranks + n_ranks)); });
 }
 
+int tfscale_remove_group(int group) {
+  return Guarded(-1, [&] {
+    Running()->RemoveGroup(group);
+    return 0;
+  });
+}
+
 int tfscale_plan_create(int group, const char* name) {
   return Guarded(-1, [&] { return Running()->plans().Create(group, name); });
 }

@@ -32,6 +32,8 @@ int tfscale_host_place(int fortran_comm, tfscale::HostPlace* place);
 
 // Returns the id of a process set, equal on all ranks, or -1.
 int tfscale_add_group(const int* ranks, int n_ranks);
+// Frees a process set's communicator once nothing uses it. Returns 0 or -1.
+int tfscale_remove_group(int group);
 
 // Returns the id of a new plan over a group, or -1.
 int tfscale_plan_create(int group, const char* name);

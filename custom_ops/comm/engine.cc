@@ -4,6 +4,7 @@
 #include <future>
 #include <mutex>
 #include <numeric>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -124,7 +125,7 @@ void Engine::RunOnCommThread(const std::function<void()>& command) {
   future.get();
 }
 
-void Engine::RequireEqual(const std::string& name, const std::string& text) {
+std::vector<std::string> Engine::GatherTexts(const std::string& name, const std::string& text) {
   // On the heap: a cancelled gather may outlive this call.
   struct Texts {
     std::string own;
@@ -149,24 +150,43 @@ void Engine::RequireEqual(const std::string& name, const std::string& text) {
   Submit(std::move(task));
   const Status status = future.get();
   if (!status.ok()) throw CommError(status.message);
+  std::vector<std::string> every;
   size_t begin = 0;
-  for (size_t r = 0; r < texts->lengths.size(); ++r) {
-    const size_t length = static_cast<size_t>(texts->lengths[r]);
-    const std::string other = texts->every.substr(begin, length);
-    const std::string first = texts->every.substr(0, static_cast<size_t>(texts->lengths[0]));
-    begin += length;
-    if (other == first) continue;
-    ThrowDifference(first, other, r);
+  for (int64_t length : texts->lengths) {
+    every.push_back(texts->every.substr(begin, static_cast<size_t>(length)));
+    begin += static_cast<size_t>(length);
   }
+  return every;
 }
 
 int Engine::AddGroup(const std::vector<int>& ranks) {
-  std::string text = "add process set";
-  for (int rank : ranks) text += " " + std::to_string(rank);
-  RequireEqual("add process set", text);
-  const int id = n_groups_++;
+  const std::string name = "add process set";
+  std::string call = name;
+  for (int rank : ranks) call += " " + std::to_string(rank);
+  std::string ids;
+  for (int id : group_ids_) ids += " " + std::to_string(id);
+  const std::vector<std::string> texts = GatherTexts(name, call + "\n" + ids);
+  const auto call_of = [](const std::string& text) { return text.substr(0, text.find('\n')); };
+  // The smallest id that is free on all ranks: TensorFlow keeps a kernel for each
+  // id that a collective was called with.
+  std::set<int> used;
+  for (size_t r = 0; r < texts.size(); ++r) {
+    if (call_of(texts[r]) != call_of(texts[0]))
+      ThrowDifference(call_of(texts[0]), call_of(texts[r]), r);
+    std::istringstream stream(texts[r].substr(texts[r].find('\n')));
+    for (int id = 0; stream >> id;) used.insert(id);
+  }
+  int id = 0;
+  while (used.count(id) > 0) ++id;
   RunOnCommThread([&] { scheduler_->AddGroup(id, ranks); });
+  group_ids_.insert(id);
   return id;
+}
+
+void Engine::RemoveGroup(int id) {
+  bool is_free = false;
+  RunOnCommThread([&] { is_free = scheduler_->RemoveGroup(id); });
+  if (is_free) group_ids_.erase(id);
 }
 
 void Engine::Mark(MarkKind kind) {

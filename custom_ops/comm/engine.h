@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,8 @@ class Engine {
   // Returns the id of the group, equal on all ranks. Throws CommError, also
   // when the ranks name different members.
   int AddGroup(const std::vector<int>& ranks);
+  // See Scheduler::RemoveGroup.
+  void RemoveGroup(int id);
   // Blocking until the mark has been posted.
   void Mark(MarkKind kind);
   void StartIncarnation(int incarnation);
@@ -72,8 +75,8 @@ class Engine {
   void Fail(const std::string& why);
 
  private:
-  // Throws CommError on all ranks where `text` differs. Collective; blocking.
-  void RequireEqual(const std::string& name, const std::string& text);
+  // Returns the texts of all ranks, by rank. Collective; blocking.
+  std::vector<std::string> GatherTexts(const std::string& name, const std::string& text);
   std::string WhyForked() const;
   // Runs `command` on the communication thread; waits; rethrows its CommError.
   void RunOnCommThread(const std::function<void()>& command);
@@ -90,7 +93,7 @@ class Engine {
   int size_ = 1;
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<CommThread> thread_;
-  int n_groups_ = 1;
+  std::set<int> group_ids_ = {0};  // of groups that exist on this rank
   const pid_t process_ = getpid();
 };
 

@@ -88,6 +88,12 @@ int PlanTable::Create(int group, const std::string& name) {
   return plans_.back().spec.id;
 }
 
+bool PlanTable::HasPlans(int group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t g = static_cast<size_t>(group);
+  return g < n_plans_.size() && n_plans_[g] > 0;
+}
+
 int PlanTable::AddSlot(int plan, const std::string& name, const std::string& signature) {
   std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = Find(plan);

@@ -45,6 +45,8 @@ class PlanTable {
   // Returns the id of a new plan over `group`. No other plan of this process
   // ever had it: a function that was traced in an earlier job is recognised.
   int Create(int group, const std::string& name);
+  // Plans are never removed: traced functions may run again.
+  bool HasPlans(int group);
   // Returns the slot number. Without a signature the name is compared. Throws
   // CommError when the plan is frozen.
   int AddSlot(int plan, const std::string& name, const std::string& signature = "");

@@ -82,6 +82,20 @@ void Scheduler::AddGroup(int id, const std::vector<int>& ranks) {
   groups_[id] = std::move(group);
 }
 
+bool Scheduler::RemoveGroup(int id) {
+  if (id == 0 || groups_.count(id) == 0) {
+    throw CommError("No process set to remove has the id " + std::to_string(id));
+  }
+  const auto uses = [&](const Task& task) { return task.group == id; };
+  if (plans_.HasPlans(id) || !abandoned_.is_empty() ||
+      std::any_of(active_.begin(), active_.end(), uses)) {
+    return false;
+  }
+  groups_.erase(id);
+  n_eager_.erase(id);
+  return true;
+}
+
 Channel Scheduler::BaseChannel() const {
   Channel channel{};
   channel.buffers = &buffers_;

@@ -47,6 +47,9 @@ class Scheduler {
   bool has_failed() const { return !failure_.ok(); }
 
   void AddGroup(int id, const std::vector<int>& ranks);
+  // Frees a group that no plan uses and whose collectives have ended here; returns
+  // false for another one, which stays. Throws CommError where the id is not known.
+  bool RemoveGroup(int id);
   void Mark(MarkKind kind);
   // All ranks call this together after a step was given up: messages left from it
   // are separated from later ones. A number that was used before is

@@ -119,7 +119,12 @@ bool Scheduler::StepLeave() {
   if (has_failed()) return true;
   try {
     is_cut_off_ = marks_.n_failed() > n_failed_before_;
-    if (is_cut_off_) return true;
+    if (is_cut_off_) {
+      // A rank that began to leave after the failure still waits for this mark.
+      if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
+      is_quiet_ = true;
+      return true;
+    }
     const std::vector<int> others = marks_.Without(MarkKind::kLeft);
     if (!others.empty()) {
       stalls_.LookAtEnd(Clock::now(), others);

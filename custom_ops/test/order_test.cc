@@ -131,6 +131,26 @@ TEST(Groups) {
   SumPlan(job, "of all", 2).Run(0);
 }
 
+// The first rank cannot free the group of a plan; the others had none of it.
+TEST(IdsOfRemovedGroupsAreUsedAgain) {
+  Job job;
+  const std::vector<int> all = job.Ranks([](int) { return true; });
+  CHECK_EQ(job.engine().AddGroup(all), 1);
+  CHECK_EQ(job.engine().AddGroup({0}), 2);
+  Place place;
+  place.group = 1;
+  Sum(all, job.rank(), 1000, 1, place).Check();
+  job.engine().RemoveGroup(1);
+  CHECK_TRUE(Sum(all, job.rank(), 5, 1, place).Wait().code == StatusCode::kInvalid);
+  CHECK_EQ(job.engine().AddGroup(all), 1);
+  Sum(all, job.rank(), 1000, 1, place).Check();
+  if (job.rank() == 0) job.engine().plans().Create(2, "kept");
+  job.engine().RemoveGroup(2);
+  CHECK_EQ(job.engine().AddGroup(all), 3);
+  CHECK_THROWS(job.engine().RemoveGroup(0), "No process set to remove has the id 0");
+  CHECK_THROWS(job.engine().RemoveGroup(7), "No process set to remove has the id 7");
+}
+
 TEST(UnknownPlacesAreRefused) {
   Job job;
   const std::vector<int> all = job.Ranks([](int) { return true; });

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tfscale
-from tests.faults.leaks import EXCHANGES, measure
+from tests.faults.leaks import EXCHANGES, measure, resident_bytes
 from tests.helpers.spawn import sizes
 
 STEPS = 400
@@ -16,3 +16,19 @@ def case_memory_stays_flat():
     for exchange in EXCHANGES:
         growth = tfscale.allgather_object(measure(exchange, STEPS))
         assert max(growth) < LIMIT_BYTES, (exchange, growth)
+
+
+@sizes(2)
+def case_process_sets_come_and_go():
+    """A set that was removed keeps nothing: MPI's communicators took 82 KB each."""
+
+    def churn(n):
+        for _ in range(n):
+            pair = tfscale.add_process_set([0, 1])
+            tfscale.allreduce([1.0], process_set=pair)
+            assert tfscale.remove_process_set(pair)
+
+    churn(50)
+    before = resident_bytes()
+    churn(300)
+    assert (resident_bytes() - before) / 300 < LIMIT_BYTES

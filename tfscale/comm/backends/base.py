@@ -211,6 +211,9 @@ class Backend(Protocol):
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
 
+    def remove_group(self, group: int) -> None:
+        """Free what a group holds, if no traced function uses it."""
+
     def mark(self, kind: MarkKind) -> None:
         """Notify the other ranks that this one takes part in no further step for now."""
         return
@@ -309,6 +312,9 @@ class SingleBackend(Backend):
         """Count groups."""
         self._n_groups += 1
         return self._n_groups - 1
+
+    def remove_group(self, group: int) -> None:
+        """Nothing is held."""
 
     def abort(self, code: int) -> None:
         """End this process."""

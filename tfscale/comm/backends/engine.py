@@ -84,6 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "thread_level": (_INT, ()),
     "host_place": (_INT, (_INT, ctypes.POINTER(HostPlace))),
     "add_group": (_INT, (_INT_P, _INT)),
+    "remove_group": (_INT, (_INT,)),
     "plan_create": (_INT, (_INT, _TEXT)),
     "plan_add_slot": (_INT, (_INT, _TEXT, _TEXT)),
     "mark": (_INT, (_INT,)),
@@ -307,6 +308,10 @@ class EngineBackend(Backend):
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group known; called by all ranks. Returns its id."""
         return self._library.call("add_group", (ctypes.c_int * len(ranks))(*ranks), len(ranks))
+
+    def remove_group(self, group: int) -> None:
+        """Free what a group holds, if no traced function uses it."""
+        self._library.call("remove_group", group)
 
     def mark(self, kind: MarkKind) -> None:
         """Notify the other ranks that this one takes part in no further step for now."""

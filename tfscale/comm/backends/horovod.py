@@ -343,6 +343,9 @@ class HorovodBackend(Backend):
         self._groups.append(self._sets[key])
         return len(self._groups) - 1
 
+    def remove_group(self, group: int) -> None:
+        """Keep Horovod's set: the next group of the same ranks uses it."""
+
     def mark(self, kind: MarkKind) -> None:
         """End communication where this rank leaves; other marks are not known to Horovod."""
         if kind is MarkKind.LEFT:
