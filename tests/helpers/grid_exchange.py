@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfscale.comm.backends.base import Group, Scaling
+from tfscale.comm.backends.base import Group, Reduction
 from tfscale.comm.runtime import own_process_set
 from tfscale.exchange.base import EXCHANGES, Exchange
 from tfscale.exchange.plan import ExchangePlan, Part, Table, Wire, compile_plan
@@ -44,13 +44,13 @@ class GridSum(Part):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum along this rank's row, then the sums of rows along its column."""
         tensors = [gradients[i] for i in self.indices]
-        scaling = wire.scaling(tensors)
+        reduction = wire.reduction(tensors)
         row, column = self._row_and_column(wire.group)
         sums = wire.allreduce(
-            tensors, wire.call(self.indices, row), Scaling(prescale=scaling.prescale)
+            tensors, wire.call(self.indices, row), Reduction(prescale=reduction.prescale)
         )
         sums = wire.allreduce(
-            sums, wire.call(self.indices, column), Scaling(postscale=scaling.postscale)
+            sums, wire.call(self.indices, column), Reduction(postscale=reduction.postscale)
         )
         return dict(zip(self.indices, sums, strict=True))
 

@@ -122,7 +122,7 @@ def case_nothing_is_left_of_deleted_variables():
     del variables, posts
     gc.collect()
     runtime.backend().drain()
-    assert runtime.backend().num_pending() == 0 and num_failed() == 0
+    assert runtime.backend()._library.call("num_pending") == 0 and num_failed() == 0
 
 
 @sizes(2, 3)

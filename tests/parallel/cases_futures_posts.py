@@ -13,7 +13,7 @@ from tests.helpers.ranks import in_both_modes
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Backend, Call, ReduceOp, Scaling
+from tfscale.comm.backends.base import Backend, Call, Reduction
 from tfscale.optimizer import futures
 from tfscale.plan.segments import SegmentedBucket
 
@@ -110,7 +110,7 @@ def case_scatter_reduce():
             def reduce(backend, dtype=dtype, own=every[rank], counts=counts):
                 call = Call(runtime.world(), "gradients")
                 tensors = [tf.constant(a, dtype) for a in own]
-                return backend.scatter_reduce(tensors, counts, call, ReduceOp.SUM, Scaling(2.0))
+                return backend.scatter_reduce(tensors, counts, call, Reduction(prescale=2.0))
 
             for result in in_both_modes(lambda: reduce(runtime.backend())):
                 np.testing.assert_array_equal(result, expected)

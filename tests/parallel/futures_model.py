@@ -82,7 +82,7 @@ class Posts:
             self.run(argument)
             return
         self.run(argument)
-        assert runtime.backend().num_pending() == len(self.variables)
+        assert runtime.backend()._library.call("num_pending") == len(self.variables)
         tfscale.barrier()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import (
     NamedOps,
     from_wire,
@@ -79,7 +79,7 @@ def test_names_tell_other_factors_apart():
     named = NamedOps()
 
     def body(x):
-        own = named.run(Call(PAIR, "bias"), [x], start, Scaling(1.0, 0.5).terms("SUM"))[0]
+        own = named.run(Call(PAIR, "bias"), [x], start, Reduction(postscale=0.5).terms())[0]
         return own + named.run(Call(PAIR, "rows", terms="dense shape [5]"), [x], start)[0]
 
     assert names_of(tf.function(body), tf.ones([2])) == [

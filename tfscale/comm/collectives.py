@@ -10,11 +10,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import scale
 from tfscale.comm.compression import Compression
 from tfscale.comm.eager import agree, header_of, raise_own_errors
-from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
+from tfscale.comm.runtime import (
+    Average,
+    ProcessSet,
+    Sum,
+    global_process_set,
+    reduction_of,
+    require_reducible,
+)
 from tfscale.config import ConfigError, ExchangeError
 
 _LOG = logging.getLogger("tfscale")
@@ -114,37 +121,42 @@ def _warn_once(gradient: str | None, what: str, size: int) -> None:
         )
 
 
-def _require_sum(op: str) -> None:
-    if op not in (Average, Sum):
+def _require_sum(reduction: Reduction) -> None:
+    if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            f"Only sums and averages have a gradient. Received: op={op}. Use Sum or Average."
+            "Only sums and averages have a gradient. Received: "
+            f"op={reduction.op.name.capitalize()}. Use Sum or Average."
         )
 
 
-def _reduce(tensors: Sequence[tf.Tensor], op: str, factors: Scaling, call: Call) -> list[tf.Tensor]:
+def _compared(reduction: Reduction) -> list[Any]:
+    """Return the values that must be equal on all ranks; `join` reads them too."""
+    return [reduction.op.name, float(reduction.prescale), float(reduction.postscale)]
+
+
+def _reduce(tensors: Sequence[tf.Tensor], reduction: Reduction, call: Call) -> list[tf.Tensor]:
     """Reduce tensors of one dtype as one message."""
     tensors = [tf.convert_to_tensor(t) for t in tensors]
-    reduce_op, scaling = reduction_of(op, factors, call.group.size, tensors)
+    require_reducible(tensors)
 
     def collective(*own: tf.Tensor) -> tuple[Any, Any]:
-        return runtime.backend().allreduce(own, call, reduce_op, scaling), None
+        return runtime.backend().allreduce(own, call, reduction), None
 
     def gradient(_: Any, back: Call, *output_gradients: tf.Tensor) -> list[tf.Tensor]:
-        _require_sum(op)
-        return _reduce(output_gradients, op, factors, back)
+        _require_sum(reduction)
+        return _reduce(output_gradients, reduction, back)
 
-    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
-    return list(_run("allreduce", options, tensors, call, collective, gradient))
+    return list(_run("allreduce", _compared(reduction), tensors, call, collective, gradient))
 
 
 def _reduce_all(
-    tensors: Sequence[Any], op: str, factors: Scaling, compression: Any, call: Call
+    tensors: Sequence[Any], reduction: Reduction, compression: Any, call: Call
 ) -> list[tf.Tensor]:
     packed = [compression.compress(tf.convert_to_tensor(t)) for t in tensors]
     results: list[Any] = [None] * len(packed)
     for dtype in dict.fromkeys(t.dtype for t, _ in packed):
         chosen = [i for i, (t, _) in enumerate(packed) if t.dtype == dtype]
-        reduced = _reduce([packed[i][0] for i in chosen], op, factors, call)
+        reduced = _reduce([packed[i][0] for i in chosen], reduction, call)
         for i, result in zip(chosen, reduced, strict=True):
             results[i] = compression.decompress(result, packed[i][1])
     return results
@@ -185,11 +197,11 @@ def allreduce(
         ExchangeError: Ranks call different collectives (eager), or communication failed.
         PlanError: Called eagerly outside of the main thread.
     """
-    factors = Scaling(prescale_factor, postscale_factor)
     call = call_of(process_set, "allreduce", name)
+    reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-        return allreduce_sparse(tensor, op, factors, call)
-    return _reduce_all([tensor], op, factors, compression, call)[0]
+        return allreduce_sparse(tensor, reduction, call)
+    return _reduce_all([tensor], reduction, compression, call)[0]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -205,28 +217,15 @@ def grouped_allreduce(
 ) -> list[tf.Tensor]:
     """Reduce several tensors at once: those of one dtype are sent as one message.
 
-    Collective: all ranks of the process set must call this, in the same order.
-
-    Args:
-        tensors: Tensors; this and the other arguments as for `allreduce`.
-        op: Average, Sum, Min, Max or Product.
-        prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after it.
-        compression: The dtype that is sent.
-        process_set: The ranks that take part.
-        name: Name in logs and errors.
+    Collective: all ranks of the process set must call this, in the same order. Arguments and
+    errors are those of `allreduce`.
 
     Returns:
         One result per tensor, in order.
-
-    Raises:
-        ConfigError: Unknown op or dtype.
-        ExchangeError: See `allreduce`.
-        PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "grouped_allreduce", name)
-    factors = Scaling(prescale_factor, postscale_factor)
-    return _reduce_all(tensors, op, factors, compression, call)
+    reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
+    return _reduce_all(tensors, reduction, compression, call)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -261,14 +260,14 @@ def broadcast(
     call = call_of(process_set, "broadcast", name)
     require_member(root_rank, call.group)
     root = call.group.ranks.index(root_rank)
-    reduction = Sum if _is_adjoint(gradient, "broadcast") else Average
+    backward_op = Sum if _is_adjoint(gradient, "broadcast") else Average
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().broadcast(own, root, call), None
 
     def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
         _warn_once(gradient, "broadcast", call.group.size)
-        total = _reduce([output_gradient], reduction, Scaling(), back)[0]
+        total = _reduce([output_gradient], reduction_of(backward_op, call.group.size), back)[0]
         return total if call.group.rank == root else tf.zeros_like(total)
 
     value = tf.convert_to_tensor(tensor)
@@ -320,7 +319,7 @@ def allgather(
         PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "allgather", name)
-    reduction = Sum if _is_adjoint(gradient, "allgather") else Average
+    backward_op = Sum if _is_adjoint(gradient, "allgather") else Average
     value = tf.convert_to_tensor(tensor)
     value = value[tf.newaxis] if value.shape.rank == 0 else value
 
@@ -329,7 +328,8 @@ def allgather(
 
     def backward(rows: tf.Tensor, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
         _warn_once(gradient, "allgather", call.group.size)
-        total, rank = _reduce([output_gradient], reduction, Scaling(), back)[0], call.group.rank
+        total = _reduce([output_gradient], reduction_of(backward_op, call.group.size), back)[0]
+        rank = call.group.rank
         begin = tf.reduce_sum(rows[:rank])
         return total[begin : begin + rows[rank]]
 
@@ -343,22 +343,13 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Allgather several tensors, one after another; see `allgather`.
+    """Allgather several tensors, one after another; as many on all ranks.
 
-    Collective: all ranks of the process set must call this, in the same order.
-
-    Args:
-        tensors: Tensors, the same number on all ranks.
-        gradient: See `allgather`.
-        process_set: The ranks that take part.
-        name: Name in logs and errors, followed by the number of each tensor.
+    Collective: all ranks of the process set must call this, in the same order. Arguments and
+    errors are those of `allgather`; the number of each tensor is added to `name`.
 
     Returns:
         One result per tensor, in order.
-
-    Raises:
-        ExchangeError: See `allgather`.
-        PlanError: Called eagerly outside of the main thread.
     """
     label = name or "grouped_allgather"
     return [
@@ -479,21 +470,21 @@ def reducescatter(
     if value.shape.rank == 0:
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")
     is_adjoint = _is_adjoint(gradient, "reducescatter")
-    factors = Scaling(prescale_factor, postscale_factor)
-    reduce_op, scaling = reduction_of(op, factors, call.group.size, [value])
+    reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
+    require_reducible([value])
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
-        return runtime.backend().reducescatter(own, call, reduce_op, scaling), None
+        return runtime.backend().reducescatter(own, call, reduction), None
 
     def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
-        _require_sum(op)
+        _require_sum(reduction)
         _warn_once(gradient, "reducescatter", call.group.size)
-        factor = scaling.prescale * scaling.postscale * (1 if is_adjoint else call.group.size)
+        factor = reduction.prescale * reduction.postscale
+        factor *= 1 if is_adjoint else call.group.size
         own = output_gradient * tf.constant(factor, output_gradient.dtype)
         return allgather(own, gradient=gradient, process_set=process_set, name=back.label)
 
-    options = [reduce_op.name, float(scaling.prescale), float(scaling.postscale)]
-    return _run("reducescatter", options, [value], call, collective, backward)
+    return _run("reducescatter", _compared(reduction), [value], call, collective, backward)
 
 
 def grouped_reducescatter(
@@ -506,40 +497,22 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce and scatter several tensors, one after another; see `reducescatter`.
+    """Reduce and scatter several tensors, one after another; as many on all ranks.
 
-    Collective: all ranks of the process set must call this, in the same order.
-
-    Args:
-        tensors: Tensors, the same number on all ranks.
-        op: See `reducescatter`.
-        prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after it.
-        gradient: See `reducescatter`.
-        process_set: The ranks that take part.
-        name: Name in logs and errors, followed by the number of each tensor.
+    Collective: all ranks of the process set must call this, in the same order. Arguments and
+    errors are those of `reducescatter`; the number of each tensor is added to `name`.
 
     Returns:
         One result per tensor, in order.
-
-    Raises:
-        ConfigError: See `reducescatter`.
-        ExchangeError: See `allreduce`.
-        PlanError: Called eagerly outside of the main thread.
     """
     label = name or "grouped_reducescatter"
-    return [
-        reducescatter(
-            t,
-            op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            gradient=gradient,
-            process_set=process_set,
-            name=f"{label}/{i}",
-        )
-        for i, t in enumerate(tensors)
-    ]
+    options: dict[str, Any] = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "gradient": gradient,
+        "process_set": process_set,
+    }
+    return [reducescatter(t, op, **options, name=f"{label}/{i}") for i, t in enumerate(tensors)]
 
 
 # Sparse tensors: rows of a variable and their indices.
@@ -553,7 +526,7 @@ def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def allreduce_sparse(
-    slices: tf.IndexedSlices, op: str, factors: Scaling, call: Call
+    slices: tf.IndexedSlices, reduction: Reduction, call: Call
 ) -> tf.IndexedSlices:
     """Sum or average sparse tensors: gather the rows of all ranks, add up those of equal index.
 
@@ -563,14 +536,14 @@ def allreduce_sparse(
         ConfigError: The reduction has no sparse form.
         ExchangeError: Ranks call different collectives (eager), or communication failed.
     """
-    if op not in (Average, Sum):
+    if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            f"Sparse tensors can be summed or averaged. Received: op={op}. "
-            "Use sparse_as_dense=True."
+            "Sparse tensors can be summed or averaged. Received: "
+            f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
+    require_reducible([slices.values])
     own = deduplicate(slices)
-    _, scaling = reduction_of(op, factors, call.group.size, [own.values])
-    terms = scaling.terms(f"sparse {ReduceOp.SUM.name}") + _dense_shape_terms(own)
+    terms = reduction.terms("sparse") + _dense_shape_terms(own)
     if tf.executing_eagerly():
         agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
 
@@ -583,7 +556,7 @@ def allreduce_sparse(
         shape = tf.pad(own.dense_shape, [[1, 0]])
         gather("dense shape", tf.zeros(shape, tf.uint8))
     values, indices = gather("rows", own.values), gather("indices", own.indices)
-    factor = scaling.prescale * scaling.postscale
+    factor = reduction.prescale * reduction.postscale
     if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
         rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
         return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.config import ExchangeError
 
 _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
@@ -180,7 +180,7 @@ def join() -> int:
         common = _common_header(headers, group)
         zeros = [tf.zeros(s, d) for s, d in zip(common.shapes, common.dtypes, strict=True)]
         op, *factors = common.options
-        call = Call(group, common.label)
-        runtime.backend().allreduce(zeros, call, ReduceOp[op], Scaling(*factors))
+        reduction = Reduction(ReduceOp[op], *factors)
+        runtime.backend().allreduce(zeros, Call(group, common.label), reduction)
         n_rounds += 1
     return 0

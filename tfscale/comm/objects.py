@@ -15,14 +15,6 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ExchangeError
 
 
-def _to_bytes(data: Any) -> tf.Tensor:
-    return tf.constant(np.frombuffer(pickle.dumps(data), np.uint8))
-
-
-def _length(data: tf.Tensor) -> tf.Tensor:
-    return tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
-
-
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -84,8 +76,9 @@ def broadcast_object(
         return obj
     label = name or "broadcast_object"
     is_root = process_set.group().ranks[process_set.rank()] == root_rank
-    data = _to_bytes(obj) if is_root else tf.zeros([0], tf.uint8)
-    length = broadcast(_length(data), root_rank, process_set=process_set, name=f"{label} length")
+    data = tf.constant(np.frombuffer(pickle.dumps(obj) if is_root else b"", np.uint8))
+    own = tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
+    length = broadcast(own, root_rank, process_set=process_set, name=f"{label} length")
     if not is_root:
         data = tf.zeros([int(length)], tf.uint8)
     received = broadcast(data, root_rank, process_set=process_set, name=label)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm.backends.base import Backend, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Backend, Group, ReduceOp, Reduction
 from tfscale.comm.process import deadline_of_start
 from tfscale.config import ConfigError, ExchangeError
 
@@ -35,25 +35,21 @@ _REDUCIBLE = (
 )
 
 
-def reduction_of(
-    op: str, factors: Scaling, size: int, tensors: Sequence[tf.Tensor]
-) -> tuple[ReduceOp, Scaling]:
-    """Return the engine's reduction and the factors around it; an average is a scaled sum.
-
-    Raises:
-        ConfigError: The reduction is unknown, or a dtype cannot be reduced.
-    """
+def reduction_of(op: str, size: int, prescale: float = 1.0, postscale: float = 1.0) -> Reduction:
+    """Return the reduction of `size` ranks; an average is a scaled sum."""
     if op not in _ENGINE_OPS:
         raise ConfigError(f"op must be one of {', '.join(_ENGINE_OPS)}. Received: op={op!r}.")
+    return Reduction(_ENGINE_OPS[op], prescale, postscale / size if op == Average else postscale)
+
+
+def require_reducible(tensors: Sequence[tf.Tensor]) -> None:
+    """Raise ConfigError unless all dtypes can be reduced."""
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE:
             raise ConfigError(
                 "A reduction needs float32, float64, float16, bfloat16, int32, int64, int8 or "
                 f"uint8. Received: dtype={tensor.dtype.name}. Cast the tensor first."
             )
-    if op == Average:
-        factors = Scaling(factors.prescale, factors.postscale / size)
-    return _ENGINE_OPS[op], factors
 
 
 class ProcessSet:

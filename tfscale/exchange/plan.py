@@ -15,10 +15,10 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
-from tfscale.comm.runtime import reduction_of
+from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
@@ -76,9 +76,9 @@ class GradientOptions:
                 f"together. Received: num_groups={self.num_groups}, groups={self.groups!r}."
             )
 
-    def factors(self) -> Scaling:
-        """Return the factors before and after the sum, without the mean's division by size."""
-        return Scaling(1.0 / self.predivide, self.predivide)
+    def reduction(self, size: int) -> Reduction:
+        """Return the sum over `size` ranks, with the factors before and after it."""
+        return reduction_of(self.op, size, 1.0 / self.predivide, self.predivide)
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,18 @@ class Wire:
         after = tuple(v.handle for v in chosen if hasattr(v, "handle"))
         return Call(group or self.group, label_of(names), after, names=tuple(names))
 
-    def scaling(self, tensors: Sequence[tf.Tensor]) -> Scaling:
-        """Return the factors before and after a sum of all ranks' tensors."""
-        options = self.options
-        return reduction_of(options.op, options.factors(), self.group.size, tensors)[1]
+    def reduction(self, tensors: Sequence[tf.Tensor]) -> Reduction:
+        """Return the sum of all ranks' tensors, with the factors before and after it."""
+        require_reducible(tensors)
+        return self.options.reduction(self.group.size)
 
     def allreduce(
-        self, tensors: Sequence[tf.Tensor], call: Call, scaling: Scaling
+        self, tensors: Sequence[tf.Tensor], call: Call, reduction: Reduction
     ) -> list[tf.Tensor]:
         """Sum tensors over the ranks of a call, as one message. Collective."""
         if tf.executing_eagerly():
             agree(header_of("gradients", [], list(tensors), call.label), call.group)
-        return runtime.backend().allreduce(tensors, call, ReduceOp.SUM, scaling)
+        return runtime.backend().allreduce(tensors, call, reduction)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Sum(Part):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum each gradient over the ranks."""
         tensors = [gradients[i] for i in self.indices]
-        sums = wire.allreduce(tensors, wire.call(self.indices), wire.scaling(tensors))
+        sums = wire.allreduce(tensors, wire.call(self.indices), wire.reduction(tensors))
         return dict(zip(self.indices, sums, strict=True))
 
 
@@ -201,8 +201,8 @@ class Rows(Part):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Gather the rows."""
         (i,) = self.indices
-        options, call = wire.options, wire.call(self.indices)
-        return {i: allreduce_sparse(gradients[i], options.op, options.factors(), call)}
+        reduction = wire.options.reduction(wire.group.size)
+        return {i: allreduce_sparse(gradients[i], reduction, wire.call(self.indices))}
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,7 @@ class Scatter(CutPart):
         ]
         tensors = [gradients[i] for i in self.indices]
         call = wire.shards.call("gradients", self.indices)
-        flat = runtime.backend().scatter_reduce(
-            tensors, counts, call, ReduceOp.SUM, wire.scaling(tensors)
-        )
+        flat = runtime.backend().scatter_reduce(tensors, counts, call, wire.reduction(tensors))
         results: dict[int, Any] = {}
         begin = 0
         for i in self.indices:

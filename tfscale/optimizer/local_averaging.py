@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
 from tfscale.config import ConfigError
@@ -282,7 +282,7 @@ class GroupAverage:
         own = tf.one_hot(group, n_groups, dtype=tf.float64) * (square if self._is_counted else 0.0)
         own = tf.concat([own, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
         call = Call(world, "distances of models")
-        (sums,) = runtime.backend().allreduce([own], call, ReduceOp.SUM, Scaling())
+        (sums,) = runtime.backend().allreduce([own], call, Reduction())
         self.distance.assign(tf.reduce_mean(tf.sqrt(sums[:-1])))
         self.must_stop.assign(sums[-1] > 0)
         self.n_averages.assign_add(1)
@@ -353,6 +353,6 @@ def mean_over(
     for dtype in dict.fromkeys(p.dtype for p, _ in packed):
         places = [i for i, (p, _) in enumerate(packed) if p.dtype == dtype]
         own = [packed[i][0] for i in places]
-        some = runtime.backend().allreduce(own, call, ReduceOp.SUM, Scaling(1.0, 1.0 / group.size))
+        some = runtime.backend().allreduce(own, call, Reduction(postscale=1.0 / group.size))
         means.update(zip(places, some, strict=True))
     return [compression.decompress(means[i], context) for i, (_, context) in enumerate(packed)]

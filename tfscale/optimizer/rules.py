@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.executor import Reduced
 from tfscale.exchange.shards import Shards
@@ -133,7 +133,7 @@ def _all_finite(gradients: Sequence[Any], group: Group) -> tf.Tensor:
 def all_agree(flag: tf.Tensor, group: Group, what: str) -> tf.Tensor:
     """Return whether a flag is set on all ranks of a group. Collective."""
     own = tf.cast(flag, tf.int32)
-    (least,) = runtime.backend().allreduce([own], Call(group, what), ReduceOp.MIN, Scaling())
+    (least,) = runtime.backend().allreduce([own], Call(group, what), Reduction(ReduceOp.MIN))
     return tf.cast(least, tf.bool)
 
 
@@ -200,5 +200,5 @@ def _squares(
 
 def _sum_over_ranks(values: tf.Tensor, shards: Shards) -> tf.Tensor:
     call = Call(shards.group, "norms of gradients")
-    (total,) = runtime.backend().allreduce([values], call, ReduceOp.SUM, Scaling())
+    (total,) = runtime.backend().allreduce([values], call, Reduction())
     return total

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.tensor_callable import Callable as TensorCallable
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Scaling
+from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
@@ -287,7 +287,7 @@ class Meeting:
 
         def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
             call = Call(group, "meeting of ranks", stream="meeting")
-            return runtime.backend().allreduce([value], call, ReduceOp.MIN, Scaling())[0]
+            return runtime.backend().allreduce([value], call, Reduction(ReduceOp.MIN))[0]
 
         spec = tf.TensorSpec([], tf.int32)
         self._least = tf.function(least_over_ranks, input_signature=[spec], autograph=False)

@@ -73,15 +73,22 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """Factors around a reduction: postscale * reduce(prescale * x)."""
+class Reduction:
+    """A reduction with factors around it: postscale * reduce(prescale * x)."""
 
+    op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
 
-    def terms(self, reduction: str) -> str:
-        """Return the text that must be equal on all ranks of a reduction."""
-        return f"{reduction} (factors {float(self.prescale)} and {float(self.postscale)})"
+    def terms(self, kind: str = "") -> str:
+        """Return the text that must be equal on all ranks; `kind` begins it."""
+        factors = f"(factors {float(self.prescale)} and {float(self.postscale)})"
+        return f"{kind} {self.op.name} {factors}".lstrip()
+
+
+Tensors = Sequence[tf.Tensor]
+# Rows of all members, and the number of rows that came from each (int64).
+Rows = tuple[tf.Tensor, tf.Tensor]
 
 
 def raw_variable(variable: Any) -> Any:
@@ -110,34 +117,23 @@ class Backend(Protocol):
     cross_rank: int  # of this host among those that have a process with this local rank
     cross_size: int
 
-    def allreduce(
-        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
-    ) -> list[tf.Tensor]:
+    def allreduce(self, tensors: Tensors, call: Call, reduction: Reduction) -> list[tf.Tensor]:
         """Reduce each tensor over the group; together they are one message."""
 
-    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+    def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         """Put the members' tensors one after another; also return rows per member (int64)."""
 
-    def alltoall(
-        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def alltoall(self, tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> Rows:
         """Send splits[r] rows to member r; also return rows received per member (int64)."""
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
         """Return the tensor of the member number `root`."""
 
-    def reducescatter(
-        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
-    ) -> tf.Tensor:
+    def reducescatter(self, tensor: tf.Tensor, call: Call, reduction: Reduction) -> tf.Tensor:
         """Reduce and keep this member's part of the rows."""
 
     def scatter_reduce(
-        self,
-        tensors: Sequence[tf.Tensor],
-        counts: Sequence[int],
-        call: Call,
-        op: ReduceOp,
-        scaling: Scaling,
+        self, tensors: Tensors, counts: Sequence[int], call: Call, reduction: Reduction
     ) -> tf.Tensor:
         """Reduce the elements of all tensors, one after another; member r keeps the next counts[r].
 
@@ -145,15 +141,11 @@ class Backend(Protocol):
         """
         flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
         begin = sum(counts[: call.group.rank])
-        reduced = self.allreduce([flat], call, op, scaling)[0]
+        reduced = self.allreduce([flat], call, reduction)[0]
         return reduced[begin : begin + counts[call.group.rank]]
 
     def post_gather(
-        self,
-        pieces: Sequence[tf.Tensor],
-        variables: Sequence[Any],
-        layout: SegmentedBucket,
-        call: Call,
+        self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call
     ) -> None:
         """Start gathering the members' pieces into the variables, without waiting.
 
@@ -169,11 +161,7 @@ class Backend(Protocol):
         self.gather_and_assign(pieces, variables, layout, call)
 
     def gather_and_assign(
-        self,
-        pieces: Sequence[tf.Tensor],
-        variables: Sequence[Any],
-        layout: SegmentedBucket,
-        call: Call,
+        self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call
     ) -> None:
         """Gather the members' pieces into the variables, and wait for them."""
         flat = [tf.reshape(piece, [-1]) for piece in pieces]
@@ -199,10 +187,6 @@ class Backend(Protocol):
         variables are overwritten next, so the error is dropped.
         """
         return
-
-    def num_pending(self) -> int:
-        """Return the number of variables with a pending gather."""
-        return 0
 
     def drain(self) -> None:
         """Wait until no gather is pending on this process; a failure is left to readers."""
@@ -279,37 +263,25 @@ class SingleBackend(Backend):
     def __init__(self) -> None:
         self._n_groups = 1
 
-    def allreduce(
-        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
-    ) -> list[tf.Tensor]:
-        """Scale each tensor."""
-        factor = scaling.prescale * scaling.postscale
+    def allreduce(self, tensors: Tensors, call: Call, reduction: Reduction) -> list[tf.Tensor]:
+        factor = reduction.prescale * reduction.postscale
         if factor == 1.0:
             return [tf.identity(t) for t in tensors]
         return [tf.cast(tf.cast(t, tf.float64) * factor, t.dtype) for t in tensors]
 
-    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the tensor and its number of rows."""
+    def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
 
-    def alltoall(
-        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the tensor and its number of rows."""
+    def alltoall(self, tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> Rows:
         return tf.identity(tensor), tf.identity(splits)
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
-        """Return the tensor."""
         return tf.identity(tensor)
 
-    def reducescatter(
-        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
-    ) -> tf.Tensor:
-        """Scale the tensor."""
-        return self.allreduce([tensor], call, op, scaling)[0]
+    def reducescatter(self, tensor: tf.Tensor, call: Call, reduction: Reduction) -> tf.Tensor:
+        return self.allreduce([tensor], call, reduction)[0]
 
     def add_group(self, ranks: Sequence[int]) -> int:
-        """Count groups."""
         self._n_groups += 1
         return self._n_groups - 1
 
@@ -317,9 +289,7 @@ class SingleBackend(Backend):
         """Nothing is held."""
 
     def abort(self, code: int) -> None:
-        """End this process."""
         sys.exit(code)
 
     def close(self) -> bool:
-        """There is no other rank to wait for."""
         return True

@@ -14,7 +14,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import process
-from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Scaling, raw_variable
+from tfscale.comm.backends.base import (
+    Backend,
+    Call,
+    MarkKind,
+    Reduction,
+    Rows,
+    Tensors,
+    raw_variable,
+)
 from tfscale.comm.backends.slots import Slots, rows_of
 from tfscale.comm.native import library_path
 from tfscale.comm.software import versions
@@ -203,78 +211,54 @@ class EngineBackend(Backend):
         }
 
     def _reduction(
-        self, call: Call, kind: str, op: ReduceOp, scaling: Scaling, tensors: list[tf.Tensor]
+        self, call: Call, kind: str, reduction: Reduction, tensors: Tensors
     ) -> dict[str, Any]:
         """Place a reduction; operation and factors must be equal on all ranks."""
         return {
-            "reduce_op": int(op),
-            "prescale": repr(float(scaling.prescale)),
-            "postscale": repr(float(scaling.postscale)),
-            **self._attributes(call, scaling.terms(kind), tensors),
+            "reduce_op": int(reduction.op),
+            "prescale": repr(float(reduction.prescale)),
+            "postscale": repr(float(reduction.postscale)),
+            **self._attributes(call, reduction.terms(kind), list(tensors)),
         }
 
-    def allreduce(
-        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
-    ) -> list[tf.Tensor]:
-        """Reduce each tensor over the group; together they are one message."""
-        inputs = list(tensors)
-        attributes = self._reduction(call, f"allreduce {op.name}", op, scaling, inputs)
-        return self._ops.tfscale_allreduce(tensors=inputs, **attributes)
+    def allreduce(self, tensors: Tensors, call: Call, reduction: Reduction) -> list[tf.Tensor]:
+        attributes = self._reduction(call, "allreduce", reduction, tensors)
+        return self._ops.tfscale_allreduce(tensors=list(tensors), **attributes)
 
-    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
-        """Put the members' tensors one after another; also return rows per member (int64)."""
+    def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         attributes = self._attributes(call, "allgather", [], tensor)
         gathered, rows = self._ops.tfscale_allgather(tensor=tensor, **attributes)
         return gathered, rows
 
-    def alltoall(
-        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+    def alltoall(self, tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> Rows:
         attributes = self._attributes(call, "alltoall", [], tensor)
         received, rows = self._ops.tfscale_alltoall(tensor=tensor, splits=splits, **attributes)
         return received, rows
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
-        """Return the tensor of the member number `root`."""
         attributes = self._attributes(call, f"broadcast from {root}", [tensor])
         return self._ops.tfscale_broadcast(tensor=tensor, root=root, **attributes)
 
-    def reducescatter(
-        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
-    ) -> tf.Tensor:
-        """Reduce and keep this member's part of the rows."""
+    def reducescatter(self, tensor: tf.Tensor, call: Call, reduction: Reduction) -> tf.Tensor:
         return self._ops.tfscale_reducescatter(
             tensor=tensor,
             group_rank=call.group.rank,
-            **self._reduction(call, f"reducescatter {op.name}", op, scaling, [tensor]),
+            **self._reduction(call, "reducescatter", reduction, [tensor]),
         )
 
     def scatter_reduce(
-        self,
-        tensors: Sequence[tf.Tensor],
-        counts: Sequence[int],
-        call: Call,
-        op: ReduceOp,
-        scaling: Scaling,
+        self, tensors: Tensors, counts: Sequence[int], call: Call, reduction: Reduction
     ) -> tf.Tensor:
-        """Reduce the elements of all tensors, one after another; member r keeps counts[r]."""
-        inputs, kind = list(tensors), f"scatter_reduce {op.name} {list(counts)}"
         return self._ops.tfscale_scatter_reduce(
-            tensors=inputs,
+            tensors=list(tensors),
             counts=list(counts),
             group_rank=call.group.rank,
-            **self._reduction(call, kind, op, scaling, inputs),
+            **self._reduction(call, f"scatter_reduce {list(counts)}", reduction, tensors),
         )
 
     def post_gather(
-        self,
-        pieces: Sequence[tf.Tensor],
-        variables: Sequence[Any],
-        layout: SegmentedBucket,
-        call: Call,
+        self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call
     ) -> None:
-        """Start gathering the members' pieces into the variables, without waiting."""
         raw = [raw_variable(v) for v in variables]
         if any("GPU" in v.device.upper() for v in raw):
             self.gather_and_assign(pieces, raw, layout, call)
@@ -294,19 +278,12 @@ class EngineBackend(Backend):
         )
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables is pending; from any thread."""
         self._ops.tfscale_await(variables=list(handles), is_write=is_write)
 
-    def num_pending(self) -> int:
-        """Return the number of variables with a pending gather."""
-        return self._library.call("num_pending")
-
     def drain(self) -> None:
-        """Wait until no gather is pending on this process; a failure is left to readers."""
         self._library.call("drain")
 
     def add_group(self, ranks: Sequence[int]) -> int:
-        """Make a group known; called by all ranks. Returns its id."""
         return self._library.call("add_group", (ctypes.c_int * len(ranks))(*ranks), len(ranks))
 
     def remove_group(self, group: int) -> None:
@@ -314,51 +291,39 @@ class EngineBackend(Backend):
         self._library.call("remove_group", group)
 
     def mark(self, kind: MarkKind) -> None:
-        """Notify the other ranks that this one takes part in no further step for now."""
         self._library.call("mark", int(kind))
 
     def num_given_up(self) -> int:
-        """Return the number of collectives that ended because another rank stopped."""
         return self._library.call("num_given_up")
 
     def start_incarnation(self, number: int) -> None:
-        """Separate later collectives from those left of a step that was given up."""
         self._library.call("start_incarnation", number)
 
     def take_events(self) -> list[Event]:
-        """Return the collectives finished since the last call, oldest first."""
         events = self.event_array()
         return [Event.from_buffer_copy(event) for event in events[events["slot"] >= 0]]
 
     def event_array(self) -> np.ndarray:
-        """Return the collectives and stamps that ended since the last call, as `Event` records."""
         taken = self._library.call("take_events", self._events, len(self._events))
         return np.frombuffer(self._events, np.dtype(Event), taken).copy()
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
-        """Record, each time the function runs, the time when it has updated the variables."""
         self._ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)
 
     def slot_name(self, plan: int, slot: int) -> str:
-        """Return the label of the collective that an event is about."""
         return self._slots.name(plan, slot)
 
     def graph_of(self, plan: int) -> tf.Graph | None:
-        """Return the function graph of a plan, if it is still in use."""
         return self._slots.graph_of(plan)
 
     def clock_ns(self) -> int:
-        """Return the time, in nanoseconds, of the clock that events are measured with."""
         return self._library.call("clock_ns")
 
     def abort(self, code: int) -> None:
-        """End all processes of the job. Does not return."""
         self._library.call("abort", code)
 
     def fail(self, why: str) -> None:
-        """Notify the other ranks that this one takes part in no further collective."""
         self._library.call("fail", why.encode())
 
     def close(self) -> bool:
-        """Leave the job; waits for all ranks unless communication has failed."""
         return self._library.call("stop") == 0

@@ -15,7 +15,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Scaling
+from tfscale.comm.backends.base import (
+    Backend,
+    Call,
+    MarkKind,
+    ReduceOp,
+    Reduction,
+    Rows,
+    Tensors,
+)
 from tfscale.comm.backends.slots import COUNT, EAGER, Slots
 from tfscale.config import ConfigError, ExchangeError, Settings
 
@@ -267,11 +275,9 @@ class HorovodBackend(Backend):
         self._sets: dict[tuple[int, ...], int] = {tuple(range(self.size)): 0}
         self._groups: list[int] = [0]
 
-    def allreduce(
-        self, tensors: Sequence[tf.Tensor], call: Call, op: ReduceOp, scaling: Scaling
-    ) -> list[tf.Tensor]:
-        """Reduce each tensor over the group; together they are one message."""
-        wide = [scale(widen(t), scaling.prescale) for t in tensors]
+    def allreduce(self, tensors: Tensors, call: Call, reduction: Reduction) -> list[tf.Tensor]:
+        op = reduction.op
+        wide = [scale(widen(t), reduction.prescale) for t in tensors]
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             wide += [nan_flag(t, op) for t in wide]
         options = {**self._options(call), **_UNSCALED, "reduce_op": _REDUCE_OPS[op]}
@@ -281,25 +287,21 @@ class HorovodBackend(Backend):
                 return [self._ops.horovod_allreduce(tensor=inputs[0], name=name, **options)]
             return self._ops.horovod_grouped_allreduce(tensors=inputs, name=name, **options)
 
-        reduced = self._named.run(call, wide, start, scaling.terms(op.name))
+        reduced = self._named.run(call, wide, start, reduction.terms())
         if len(wide) > len(tensors):
             values, flags = reduced[: len(tensors)], reduced[len(tensors) :]
             reduced = [restore_nan(v, f) for v, f in zip(values, flags, strict=True)]
         pairs = zip(reduced, tensors, strict=True)
-        return [tf.cast(scale(r, scaling.postscale), t.dtype) for r, t in pairs]
+        return [tf.cast(scale(r, reduction.postscale), t.dtype) for r, t in pairs]
 
-    def allgather(self, tensor: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
-        """Put the members' tensors one after another; also return rows per member (int64)."""
+    def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         op = self._ops.horovod_allgather
         gathered = self._run(op, to_wire(tensor), call)
         rows = self._run(op, tf.shape(tensor, tf.int64)[:1], call)
         rows = tf.ensure_shape(rows, [call.group.size])
         return from_wire(gathered, tensor, [None]), rows
 
-    def alltoall(
-        self, tensor: tf.Tensor, splits: tf.Tensor, call: Call
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Send splits[r] rows to member r; also return rows received per member (int64)."""
+    def alltoall(self, tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> Rows:
         options = self._options(call)
 
         def start(inputs: list[tf.Tensor], name: str | None) -> Sequence[tf.Tensor]:
@@ -312,30 +314,23 @@ class HorovodBackend(Backend):
         return from_wire(received, tensor, [None]), tf.cast(rows, tf.int64)
 
     def broadcast(self, tensor: tf.Tensor, root: int, call: Call) -> tf.Tensor:
-        """Return the tensor of the member number `root`."""
         root_rank = call.group.ranks[root]
         sent = self._run(self._ops.horovod_broadcast, to_wire(tensor), call, root_rank=root_rank)
         return from_wire(sent, tensor, tensor.shape[:1])
 
-    def reducescatter(
-        self, tensor: tf.Tensor, call: Call, op: ReduceOp, scaling: Scaling
-    ) -> tf.Tensor:
-        """Reduce and keep this member's part of the rows.
-
-        Horovod scatters sums only; other reductions are allreduced, and each member keeps its rows.
-        """
-        if op is not ReduceOp.SUM:
-            reduced = self.allreduce([tensor], call, op, scaling)[0]
+    def reducescatter(self, tensor: tf.Tensor, call: Call, reduction: Reduction) -> tf.Tensor:
+        # Horovod scatters sums only; others are allreduced, and each member keeps its rows.
+        if reduction.op is not ReduceOp.SUM:
+            reduced = self.allreduce([tensor], call, reduction)[0]
             rows, size, own = tf.shape(tensor)[0], call.group.size, call.group.rank
             begin = own * (rows // size) + tf.minimum(own, rows % size)
             return reduced[begin : begin + rows // size + tf.cast(own < rows % size, tf.int32)]
-        scaled, terms = scale(widen(tensor), scaling.prescale), scaling.terms(op.name)
-        options = {**_UNSCALED, "reduce_op": _REDUCE_OPS[op]}
+        scaled, terms = scale(widen(tensor), reduction.prescale), reduction.terms()
+        options = {**_UNSCALED, "reduce_op": _REDUCE_OPS[reduction.op]}
         own_rows = self._run(self._ops.horovod_reducescatter, scaled, call, terms, **options)
-        return tf.cast(scale(own_rows, scaling.postscale), tensor.dtype)
+        return tf.cast(scale(own_rows, reduction.postscale), tensor.dtype)
 
     def add_group(self, ranks: Sequence[int]) -> int:
-        """Make a group known; called by all ranks. Returns its id."""
         key = tuple(sorted(ranks))
         if key not in self._sets:
             added = self._hvd.add_process_set(list(key))
