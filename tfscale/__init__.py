@@ -23,10 +23,7 @@ _SUBMODULES = {
     "preemption": "checkpoints.preemption",
 }
 _NAMES_BY_MODULE = {
-    "callbacks.parameter_averaging": (
-        "DistanceWeights",
-        "Divergence",
-    ),
+    "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
     "callbacks.synchronize": ("broadcast_global_variables",),
     "comm.software": (
         "ccl_built",
@@ -53,11 +50,7 @@ _NAMES_BY_MODULE = {
     ),
     "comm.compression": ("Compression",),
     "comm.eager": ("join",),
-    "comm.objects": (
-        "allgather_object",
-        "broadcast_object",
-        "broadcast_variables",
-    ),
+    "comm.objects": ("allgather_object", "broadcast_object", "broadcast_variables"),
     "comm.runtime": (
         "Average",
         "Max",
@@ -82,32 +75,20 @@ _NAMES_BY_MODULE = {
         "size_op",
     ),
     "comm.start": ("init", "shutdown"),
-    "comm.timeline": (
-        "start_timeline",
-        "stop_timeline",
-    ),
+    "comm.timeline": ("start_timeline", "stop_timeline"),
     "config": ("ConfigError", "ExchangeError", "PlanError", "exit_codes"),
     "exchange.allreduce": ("Allreduce",),
     "exchange.auto": ("Auto",),
     "exchange.chunked": ("Chunked",),
-    "exchange.local_sgd": (
-        "AdaptiveInterval",
-        "LocalSGD",
-    ),
+    "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),
     "exchange.sharded": ("Sharded",),
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),
     "keras": ("elastic",),
-    "optimizer.distributed": (
-        "DistributedOptimizer",
-        "PartialDistributedOptimizer",
-    ),
+    "optimizer.distributed": ("DistributedOptimizer", "PartialDistributedOptimizer"),
     "optimizer.saving": ("load_model",),
     "optimizer.scalable_schedule": ("ScalableSchedule",),
-    "optimizer.tape": (
-        "DistributedGradientTape",
-        "PartialDistributedGradientTape",
-    ),
+    "optimizer.tape": ("DistributedGradientTape", "PartialDistributedGradientTape"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
