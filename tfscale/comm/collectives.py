@@ -67,16 +67,11 @@ def _run(
     collective: Callable[..., tuple[Any, Any]],
     gradient: Callable[..., Any],
 ) -> Any:
-    """Run a collective that has a gradient.
+    """Run a collective that has a gradient; `options` must be equal on all ranks.
 
-    Args:
-        kind: Name of the collective.
-        options: Further values that must be equal on all ranks.
-        tensors: Inputs.
-        call: Group and label.
-        collective: Takes `tensors`; returns the outputs, and a value kept for `gradient`.
-        gradient: Takes the kept value, a call for its own collective and one gradient per output;
-            returns the gradients of `tensors`.
+    `collective` takes `tensors` and returns the outputs, and a value kept for `gradient`. That
+    takes the kept value, a call for its own collective and one gradient per output, and returns
+    the gradients of `tensors`.
     """
 
     @tf.custom_gradient
@@ -531,10 +526,6 @@ def allreduce_sparse(
     """Sum or average sparse tensors: gather the rows of all ranks, add up those of equal index.
 
     Rows with equal indices are added up on each rank before they are sent (horovod#3328).
-
-    Raises:
-        ConfigError: The reduction has no sparse form.
-        ExchangeError: Ranks call different collectives (eager), or communication failed.
     """
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(

@@ -99,8 +99,7 @@ def exchange_headers(header: Header, group: Group) -> list[Header]:
 def agree(header: Header, group: Group) -> None:
     """Check that all members call the same collective; ranks that joined take part in sums.
 
-    Raises:
-        ExchangeError: A rank calls another collective; raised on every rank with the same text.
+    Raises ExchangeError on every rank, with the same text.
     """
     if group.size > 1:
         _common_header(exchange_headers(header, group), group)

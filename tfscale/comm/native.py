@@ -93,12 +93,7 @@ def present_tensorflow() -> str | None:
 
 
 def library_path(folder: Path = PACKAGE / "_lib") -> str:
-    """Return the path of the shared library for `tf.load_op_library`.
-
-    Raises:
-        ExchangeError: There is no library, or it was built with another TensorFlow; the text
-            names the command that builds it.
-    """
+    """Return the path of the library; raises ExchangeError unless it fits the TensorFlow."""
     stamp, version = read_stamp(folder), present_tensorflow()
     if stamp is None:
         raise ExchangeError(
@@ -134,11 +129,7 @@ class TensorFlow:
 
 
 def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> str:
-    """Run a command and return its standard output.
-
-    Raises:
-        BuildError: It cannot be started or fails; the text holds what it printed last.
-    """
+    """Return a command's output; raises BuildError, with its last lines, if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
     except OSError as error:
@@ -150,11 +141,7 @@ def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> st
 
 
 def find_toolchain(mpicxx: str | None = None) -> Toolchain:
-    """Read the compiler and the flags of an MPI's compiler wrapper; None finds one.
-
-    Raises:
-        BuildError: No MPI, no compiler, or they do not work together.
-    """
+    """Read the compiler and the flags of an MPI's compiler wrapper; None finds one."""
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
@@ -182,11 +169,7 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
 
 
 def find_tensorflow(cache_dir: Path) -> TensorFlow:
-    """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`.
-
-    Raises:
-        BuildError: TensorFlow is not visible to this interpreter.
-    """
+    """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`."""
     version = installed_tensorflow()
     if version is None:
         raise BuildError(
@@ -236,9 +219,6 @@ def compile_objects(
 
     An object is outdated if its source, a header, the flags, or `versions` (of TensorFlow, MPI and
     compiler) changed since `build_dir` received it.
-
-    Raises:
-        BuildError: The compiler refuses a file.
     """
     objects = [build_dir / s.parent.name / f"{s.stem}.o" for s in sources]
     outdated = []
@@ -280,13 +260,7 @@ def common_flags(sources: Path) -> list[str]:
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
     """Build the shared library, and a stamp that names the TensorFlow, compiler and MPI used.
 
-    Args:
-        output_dir: Folder for `libtfscale.so` and `build.json`.
-        build_dir: Folder where objects are kept between builds.
-        mpicxx: MPI's compiler wrapper; None finds one.
-
-    Raises:
-        BuildError: Something is missing or does not compile.
+    `build_dir` keeps objects between builds; `mpicxx` is MPI's compiler wrapper, None finds one.
     """
     root = find_sources()
     toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)

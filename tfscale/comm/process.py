@@ -110,24 +110,15 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-# States of a rank:
-# "": tfscale.init has not returned.
-# WAITING: init gave up waiting for the other ranks.
-# ALONE: this process is a job of its own; its end concerns no other rank.
-# JOINED: the other ranks need this one.
-# LEAVING: the program has ended or called shutdown, and waits for the other ranks.
-# LEFT: the rank has left, and others failed because they still needed it.
-# TOLD: the rank ends because communication failed; another rank may be the cause.
-# FINISHED: all ranks have left the job together.
-# RAISED: as FINISHED, but this rank left while an exception was being handled.
-WAITING = "waiting"
-ALONE = "alone"
-JOINED = "joined"
-LEAVING = "leaving"
-LEFT = "left"
-TOLD = "told"
-FINISHED = "finished"
-RAISED = "raised"
+# States of a rank; "" until tfscale.init has returned.
+WAITING = "waiting"  # init gave up waiting for the other ranks
+ALONE = "alone"  # a job of its own, whose end concerns no other rank
+JOINED = "joined"  # the other ranks need this one
+LEAVING = "leaving"  # the program has ended or called shutdown, and waits for the other ranks
+LEFT = "left"  # others failed because they still needed this rank
+TOLD = "told"  # it ends because communication failed; another rank may be the cause
+FINISHED = "finished"  # all ranks have left the job together
+RAISED = "raised"  # as FINISHED, but this rank left while an exception was being handled
 
 # Layout of the file; custom_ops/comm/status_file.h writes the place (the last collective).
 _STATE_BYTES = 32
@@ -218,7 +209,6 @@ _FAILURE = 1  # exit code of a job in which a rank raised
 _YIELD_S = 1.0
 _DRAIN_S = 0.3
 
-
 _abort: Callable[[int], None] | None = None
 _tell: Callable[[str], None] | None = None
 _is_watching = False
@@ -244,12 +234,9 @@ def end_job_on_error(
 ) -> None:
     """End all ranks when this one raises: the others would wait for it.
 
-    Args:
-        abort: Ends all processes of the job with an exit code; replaces the last one given. None
-            lets this process end alone.
-        tell: Sends the other ranks the reason why this one takes part in no further collective;
-            called when communication failed, so that a rank that is leaving does not wait for
-            this one.
+    `abort` ends all processes of the job with an exit code; None lets this process end alone.
+    `tell` sends the others the reason when communication failed, so that a rank that is leaving
+    does not wait for this one. Both replace those given before.
     """
     global _abort, _tell, _is_watching
     _abort, _tell = abort, tell

@@ -80,11 +80,7 @@ class ProcessSet:
                 )
 
     def group(self) -> Group:
-        """Return the set as backends know it.
-
-        Raises:
-            ExchangeError: The set is not known yet, or tfscale is not initialised.
-        """
+        """Return the set as backends know it; raises ExchangeError until it is added."""
         if self is global_process_set:
             return world()
         if self.process_set_id is None or self.ranks is None:
@@ -227,11 +223,7 @@ def _current() -> _State:
 
 
 def backend() -> Backend:
-    """Return the backend of the job.
-
-    Raises:
-        ExchangeError: tfscale is not initialised (as all functions below).
-    """
+    """Return the backend; before `init`, ExchangeError is raised here and in functions below."""
     return _current().backend
 
 

@@ -154,9 +154,6 @@ def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine:
     "auto" chooses "single" without other processes (`is_parallel` is False), "horovod" under
     `horovodrun --gloo`, which has no MPI, or where the ranks of a host have GPUs of their own that
     NCCL can connect, and "engine" otherwise.
-
-    Raises:
-        ConfigError: `horovodrun --gloo` started this process and Horovod is not installed.
     """
     if name != "auto":
         return name
@@ -196,12 +193,7 @@ def look_around() -> Machine:
 
 
 def start(name: str, settings: config.Settings, comm: Any) -> Backend:
-    """Start the "engine" or "horovod". Collective: every rank of `comm`, on the main thread.
-
-    Raises:
-        ConfigError: `comm` does not fit, or /dev/shm is too small.
-        ExchangeError: MPI, Horovod or the native library cannot be used.
-    """
+    """Start the "engine" or "horovod". Collective: every rank of `comm`, on the main thread."""
     comm = _checked(comm)
     backend: Backend
     with deadline_of_start(settings, "tfscale.init()"):

@@ -217,15 +217,10 @@ def run_attempt(
 ) -> Outcome:
     """Run a launcher until it ends; afterwards no process of the job is left on this host.
 
-    The outcome is not printed yet.
-
-    Args:
-        command: From `build_command`; ranks run under `tfscale.launcher.rank_process`.
-        environ: Environment variables of the launcher.
-        stop: Signals to this process; the ranks get SIGTERM and their time to end, then SIGKILL.
-        stop_signal: Signal to the launcher that makes it stop the ranks.
-        may_kill: Whether ranks end when the launcher is killed.
-        is_quiet: Remove TensorFlow's start-up messages.
+    The outcome is not printed yet. After a signal to this process (`stop`) the launcher gets
+    `stop_signal`, which makes it stop the ranks; they get their time to end, then SIGKILL.
+    `may_kill` says whether ranks end when the launcher is killed; `is_quiet` removes TensorFlow's
+    start-up messages.
     """
     launcher = _Launcher(command, environ, may_kill, is_quiet)
     failure = None

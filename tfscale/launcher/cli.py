@@ -34,55 +34,28 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="start a program on several ranks",
         usage="tfscale run -np 4 [options] python train.py ...",
     )
-    run.add_argument("-np", "-n", type=int, dest="size", metavar="N", help="number of ranks")
-    run.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and places")
-    run.add_argument("--hostfile", metavar="FILE", help="hosts, in the MPI's own format")
-    run.add_argument("--slurm", action="store_true", help="start with srun in an allocation")
-    run.add_argument(
-        "--output-prefix",
-        "--tag-output",
-        action="store_true",
-        help="print the rank before each line",
-    )
-    run.add_argument(
-        "--bind-to",
-        metavar="WHAT",
-        help="none, core, socket (default: none; Intel MPI and srun: theirs)",
-    )
-    run.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="variable for every rank (repeatable)",
-    )
-    run.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again after a failure, N times at most (default: 0)",
-    )
-    run.add_argument(
-        "--min-np",
-        type=int,
-        metavar="N",
-        help="restarts may leave out the place of a rank that failed, down to N ranks",
-    )
-    run.add_argument(
-        "--grace-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)",
-    )
-    run.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
-    run.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
-    run.add_argument("--quiet", action="store_true", help="do not print the command first")
-    run.add_argument(
-        "--verbose", action="store_true", help="show what TensorFlow says at its start"
-    )
-    run.add_argument("command", nargs=argparse.REMAINDER, help="program and its arguments")
+    add = run.add_argument
+    add("-np", "-n", type=int, dest="size", metavar="N", help="number of ranks")
+    add("-H", "--hosts", metavar="HOST:N,...", help="hosts and places")
+    add("--hostfile", metavar="FILE", help="hosts, in the MPI's own format")
+    add("--slurm", action="store_true", help="start with srun in an allocation")
+    prefix_help = "print the rank before each line"
+    add("--output-prefix", "--tag-output", action="store_true", help=prefix_help)
+    bind_help = "none, core, socket (default: none; Intel MPI and srun: theirs)"
+    add("--bind-to", metavar="WHAT", help=bind_help)
+    env_help = "variable for every rank (repeatable)"
+    add("--env", action="append", default=[], metavar="K=V", help=env_help)
+    restarts_help = "start again after a failure, N times at most (default: 0)"
+    add("--restarts", type=int, default=0, metavar="N", help=restarts_help)
+    least_help = "restarts may leave out the place of a rank that failed, down to N ranks"
+    add("--min-np", type=int, metavar="N", help=least_help)
+    grace_help = "seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)"
+    add("--grace-s", type=float, default=30.0, metavar="S", help=grace_help)
+    add("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    add("--dry-run", action="store_true", help="print the command, start nothing")
+    add("--quiet", action="store_true", help="do not print the command first")
+    add("--verbose", action="store_true", help="show what TensorFlow says at its start")
+    add("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
 
 

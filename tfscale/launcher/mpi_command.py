@@ -47,9 +47,6 @@ def parse_places(text: str) -> Places:
     Items are "host:2" or "host slots=2", separated by commas or lines; a name alone means one rank.
     "#" begins a comment. Numbers of a repeated name are added, as in PBS files with a line per
     rank; hosts keep the order in which they first appear.
-
-    Raises:
-        ConfigError: A number is not positive, or an item has another form.
     """
     places: dict[str, int] = {}
     for item in _items(text):
@@ -65,11 +62,7 @@ def parse_places(text: str) -> Places:
 
 
 def spread(places: Places, size: int) -> Places:
-    """Spread ranks over places, in order; hosts that get no rank are left out.
-
-    Raises:
-        ConfigError: There are fewer places than ranks.
-    """
+    """Spread ranks over places, in order; hosts that get no rank are left out."""
     hosts, n_left = [], size
     for name, n_places in places:
         if n_left:
@@ -78,8 +71,7 @@ def spread(places: Places, size: int) -> Places:
     if n_left:
         raise ConfigError(
             f"The hosts must have a place for each of {size} ranks. Received: "
-            f"hosts={_listed(places)}, "
-            f"{n_left} too few. Raise the numbers or lower -np."
+            f"hosts={_listed(places)}, {n_left} too few. Raise the numbers or lower -np."
         )
     return tuple(hosts)
 
@@ -171,9 +163,6 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
 
     Run it with `variables_of(spec, mpi)` in its environment, which every launcher passes on to the
     ranks; in its arguments other users could read them. `mpi` may be None with srun only.
-
-    Raises:
-        ConfigError: There is no program, rank or MPI.
     """
     if spec.size < 1 or not spec.command:
         raise ConfigError(
@@ -243,11 +232,7 @@ def find_mpi(mpiexec: str | None = None) -> Mpi | None:
 
 
 def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:
-    """Return the MPI that starts a job, or None where there is none, or srun needs none.
-
-    Raises:
-        ConfigError: The mpiexec, named or found, is of an unknown kind.
-    """
+    """Return the MPI that starts a job, or None where there is none, or srun needs none."""
     mpi = find_mpi(mpiexec)
     path = mpiexec or (None if is_slurm else find_tool("mpiexec"))
     if mpi is None and path is not None:

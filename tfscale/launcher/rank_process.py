@@ -137,12 +137,7 @@ def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bo
 
     It is a failure unless the rank ended with 0 while not needed by others, after all had left the
     job, after it was asked to end, or as a job of its own. Exit code `PREEMPTED` needs a request.
-
-    Args:
-        launch: Place of the rank.
-        code: Exit status, or minus the signal that ended the rank.
-        status: Contents of its status file.
-        was_stopped: Whether it had been asked to end.
+    `code` is the exit status, or minus the signal that ended the rank.
     """
     was_asked = was_stopped or status.was_asked
     if code < 0:
@@ -167,11 +162,10 @@ def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bo
 
 
 def main(command: Sequence[str]) -> int:
-    """Run a rank to its end; after a failure this process dies of SIGKILL.
+    """Run a rank to its end and return its status; after a failure this process dies of SIGKILL.
 
-    Returns:
-        The rank's exit status; 0 for one that had left the job: `tfscale run` knows the status
-        from the report, and mpirun and srun would end ranks that are still leaving.
+    The status is 0 for a rank that had left the job: `tfscale run` knows it from the report, and
+    mpirun and srun would end ranks that are still leaving.
     """
     launch = discover(environment()) or Launch(0, 1, None, None, "none")
     send(Start(launch.rank, socket.gethostname(), os.getpid(), launch.size))

@@ -136,14 +136,10 @@ class Job:
         environ: Mapping[str, str],
         is_verbose: bool = False,
     ) -> None:
-        """Prepare a job; raises ConfigError if the rule does not fit.
+        """Prepare a job from its first start (without the hosts of `rule`) and the environment.
 
-        Args:
-            spec: The first start, without the hosts of `rule`.
-            mpi: The installed MPI.
-            rule: Limits of restarts.
-            environ: Environment variables of the launcher.
-            is_verbose: Show TensorFlow's start-up messages.
+        Raises ConfigError if the rule does not fit. `is_verbose` shows TensorFlow's start-up
+        messages.
         """
         check_rule(rule, spec)
         given = {**environ, **(spec.environment or {})}

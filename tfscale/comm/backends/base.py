@@ -150,13 +150,8 @@ class Backend(Protocol):
         """Start gathering the members' pieces into the variables, without waiting.
 
         Readers of a variable must call `await_variables` first, as `optimizer.futures` does. A
-        failed gather leaves the values as they are, and readers get its error.
-
-        Args:
-            pieces: This member's pieces, those that `layout.pieces` returns for its group rank.
-            variables: One per entry of `layout.indices`.
-            layout: The cuts of the variables; equal on all members.
-            call: Group and label.
+        failed gather leaves the values as they are, and readers get its error. `pieces` are those
+        that `layout.pieces` returns for this member, `variables` those of `layout.indices`.
         """
         self.gather_and_assign(pieces, variables, layout, call)
 

@@ -161,9 +161,7 @@ class EngineBackend(Backend):
     def __init__(self, settings: Settings, fortran_comm: int = _WORLD) -> None:
         """Start the engine in a communicator. Collective: all its ranks, on the main thread.
 
-        Raises:
-            ExchangeError: The library does not fit, MPI cannot be used, or ranks run different
-                versions; then on every rank.
+        Raises ExchangeError on every rank if ranks run different versions.
         """
         library = load()
         self._library, self._ops = library, library.ops

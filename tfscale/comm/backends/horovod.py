@@ -128,17 +128,10 @@ class NamedOps:
     ) -> list[tf.Tensor]:
         """Run an op eagerly, or place it in the function that is being traced; return its outputs.
 
-        Args:
-            call: Group and label. Without `after` it waits for the calls traced before it.
-            inputs: Tensors, including integers that describe the amount sent (splits).
-            start: Makes the op.
-            terms: Further text that must be equal on all ranks, like `call.terms`. It becomes part
-                of the name: Horovod reports the ranks without an op of this name, and gives up
-                after its time limit.
-
-        Raises:
-            PlanError: An eager collective is called outside of the main thread.
-            ExchangeError: XLA compiles the function.
+        A call without `after` waits for those traced before it. `inputs` include integers that
+        describe the amount sent (splits). `terms` is, like `call.terms`, text that must be equal on
+        all ranks. It becomes part of the name: Horovod reports the ranks without an op of this
+        name, and gives up after its time limit.
         """
         position = self._slots.place(call, "", [])
         if position.plan == EAGER:
@@ -201,11 +194,7 @@ def is_installed() -> bool:
 
 
 def load_horovod() -> Any:
-    """Return the module with Horovod's ops.
-
-    Raises:
-        ExchangeError: It is not installed, or was built against another TensorFlow.
-    """
+    """Return the module with Horovod's ops; raises ExchangeError unless it loads."""
     try:
         return importlib.import_module("horovod.tensorflow.mpi_ops")
     except Exception as error:
@@ -228,12 +217,7 @@ class HorovodBackend(Backend):
     has_marks = False
 
     def __init__(self, settings: Settings, comm: Any = None) -> None:
-        """Join Horovod's job, of all processes or of `comm`'s. Collective.
-
-        Raises:
-            ConfigError: There is no MPI, which `comm` needs.
-            ExchangeError: Horovod is missing or cannot start.
-        """
+        """Join Horovod's job, of all processes or of `comm`'s. Collective."""
         # In whole seconds. Horovod never gives up if this limit is not above that of the warning.
         is_limited = math.isfinite(settings.stall_shutdown_s)
         give_up_s = max(2, round(settings.stall_shutdown_s)) if is_limited else sys.maxsize >> 32

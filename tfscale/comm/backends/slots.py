@@ -35,11 +35,8 @@ class Slots:
     """
 
     def __init__(self, number: Callable[..., int]) -> None:
-        """Start without any plan; `number` returns the number of a new plan or slot.
-
-        It is called as ("plan_create", group, title) or ("plan_add_slot", plan, label, signature),
-        see custom_ops/comm/c_api.h.
-        """
+        # Returns the number of a new plan or slot. It is called as ("plan_create", group, title)
+        # or ("plan_add_slot", plan, label, signature), see custom_ops/comm/c_api.h.
         self._number = number
         self._names: dict[Position, str] = {}
         self._plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -47,14 +44,9 @@ class Slots:
     def place(self, call: Call, kind: str, tensors: list[tf.Tensor]) -> Position:
         """Return the position of a collective; `EAGER` where it runs in the order of the calls.
 
-        Args:
-            call: Group and label.
-            kind: Name of the collective, with further text that must be equal on all ranks.
-            tensors: Its inputs; dtypes and static shapes become part of the fingerprint.
-
-        Raises:
-            PlanError: An eager collective is called outside of the main thread.
-            ExchangeError: XLA compiles the function.
+        `kind` is its name with further text that must be equal on all ranks, as must be the dtypes
+        and static shapes of `tensors`. Raises PlanError for an eager call outside of the main
+        thread, and ExchangeError in a function that XLA compiles.
         """
         if tf.executing_eagerly():
             if threading.current_thread() is not threading.main_thread():
