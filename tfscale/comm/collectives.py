@@ -14,14 +14,7 @@ from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import scale
 from tfscale.comm.compression import Compression
 from tfscale.comm.eager import agree, header_of, raise_own_errors
-from tfscale.comm.runtime import (
-    Average,
-    ProcessSet,
-    Sum,
-    global_process_set,
-    reduction_of,
-    require_reducible,
-)
+from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
 from tfscale.config import ConfigError, ExchangeError
 
 _LOG = logging.getLogger("tfscale")
@@ -132,7 +125,7 @@ def _compared(reduction: Reduction) -> list[Any]:
 def _reduce(tensors: Sequence[tf.Tensor], reduction: Reduction, call: Call) -> list[tf.Tensor]:
     """Reduce tensors of one dtype as one message."""
     tensors = [tf.convert_to_tensor(t) for t in tensors]
-    require_reducible(tensors)
+    runtime.require_reducible(tensors)
 
     def collective(*own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().allreduce(own, call, reduction), None
@@ -466,7 +459,7 @@ def reducescatter(
         raise ConfigError("reducescatter needs a tensor of rank 1 or more. Received: a scalar.")
     is_adjoint = _is_adjoint(gradient, "reducescatter")
     reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
-    require_reducible([value])
+    runtime.require_reducible([value])
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
         return runtime.backend().reducescatter(own, call, reduction), None
@@ -532,7 +525,7 @@ def allreduce_sparse(
             "Sparse tensors can be summed or averaged. Received: "
             f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
-    require_reducible([slices.values])
+    runtime.require_reducible([slices.values])
     own = deduplicate(slices)
     terms = reduction.terms("sparse") + _dense_shape_terms(own)
     if tf.executing_eagerly():

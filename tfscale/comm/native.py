@@ -88,8 +88,7 @@ def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
 
 def present_tensorflow() -> str | None:
     """Return the version of the TensorFlow in use, or the installed one, or None."""
-    module = sys.modules.get("tensorflow")
-    return getattr(module, "__version__", None) or installed_tensorflow()
+    return getattr(sys.modules.get("tensorflow"), "__version__", None) or installed_tensorflow()
 
 
 def library_path(folder: Path = PACKAGE / "_lib") -> str:

@@ -226,7 +226,7 @@ def watch_from_import() -> None:
     if launch is not None:
         config.set_environment(RANK_VARIABLE, f"{os.getpid()}:{_connection(environ)}")
     if launch is not None and launch.size > 1:
-        end_job_on_error(_kill_this_process)
+        end_job_on_error(lambda code: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def end_job_on_error(
@@ -284,10 +284,6 @@ def _tell_others(why: str) -> None:
 
     threading.Thread(target=tell, daemon=True).start()
     time.sleep(_YIELD_S)
-
-
-def _kill_this_process(code: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

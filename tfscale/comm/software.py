@@ -96,10 +96,8 @@ def rocm_built() -> bool:
 
 
 def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
+    """Return False: neither oneCCL nor DDL is used."""
     return False
 
 
-def ddl_built() -> bool:
-    """Return False: DDL is not used."""
-    return False
+ddl_built = ccl_built

@@ -7,18 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tfscale.comm import chrome, objects, runtime
 from tfscale.comm import events as recorder
-from tfscale.comm import objects, runtime
-from tfscale.comm.chrome import (
-    FILE_NAME,
-    Collective,
-    Span,
-    merge_parts,
-    part_path,
-    rank_events,
-    remove_stale_parts,
-    write_trace,
-)
+from tfscale.comm.chrome import FILE_NAME, Collective, Span, part_path, write_trace
 from tfscale.comm.events import ClockMap
 from tfscale.config import ExchangeError
 
@@ -60,7 +51,7 @@ class _Recording:
                 name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
                 details = {key: int(event[key]) for key in ("bytes", "plan", "slot", "execution")}
                 collectives.append(Collective(name, posted, started, ended, details))
-        return rank_events(runtime.rank(), spans, collectives), self.clocks.error_ns
+        return chrome.rank_events(runtime.rank(), spans, collectives), self.clocks.error_ns
 
 
 _recording: _Recording | None = None
@@ -110,7 +101,7 @@ def start_automatic(directory: str) -> None:
     folder = Path(directory).absolute()  # The program may change its directory.
     folder.mkdir(parents=True, exist_ok=True)
     part_path(folder, runtime.rank()).unlink(missing_ok=True)
-    remove_stale_parts(folder, runtime.size())
+    chrome.remove_stale_parts(folder, runtime.size())
     _start(folder / FILE_NAME, is_automatic=True)
 
 
@@ -137,7 +128,7 @@ def write_part() -> Path | None:
 def merge_at_end(folder: Path, n_ranks: int) -> None:
     """Merge the parts of all ranks, where that is possible; `tfscale report` may do it later."""
     try:
-        merge_parts(folder, n_ranks)
+        chrome.merge_parts(folder, n_ranks)
     except OSError as error:
         logger.warning("The timeline cannot be written: %s", error)
 

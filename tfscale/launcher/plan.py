@@ -56,24 +56,15 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     """Add the parser of `tfscale plan`."""
     plan = commands.add_parser("plan", help="predict step times and choose exchanges")
     which = plan.add_mutually_exclusive_group(required=True)
-    names = ", ".join(PUBLISHED)
-    which.add_argument(
-        "--model", metavar="NAME", help=f"{names}, or module:function that returns a Keras model"
-    )
+    models = f"{', '.join(PUBLISHED)}, or module:function that returns a Keras model"
+    which.add_argument("--model", metavar="NAME", help=models)
     which.add_argument("--model-file", metavar="FILE", help="a saved Keras model")
-    plan.add_argument(
-        "--input-shape",
-        metavar="R,C,...",
-        help="of one sample, where the model leaves dimensions open",
-    )
+    shape = "of one sample, where the model leaves dimensions open"
+    plan.add_argument("--input-shape", metavar="R,C,...", help=shape)
     plan.add_argument("--ranks", default="1,2,4,8,16,32,64,128,256", metavar="N,...")
     plan.add_argument("--global-batch", type=int, default=256, help="samples of all ranks per step")
-    plan.add_argument(
-        "--machine",
-        default="ethernet-1g",
-        metavar="NAME",
-        help=f"{', '.join(PRESETS)}, or a file of tfscale tune links",
-    )
+    machines = f"{', '.join(PRESETS)}, or a file of tfscale tune links"
+    plan.add_argument("--machine", default="ethernet-1g", metavar="NAME", help=machines)
     plan.add_argument("--slots", type=int, default=1, help="optimizer state per parameter: Adam 2")
     plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
     plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")

@@ -37,32 +37,26 @@ _STDERR = 2
 _STACK_SIGNAL = signal.SIGRTMAX - 6
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
 class EngineOptions(ctypes.Structure):
     """Mirror of `EngineOptions` in custom_ops/comm/options.h."""
 
     _fields_ = (
-        ("stall_warning_s", ctypes.c_double),
-        ("stall_shutdown_s", ctypes.c_double),
-        ("max_message_bytes", ctypes.c_int64),
-        ("chunk_bytes", ctypes.c_int64),
-        ("window_bytes", ctypes.c_int64),
-        ("reduce_threads", ctypes.c_int32),
-        ("pin_core", ctypes.c_int32),
-        ("stack_signal", ctypes.c_int32),
-        ("identity", ctypes.c_char_p),
-        ("status_path", ctypes.c_char_p),
+        *_fields(ctypes.c_double, "stall_warning_s", "stall_shutdown_s"),
+        *_fields(ctypes.c_int64, "max_message_bytes", "chunk_bytes", "window_bytes"),
+        *_fields(ctypes.c_int32, "reduce_threads", "pin_core", "stack_signal"),
+        *_fields(ctypes.c_char_p, "identity", "status_path"),
     )
 
 
 class HostPlace(ctypes.Structure):
     """Mirror of `HostPlace` in custom_ops/comm/host_place.h."""
 
-    _fields_ = (
-        ("local_rank", ctypes.c_int32),
-        ("local_size", ctypes.c_int32),
-        ("cross_rank", ctypes.c_int32),
-        ("cross_size", ctypes.c_int32),
-        ("cores", ctypes.c_int32),
+    _fields_ = _fields(
+        ctypes.c_int32, "local_rank", "local_size", "cross_rank", "cross_size", "cores"
     )
 
 
@@ -70,13 +64,8 @@ class Event(ctypes.Structure):
     """Mirror of `Event` in custom_ops/comm/task.h: times in nanoseconds."""
 
     _fields_ = (
-        ("posted_ns", ctypes.c_int64),
-        ("started_ns", ctypes.c_int64),
-        ("ended_ns", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("execution", ctypes.c_int64),
-        ("plan", ctypes.c_int32),
-        ("slot", ctypes.c_int32),
+        *_fields(ctypes.c_int64, "posted_ns", "started_ns", "ended_ns", "bytes", "execution"),
+        *_fields(ctypes.c_int32, "plan", "slot"),
     )
 
 

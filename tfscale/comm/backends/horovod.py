@@ -15,15 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm.backends.base import (
-    Backend,
-    Call,
-    MarkKind,
-    ReduceOp,
-    Reduction,
-    Rows,
-    Tensors,
-)
+from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Reduction, Rows, Tensors
 from tfscale.comm.backends.slots import COUNT, EAGER, Slots
 from tfscale.config import ConfigError, ExchangeError, Settings
 

@@ -76,20 +76,13 @@ def _add_groups(tuners: argparse._SubParsersAction) -> None:
         "must train with model.fit and a DistributedOptimizer, whose exchange is replaced. Its "
         "batch size and learning rate are those of one group.",
     )
-    parser.add_argument("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="per probe")
-    parser.add_argument(
-        "--interval", type=int, default=8, metavar="I", help="steps between averages"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, metavar="R", help="of one group (default: the script's)"
-    )
-    parser.add_argument(
-        "--rate-rule",
-        choices=("linear", "sqrt", "none"),
-        default="linear",
-        help="by what the learning rate is multiplied: G, its root, or nothing",
-    )
+    add = parser.add_argument
+    add("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
+    add("--steps", type=int, default=200, metavar="N", help="per probe")
+    add("--interval", type=int, default=8, metavar="I", help="steps between averages")
+    add("--learning-rate", type=float, metavar="R", help="of one group (default: the script's)")
+    rule_help = "by what the learning rate is multiplied: G, its root, or nothing"
+    add("--rate-rule", choices=("linear", "sqrt", "none"), default="linear", help=rule_help)
     _add_script(parser, "groups")
     parser.set_defaults(handler=_tune_groups)
 

@@ -38,26 +38,16 @@ logger = logging.getLogger("tfscale")
 _of_keras = keras.callbacks
 # Callbacks that rewrite a file would empty that of the user's last run.
 FILES_AND_STOPS: tuple[type, ...] = (
-    _of_keras.BackupAndRestore,
-    _of_keras.ModelCheckpoint,
-    _of_keras.CSVLogger,
-    _of_keras.TensorBoard,
-    _of_keras.RemoteMonitor,
-    _of_keras.EarlyStopping,
-    _of_keras.TerminateOnNaN,
-    ours.BackupAndRestore,
-    ours.Checkpoint,
-    ours.CommunicationReport,
-    ours.ModelDistance,
+    *(_of_keras.BackupAndRestore, _of_keras.ModelCheckpoint, _of_keras.CSVLogger),
+    *(_of_keras.TensorBoard, _of_keras.RemoteMonitor),
+    *(_of_keras.EarlyStopping, _of_keras.TerminateOnNaN),
+    *(ours.BackupAndRestore, ours.Checkpoint, ours.CommunicationReport, ours.ModelDistance),
 )
 if hasattr(_of_keras, "OrbaxCheckpoint"):  # not in the lowest Keras that is supported
     FILES_AND_STOPS += (_of_keras.OrbaxCheckpoint,)
 RATES_AND_SIZES = (
-    _of_keras.LearningRateScheduler,
-    _of_keras.ReduceLROnPlateau,
-    ours.LearningRateScheduleCallback,
-    ours.AdaptiveBatchSize,
-    ours.BatchSizeSchedule,
+    *(_of_keras.LearningRateScheduler, _of_keras.ReduceLROnPlateau),
+    *(ours.LearningRateScheduleCallback, ours.AdaptiveBatchSize, ours.BatchSizeSchedule),
     _of_keras.SwapEMAWeights,  # groups have no average over time in common
 )
 
