@@ -120,12 +120,12 @@ def summary(module: str) -> str:
 
 
 def constants(module: str) -> dict[str, Any]:
-    """Return what a module assigns to names, as far as it is literal."""
+    """Return what a module assigns to names, as far as it consists of literals."""
     found = {}
     for name, node in assigned(source(module).body):
         try:
-            found[name] = ast.literal_eval(node)
-        except ValueError:
+            found[name] = eval(compile(ast.Expression(node), module, "eval"), {"__builtins__": {}})
+        except NameError:
             continue
     return found
 
