@@ -331,10 +331,7 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
 
 
 def check_decays(settings: GrowthSettings, first: int) -> None:
-    """Refuse decays in the warm-up or the first epoch after it, which would never take effect.
-
-    `first` is the epoch in which the run began.
-    """
+    """Refuse decays in a run's warm-up, from its `first` epoch on, or in the epoch after it."""
     end = first + settings.warmup_epochs
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
     if early:
@@ -453,12 +450,9 @@ def _check_weights(session: FitSession) -> None:
 
 
 def has_wide_losses(model: keras.Model, epochs: Any) -> bool:
-    """Return whether losses have more than one value per sample, as for sequences or images.
-
-    For a subclassed model the outputs are computed from a batch of `epochs`, Keras's iterator.
-    """
+    """Return whether losses have more than one value per sample, as for sequences or images."""
     outputs = getattr(model, "outputs", None)
-    if not outputs:
+    if not outputs:  # subclassed: they follow from a batch of `epochs`, Keras's iterator
         batch = batch_spec_of(epochs)
         x = batch[0] if isinstance(batch, tuple) else batch
         outputs = model.compute_output_spec(keras.tree.map_structure(symbol_of, x))

@@ -17,10 +17,7 @@ from tfscale.internals.traits import own_of
 
 
 class ChangingBatchSize(Callback):
-    """Sets the batch size of each epoch when it begins; `fit` ends with the data's own again.
-
-    A subclass enters `_take_over` when training begins, and defines `size_of`.
-    """
+    """Sets the size of each epoch's batches once a subclass has entered `_take_over`."""
 
     sets_batch_size = True
     _data: GlobalBatches
@@ -31,10 +28,7 @@ class ChangingBatchSize(Callback):
 
     @contextlib.contextmanager
     def _take_over(self, data: GlobalBatches) -> Iterator[None]:
-        """Control the batch size of `data` from now on, and refuse other callbacks that do.
-
-        Settings of the data that the context changes are restored after `fit`, or if it raises.
-        """
+        """Control the batch size of `data`; its settings are restored after `fit` and errors."""
         others = [c for c in own_of(self.session.callbacks) if c.sets_batch_size and c is not self]
         if others:
             raise ConfigError(
@@ -131,10 +125,7 @@ def check_data(data: Any) -> None:
 
 
 def check_sizes(data: GlobalBatches, sizes: Sequence[int], name: str, remedy: str) -> None:
-    """Refuse batch sizes, ascending, that exceed the data or that the ranks cannot share.
-
-    Errors call the largest size `name`, and end with `remedy` if the ranks cannot share a size.
-    """
+    """Refuse batch sizes, ascending, that exceed the data or that the ranks cannot share."""
     if sizes[-1] > data.samples:
         raise ConfigError(
             f"{name} must not be larger than the number of samples, or an epoch has no "

@@ -235,10 +235,7 @@ class Checkpoint(Callback):
         self._is_due = True
 
     def _agree_on_due(self, place: str) -> None:
-        """Drop a checkpoint that is due if parts must be sent and a rank ends an epoch or training.
-
-        When one rank stops training, ranks call this from different hooks.
-        """
+        """Drop a due checkpoint if parts must be sent and ranks are in different hooks."""
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
             places = [] if is_over else objects.allgather_object(place, name="place in fit")

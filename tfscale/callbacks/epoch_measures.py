@@ -108,11 +108,8 @@ class EpochMeasures:
 
     @staticmethod
     def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Combine the states of all ranks into one for a job of another size.
-
-        Norms of gradients from different numbers of ranks cannot be compared, so the noise scale of
-        this epoch is measured in its remaining steps only.
-        """
+        """Combine the states of all ranks into one for a job of another size."""
+        # Norms from different numbers of ranks cannot be compared: those of later steps count.
         return {"first_cost": _mean([state["first_cost"] for state in states]), "norms": None}
 
     def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:

@@ -271,10 +271,7 @@ class Rate:
 
 
 class AdaptiveRate(Rate):
-    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate.
-
-    The initial rate of `former`, that of an earlier `fit`, is kept unless the rate has changed.
-    """
+    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate."""
 
     def __init__(
         self, model: keras.Model, momentum_correction: bool, former: AdaptiveRate | None = None
@@ -284,15 +281,11 @@ class AdaptiveRate(Rate):
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
         self._last: float | None = None  # that was set here
-        if former is not None and former._last == self.value():
+        if former is not None and former._last == self.value():  # unchanged since an earlier `fit`
             self._initial = former._initial
 
     def rescale(self, scale: float, stretch: float) -> None:
-        """Set the rate of later steps to `scale` times the initial rate, or times the schedule.
-
-        `stretch` is the present batch size over the first one; a schedule advances by that many
-        steps per update.
-        """
+        """Scale the initial rate; a schedule also advances by `stretch` steps per update."""
         if self._schedule is None:
             if self._initial is None:
                 self._initial = self.value()

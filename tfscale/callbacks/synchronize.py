@@ -355,10 +355,7 @@ class ConsistencyCheck(Callback):
             self.check(f"at the end of epoch {epoch + 1}")
 
     def check(self, moment: str) -> None:
-        """Compare now, and raise on all ranks if weights differ; errors name the `moment`.
-
-        Collective: all ranks must call this, in the same order.
-        """
+        """Compare now, and raise on all ranks if weights differ. Collective."""
         if runtime.size() == 1:
             return
         local = model_state.local_ids(self.model, self.local_variables)

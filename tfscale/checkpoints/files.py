@@ -210,12 +210,7 @@ def check_file(folder: Path, manifest: dict[str, Any], is_read: bool = True) -> 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors of reading a file, within a block.
-
-    Raises:
-        DamagedError: The file is missing, or its content is not what was written.
-        UnreadableError: The system does not allow it to be read.
-    """
+    """Convert errors of reading a file, within a block, to those of this module."""
     try:
         yield
     except OSError as error:

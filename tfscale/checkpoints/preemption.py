@@ -35,10 +35,7 @@ def is_requested() -> bool:
 
 
 def forget_request() -> None:
-    """Clear the request once it is fulfilled, also on ranks that did not receive it themselves.
-
-    From now on the process that watches this rank trusts exit code 75.
-    """
+    """Clear the fulfilled request; the process that watches this rank now trusts exit code 75."""
     global _is_requested
     _is_requested = False
     process.write_request()

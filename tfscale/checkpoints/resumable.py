@@ -87,11 +87,7 @@ def begun(callbacks: Sequence[Any]) -> list[str]:
 
 
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
-    """Restore the states of callbacks, before their `on_train_begin`.
-
-    If the number of ranks has changed, each gets rank 0's state, or the merged state. `leader` is
-    the rank that wrote the arrays of this rank's group.
-    """
+    """Restore the states of callbacks, and the arrays that the `leader` of this group wrote."""
     own = resumables(callbacks)
     written = [state["kind"] for state in parts[0].info["callbacks"]]
     given = [kind_of(callback) for callback in own]
@@ -124,15 +120,11 @@ _COUNTERS = {
 
 
 def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]:
-    """Return class and counters of Keras's callbacks in a list, as JSON.
-
-    At the end of training (`is_end`) the optimizer has assigned the averages to the weights, so no
-    weights are swapped.
-    """
+    """Return class and counters of Keras's callbacks in a list, as JSON."""
     states = []
     for callback, names in _counting(callbacks):
         numbers = {name: _plain(getattr(callback, name, None)) for name in names}
-        if is_end and _SWAPPED in numbers:
+        if is_end and _SWAPPED in numbers:  # the optimizer has assigned the averages to the weights
             numbers[_SWAPPED] = 0
         states.append({"kind": type(callback).__name__, "numbers": numbers})
     return states

@@ -85,14 +85,12 @@ class Saver:
             )
 
     def newest_sound(self) -> list[Part] | None:
-        """Return the parts of the newest sound checkpoint; None if there never was one.
+        """Return the parts of the newest sound checkpoint; None if there never was one. Collective.
 
         Each file is checked by one rank, and each rank reads the arrays it needs; if the directory
         is not shared, rank 0 checks all parts and sends them. Skipped checkpoints are renamed if
-        they are damaged; unfinished ones are left to be deleted later. Collective.
-
-        Raises ConfigError on all ranks if all finished checkpoints are damaged, or the system does
-        not allow the directory or the newest checkpoint to be read.
+        they are damaged; unfinished ones are left to be deleted later. All ranks raise if all are
+        damaged, or if one cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
@@ -137,10 +135,7 @@ class Saver:
         return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(self, part: Part, run: str) -> None:
-        """Start writing a checkpoint. Collective if the directory is not shared.
-
-        The arrays of `part`, this rank's, must not be changed any more.
-        """
+        """Start writing this rank's part. Collective if the directory is not shared."""
         folder = self.directory / folder_name(part.info["step"], run)
         self.runs.add(run)
         parts = {runtime.rank(): part}

@@ -47,11 +47,7 @@ class Position:
 def take_snapshot(
     model: keras.Model, callbacks: Sequence[Any], position: Position, run: str, is_end: bool
 ) -> Part:
-    """Copy this rank's part of a checkpoint, between two steps. Nothing is sent.
-
-    The first rank of each group copies the values that are equal in the group. At the end of
-    training (`is_end`) no callback has begun the next epoch.
-    """
+    """Copy this rank's part between two steps; a group's first rank copies what is equal in it."""
     groups, rank = groups_of(model), runtime.rank()
     is_leader = group_of(rank, groups)[0] == rank
     variables, optimizers = Variables.of(model), optimizers_of(model)
@@ -108,10 +104,8 @@ def take_snapshot(
 
 
 def is_broken(model: keras.Model) -> bool:
-    """Return whether a trainable weight is not finite on this rank.
-
-    A loss that is not finite is no proof: its step may have been skipped.
-    """
+    """Return whether a trainable weight is not finite on this rank."""
+    # A loss that is not finite is no proof: its step may have been skipped.
     weights = distinct(model.trainable_variables)
     return not all(np.all(np.isfinite(np.asarray(v.numpy()))) for v in weights)
 
@@ -143,10 +137,7 @@ def _kept_state_of(optimizer: Any) -> KeptState | None:
 
 
 def _rule_of(optimizer: Any) -> dict[str, Any]:
-    """Return the class of an optimizer, and number and kinds of its variables, as JSON.
-
-    Names of layers are left out, because Keras numbers them by process.
-    """
+    """Return class, number and kinds of variables of an optimizer, without layers' names."""
     names, inner = [], optimizer
     while inner is not None:
         names.append(inner.__class__.__name__)  # `type` would return the class of the proxy
@@ -196,10 +187,7 @@ class Reader:
         return self.parts[rank].arrays[name]
 
     def mean(self, ranks: Sequence[int], get: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Return the mean of `get(rank)` over some ranks; the value itself if all are equal.
-
-        For integers and booleans the first rank's value is returned.
-        """
+        """Return the mean of `get(rank)`; the first one for integers and if all are equal."""
         values = [get(rank) for rank in ranks]
         first = values[0]
         is_integer = first.dtype.kind in "iub"

@@ -272,10 +272,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
 @contextlib.contextmanager
 def keep_settings(data: GlobalBatches) -> Iterator[None]:
-    """Save settings that a `fit` which begins within the block may change.
-
-    `put_back_settings` restores them; an exception within the block does so at once.
-    """
+    """Save settings for `put_back_settings`, which an exception within the block calls at once."""
     put_back_settings(data)  # of an earlier `fit` that broke off
     epochs = data._epochs
     epochs.kept = epochs.batch_size, epochs.has_surplus_ranks
@@ -287,10 +284,7 @@ def keep_settings(data: GlobalBatches) -> Iterator[None]:
 
 
 def put_back_settings(data: GlobalBatches) -> None:
-    """Restore the saved batch size and surplus ranks, if there are any.
-
-    A batch size that was set outside of `fit` in the meantime stays.
-    """
+    """Restore the saved batch size and surplus ranks, unless a size was set outside of `fit`."""
     epochs = data._epochs
     if epochs.kept is not None:
         (epochs.batch_size, epochs.has_surplus_ranks), epochs.kept = epochs.kept, None
@@ -300,8 +294,8 @@ def put_back_settings(data: GlobalBatches) -> None:
 def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
     """Share batches among `count_active` ranks only, from the next pass on.
 
-    The data needs targets, and serves sample weights from now on: one for each sample, or without
-    `weighs_samples` one for the whole batch, which suits losses of any shape.
+    Data with targets serves sample weights then: one for each sample, or without `weighs_samples`
+    one for the whole batch, which suits losses of any shape.
     """
     epochs = data._epochs
     epochs.has_surplus_ranks, epochs.weighs_samples = True, weighs_samples
@@ -380,11 +374,7 @@ class _Rest(keras.utils.PyDataset):
 def read_batches(
     data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
 ) -> Iterator[Any]:
-    """Yield whole batches of one epoch, independently of the epoch that the data serves.
-
-    `seed` determines the order, if the data is shuffled; `class_weight` is converted to sample
-    weights, as in `fit`.
-    """
+    """Yield whole batches of one epoch, independently of the epoch that the data serves."""
     slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
     read = data._epochs.source.open_epoch(seed, 0, slices)
     for step in range(slices.steps):

@@ -67,10 +67,7 @@ class BatchSlices:
 
 
 def count_active(batch_size: int, size: int) -> int:
-    """Return the number of ranks, at most `size`, that share a batch with two samples or more each.
-
-    It is the largest divisor of `batch_size` that allows this; 1 if there is none.
-    """
+    """Return the number of ranks, at least 1, that can share a batch with two samples each."""
     divisors = range(min(size, batch_size // MIN_LOCAL_BATCH), 1, -1)
     return next((n for n in divisors if batch_size % n == 0), 1)
 

@@ -135,10 +135,7 @@ _KEPT_STEPS = 2  # Keras reads two batches to learn their shapes, before the fir
 
 
 def _never_ends(dataset: tf.data.Dataset) -> bool:
-    """Return whether a repeat() is followed only by steps like filter(), flat_map() or unbatch().
-
-    TensorFlow does not know the length of such datasets.
-    """
+    """Return whether only steps like filter(), flat_map() or unbatch() follow a repeat()."""
     while dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
         inputs = inputs_of(dataset)
         if len(inputs) != 1 or "Take" in type(dataset).__name__:
