@@ -13,8 +13,9 @@ from tests.helpers.ranks import outcome
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Posts, Subject, X, Y
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import MarkKind, raw_variable
+from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import has_stopped
+from tfscale.internals.keras import raw_variable
 from tfscale.optimizer import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

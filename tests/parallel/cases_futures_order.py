@@ -19,7 +19,7 @@ from tests.helpers.ranks import require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.futures_model import Subject, X
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import raw_variable
+from tfscale.internals.keras import raw_variable
 from tfscale.optimizer import futures
 
 ENGINE_ONLY = "nothing is posted past the end of a step"

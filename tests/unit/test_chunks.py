@@ -87,11 +87,11 @@ class FourRanks:
 def chosen(strategy: tfscale.Chunked, *layers: keras.layers.Layer) -> list[str]:
     """Return the layers that exchange activations; choosing twice changes nothing."""
     model = keras.Sequential([keras.Input((64,)), *layers])
-    options, calls, ranks = GradientOptions(compression=Compression.none), DenseCalls(), FourRanks()
+    calls, ranks = DenseCalls(GradientOptions(compression=Compression.none)), FourRanks()
 
     def choose() -> bool:
         return calls.choose(
-            model, strategy, options, ranks, lambda v: False, lambda v: "", global_batch=None
+            model, strategy, ranks, lambda v: False, lambda v: "", global_batch=None
         )
 
     has_changed = choose()

@@ -16,7 +16,7 @@ from tfscale.comm.backends.horovod import (
 )
 from tfscale.comm.eager import is_exchange_error
 from tfscale.config import ExchangeError
-from tfscale.fit.guarded_step import Lookahead
+from tfscale.fit.uneven_batches import Lookahead
 
 PAIR = Group(0, (0, 1), 0)
 

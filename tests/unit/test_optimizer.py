@@ -14,7 +14,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import Compression, DistributedGradientTape, DistributedOptimizer
-from tfscale.optimizer.distributed import PartialDistributedOptimizer, is_distributed
+from tfscale.optimizer.distributed import PartialDistributedOptimizer, distributed_of
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 
@@ -34,8 +34,8 @@ def test_the_proxy_looks_like_the_optimizer():
     assert optimizer.__class__ is Adam and optimizer.__wrapped__ is inner
     assert keras.optimizers.get(optimizer) is optimizer
     assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(inner)
-    assert is_distributed(optimizer) and is_distributed(LSO(optimizer))
-    assert not is_distributed(inner) and not is_distributed(LSO(inner))
+    assert distributed_of(optimizer) is distributed_of(LSO(optimizer)) is optimizer
+    assert distributed_of(inner) is distributed_of(LSO(inner)) is None
 
 
 def test_learning_rate_and_other_attributes_pass_through():

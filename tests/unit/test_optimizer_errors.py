@@ -121,7 +121,7 @@ def test_local_layers_are_layers():
     with pytest.raises(ConfigError) as error:
         PartialDistributedOptimizer(SGD(), local_layers=["dense"])
     assert "local_layers must be Keras layers. Received: str." in str(error.value)
-    assert "optimizer.register_local_var(variable)" in str(error.value)
+    assert "use register_local_var(variable)" in str(error.value)
 
 
 def test_bucket_size():

@@ -192,6 +192,6 @@ def test_a_backup_amid_a_cycle_keeps_its_gradients(tmp_path):
     whole = train()
     train(KillIn(1))
     model = train()
-    assert int(model.optimizer.iterations) == 10 and model.optimizer.n_accumulated == 0
+    assert int(model.optimizer.iterations) == 10 and model.optimizer.accumulator.n_waiting == 0
     for own, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(own, wanted)

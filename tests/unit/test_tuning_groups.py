@@ -215,7 +215,7 @@ def test_variables_excluded_from_weight_decay_stay_excluded():
 
 def test_the_reduction_stays():
     model = regrouped(keras.optimizers.SGD(0.1), op=tfscale.Sum)
-    assert model.optimizer.options.op == tfscale.Sum
+    assert model.optimizer.executor.options.op == tfscale.Sum
 
 
 def test_other_optimizers_are_refused():

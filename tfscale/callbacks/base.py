@@ -22,7 +22,7 @@ from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
 from tfscale.internals.keras import replace_train_step, steps_until
 from tfscale.internals.traits import Traits
-from tfscale.optimizer.distributed import accumulating, distributed_optimizers
+from tfscale.optimizer.distributed import accumulators, distributed_optimizers
 
 
 class Callback(Traits):
@@ -79,7 +79,7 @@ class Callback(Traits):
             _refuse_plain_backup(session.callbacks)
         if agreement.begin(session, self.params or {}):
             agree_on_saves(session)
-            if accumulating(self.model):
+            if accumulators(self.model):
                 session.stop_together()
             warn_if_unsynchronised(self.model, session.callbacks)
             warn_of_judges(session.callbacks)
@@ -244,22 +244,25 @@ def keep_finite(model: keras.Model) -> None:
     what they were before the step. The check costs a small op per variable, and no copies. The
     step of the compiled model is wrapped once, and traced again.
     """
-    if not _skips(model) or getattr(model.train_step, "keeps_finite", False):
-        return
-    step = model.train_step
+    if _skips(model) and not isinstance(model.train_step, _FiniteStep):
+        replace_train_step(model, _FiniteStep(model))
 
-    def train_step(data: Any) -> Any:
-        if not _skips(model):  # it was compiled with another optimizer since
-            return step(data)
-        before = [(v, tf.identity(v.value)) for v in non_trainable_state(model)]
-        logs = step(data)
+
+class _FiniteStep:
+    """A model's `train_step` as `keep_finite` makes it."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model, self._step = model, model.train_step
+
+    def __call__(self, data: Any) -> Any:
+        if not _skips(self._model):  # it was compiled with another optimizer since
+            return self._step(data)
+        before = [(v, tf.identity(v.value)) for v in non_trainable_state(self._model)]
+        logs = self._step(data)
         if before:
             is_sound = tf.reduce_all([_is_finite(variable.value) for variable, _ in before])
             tf.cond(is_sound, lambda: tf.constant(0), lambda: _put_back_spoiled(before))
         return logs
-
-    train_step.keeps_finite = True  # type: ignore[attr-defined]
-    replace_train_step(model, train_step)
 
 
 def _skips(model: keras.Model) -> bool:

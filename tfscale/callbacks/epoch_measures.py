@@ -89,8 +89,10 @@ class EpochMeasures:
             "cost": _loss(logs),
             "distance": self._distance(model),
             "fits": larger is None or self._guard.fits(batch.local, larger),
-            "norms": self._norms.take() if self._norms is not None else None,
+            "norms": self._norms.values() if self._norms is not None else None,
         }
+        if self._norms is not None:
+            self._norms.reset()
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
         norms = [e["norms"] for e in every]
         return Measures(

@@ -57,7 +57,7 @@ class LocalModels(BeforeValidation):
         if self._strategy is None or self.session.is_over:
             return  # the model keeps the average if another rank has stopped
         if self._own is not None:
-            self.model.optimizer.set_own(self._own)
+            self.session.group_average.resume(self._own)
             self._own = None
         start = self._strategy.start
         if self._waits and isinstance(start, int) and epoch >= start:
@@ -87,7 +87,7 @@ class LocalModels(BeforeValidation):
     def act(self) -> None:
         """Put the average into the model."""
         if self._strategy is not None and self.session.group_average is not None:
-            self._own = self.model.optimizer.show_average()
+            self._own = self.session.group_average.average_now()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adapt the interval."""

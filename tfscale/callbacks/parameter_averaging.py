@@ -15,7 +15,7 @@ from tfscale.callbacks.synchronize import average_variables
 from tfscale.checkpoints import state as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
-from tfscale.optimizer.distributed import is_distributed
+from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
 
@@ -123,7 +123,7 @@ class ParameterAveraging(BeforeValidation):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
         super().on_train_begin(logs)
-        if is_distributed(self.model.optimizer) and not runtime.is_single():
+        if distributed_of(self.model.optimizer) is not None and not runtime.is_single():
             raise ConfigError(
                 "Parameters are averaged where ranks train on their own. Received: a "
                 "DistributedOptimizer, which keeps the ranks equal. Compile with the Keras "

@@ -20,7 +20,7 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
-from tfscale.optimizer.distributed import distributed_of, passes_per_update
+from tfscale.optimizer.distributed import distributed_of, passes_per_update, process_set_of
 
 logger = logging.getLogger("tfscale")
 
@@ -246,7 +246,7 @@ class NonTrainableState(BeforeValidation):
         """Combine the state now. Collective: all ranks must call this, in the same order."""
         if self.mode == "local" or runtime.size() == 1:
             return
-        members = model_state.process_set_of(self.model)
+        members = process_set_of(self.model)
         common = model_state.common_variables(self.model, self.local_variables)
         ids = {id(variable) for variable in common}
         state = [v for v in model_state.non_trainable_state(self.model) if id(v) in ids]
@@ -371,7 +371,7 @@ class ConsistencyCheck(Callback):
                 f"{[len(digests) for digests in every]} variables on ranks 0 to {len(every) - 1}, "
                 f"{moment}. Build the model and the optimizer from the same code everywhere."
             )
-        ranks = model_state.process_set_of(self.model).ranks or range(len(every))
+        ranks = process_set_of(self.model).ranks or range(len(every))
         distributed = distributed_of(self.model.optimizer)
         groups = self.groups or (distributed.groups if distributed else None) or [ranks]
         different = {

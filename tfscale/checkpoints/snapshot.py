@@ -362,7 +362,7 @@ class Restore:
         count = self._reader.info["accumulated"][k]
         if accumulator is None or not count:
             return
-        mode = "sum" if optimizer.options.op == Sum else "mean"
+        mode = "sum" if optimizer.executor.options.op == Sum else "mean"
         names = self._reader.parts[0].series(f"sum{k}")
         accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
 
@@ -396,7 +396,6 @@ class Restore:
                 average.interval.assign(given)
             return
         average.average_now()
-        optimizer.executor.publish()
         average.start_from_here()
         if average.across.size > 1 and self._rank == 0:
             text = "Groups average in another way than before: they begin with their average."

@@ -9,13 +9,12 @@ from typing import Any
 import keras
 
 from tfscale.comm import runtime
-from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
 from tfscale.fit import adapted_layers
 from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
 from tfscale.internals.optimizers import (
     gradient_sums,
-    optimizer_of,
     optimizers_of,
     slots_of,
     trained_by,
@@ -24,12 +23,6 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
-
-
-def process_set_of(model: keras.Model) -> ProcessSet:
-    """Return the process set of the model's distributed optimizer, else the global one."""
-    distributed = distributed_of(optimizer_of(model))
-    return global_process_set if distributed is None else distributed.process_set
 
 
 def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:

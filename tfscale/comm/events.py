@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.backends.base import Call, raw_variable
+from tfscale.comm.backends.base import Call
 from tfscale.config import ExchangeError
+from tfscale.internals.keras import raw_variable
 
 _lock = threading.Lock()
 _STAMP = "TfscaleStamp"

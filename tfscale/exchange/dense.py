@@ -21,19 +21,13 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, raw_variable
+from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
 from tfscale.internals.keras import layers_of, replace_call, replaced_call, weights_of
-from tfscale.internals.trace import (
-    context_of,
-    current_graph,
-    is_stateful,
-    outer_graphs,
-    runs_once_per_step,
-)
+from tfscale.internals.trace import context_of, current_graph, outer_graphs, runs_once_per_step
 from tfscale.plan.segments import row_cuts
 
 logger = logging.getLogger("tfscale")
@@ -93,21 +87,17 @@ class ReplicatedCall:
     ) -> None:
         self._layer = weakref.ref(layer)
         self._original = type(layer).call
-        self._options = options
-        self._process_set = process_set
+        self.options = options
+        self.process_set = process_set
         # Orders this layer's collectives among each other. With the kernel's handle, they would
         # wait for the kernel's gather, and later reads of the kernel for them.
         self._order = tf.Variable(0.0, trainable=False, name="order")
-
-    def belongs_to(self, options: GradientOptions, process_set: ProcessSet) -> bool:
-        """Return whether the call was created for these options and ranks."""
-        return self._options is options and self._process_set is process_set
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
         """Compute the layer for inputs of shape [samples, ..., n_in]."""
         layer = self._layer()
         assert layer is not None
-        group = self._process_set.group()
+        group = self.process_set.group()
         if not training or not runs_once_per_step() or group.size == 1 or group.rank < 0:
             self._note(layer, "plain", "plain")
             return self._original(layer, inputs, training=training)
@@ -118,7 +108,7 @@ class ReplicatedCall:
     def _multiply(
         self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor, weights: list[tf.Tensor]
     ) -> tf.Tensor:
-        factor = 1.0 / group.size if self._options.op == Average else 1.0
+        factor = 1.0 / group.size if self.options.op == Average else 1.0
         self._note(layer, self.kernel_use, "replicated")
 
         @tf.custom_gradient
@@ -154,10 +144,10 @@ class ReplicatedCall:
     ) -> tf.Tensor:
         """Return the rows of all ranks as a matrix."""
         width = tensor.shape[-1]
-        packed, context = self._options.compression.compress(tf.reshape(tensor, [-1, width]))
+        packed, context = self.options.compression.compress(tf.reshape(tensor, [-1, width]))
         rows, _ = runtime.backend().allgather(packed, self._call(layer, group, what))
         rows = tf.ensure_shape(rows, [None, width])
-        return self._options.compression.decompress(rows, context)
+        return self.options.compression.decompress(rows, context)
 
     def _call(self, layer: keras.layers.Dense, group: Group, what: str) -> Call:
         return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
@@ -183,7 +173,7 @@ class PartialCall(ReplicatedCall):
     def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
         cuts = row_cuts(inputs.shape[-1], group.size)
         n_rows = [end - begin for begin, end in itertools.pairwise(cuts)]
-        packed, context = self._options.compression.compress(
+        packed, context = self.options.compression.compress(
             tf.reshape(inputs, [-1, inputs.shape[-1]])
         )
         parts = [tf.reshape(part, [-1]) for part in tf.split(packed, n_rows, axis=1)]
@@ -191,7 +181,7 @@ class PartialCall(ReplicatedCall):
         call = self._call(layer, group, "activations")
         received, _ = runtime.backend().alltoall(tf.concat(parts, 0), splits, call)
         columns = tf.reshape(received, [-1, n_rows[group.rank]])
-        return self._options.compression.decompress(columns, context)
+        return self.options.compression.decompress(columns, context)
 
     def _kernel_gradient(
         self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
@@ -234,117 +224,70 @@ def use_of(variable: Any) -> Use:
     if graph is None:
         return "plain"
     uses = context_of(graph).uses.get(id(variable), set()) or {"plain"}
-    if uses == {"plain"}:
-        return "plain"
-    if _INNER in uses:
+    if _INNER in uses or len(uses) > 1:
+        inner = f"in a tf.function within {graph.name}; take the decorator off"
+        mixed = "with training=True and without; pass training=True wherever its gradient is taken"
         raise PlanError(
-            "A layer that exchanges activations must be called in the function that applies its "
-            f"gradient. Received: {variable.path} used in a tf.function within {graph.name}. Take "
-            "the decorator off, or let dense layers exchange weights: Chunked(replicated_dense=0), "
-            "Sharded(dense='weights')."
-        )
-    if len(uses) > 1:
-        raise PlanError(
-            "A layer that exchanges activations must be called with training=True wherever its "
-            f"gradient is taken. Received: {variable.path} used with training=True and without. "
-            "Pass training=True, or let dense layers exchange weights: "
+            "A layer that exchanges activations must be called with training=True, in the function "
+            f"that applies its gradient. Received: {variable.path} used "
+            f"{inner if _INNER in uses else mixed}, or let dense layers exchange weights: "
             "Chunked(replicated_dense=0), Sharded(dense='weights')."
         )
     (use,) = uses
     return use  # type: ignore[return-value]
 
 
-def require_own(gradient: Any, variable: Any, trained: Sequence[Any], is_mean: bool) -> None:
+def require_own(gradient: Any, variable: Any) -> None:
     """Require that a gradient was computed by the calls of the variable's layer alone.
 
-    It may be cast, summed over several calls, and multiplied by a value that is equal on all ranks,
-    as it depends on constants and trained variables only. If gradients are averaged, such a value
-    may also be added; in a sum over ranks it would be missing all but one time.
-
-    Args:
-        gradient: The gradient of a variable whose `use_of` is not "plain".
-        variable: A kernel or bias.
-        trained: Variables that are equal on all ranks.
-        is_mean: Whether gradients are averaged.
+    It may be cast, summed over several calls, and multiplied by constants. `use_of(variable)` is
+    not "plain".
 
     Raises:
         PlanError: The gradient has other contributions.
     """
     graph = current_graph()
     assert graph is not None
-    if _Walk(graph, variable, trained, is_mean).is_own(values_of(gradient)):
-        return
-    raise PlanError(
-        "The gradient of a layer that exchanges activations must be what back-propagation through "
-        f"the layer's own calls has made. Received: for {variable.path}, one to which other uses "
-        "of the variable (a tied layer) or the train step (clipping) have contributed. Let dense "
-        "layers exchange weights: Chunked(replicated_dense=0), Sharded(dense='weights'); or clip "
-        "with the optimizer's own clipnorm or global_clipnorm instead of in the train step."
-    )
+    made = {name for name, key in context_of(graph).made.items() if key == id(variable)}
+    seen, ahead = set(made), [values_of(gradient)]
+    while ahead:
+        tensor = ahead.pop()
+        if tensor.name in seen:
+            continue
+        seen.add(tensor.name)
+        made_of = _made_of(tensor) if tensor.graph is graph else []
+        if not made_of:
+            raise PlanError(
+                "The gradient of a layer that exchanges activations must be what back-propagation "
+                f"through the layer's own calls has made. Received: for {variable.path}, one to "
+                "which other uses of the variable (a tied layer, a penalty on weights) or the "
+                "train step (clipping) have contributed. Let dense layers exchange weights: "
+                "Chunked(replicated_dense=0), Sharded(dense='weights'); or use the optimizer's "
+                "weight_decay, clipnorm or global_clipnorm instead of in the train step."
+            )
+        ahead.extend(made_of)
 
 
-class _Walk:
-    """Search from a gradient back to the ops that computed it."""
+def _made_of(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Return the inputs that must come from the layer's calls if the tensor does; [] if none."""
+    op, inputs = tensor.op, list(tensor.op.inputs)
+    if op.type in _SAME:
+        return [inputs[tensor.value_index]]
+    if op.type in _SUMS:
+        return inputs
+    if op.type == "ConcatV2":  # values of IndexedSlices; the last input is the axis
+        return inputs[:-1]
+    if op.type in ("Mul", "RealDiv"):
+        rest = [x for x in inputs if not _is_constant(x)]
+        return rest if len(rest) == 1 and (op.type == "Mul" or rest[0] is inputs[0]) else []
+    return []
 
-    def __init__(
-        self, graph: tf.Graph, variable: Any, trained: Sequence[Any], is_mean: bool
-    ) -> None:
-        self._names = {n for n, key in context_of(graph).made.items() if key == id(variable)}
-        self._graph, self._trained, self._is_mean = graph, trained, is_mean
-        self._handles: set[str] | None = None
 
-    def is_own(self, gradient: tf.Tensor) -> bool:
-        """Return whether a gradient comes from the layer's calls alone."""
-        seen, ahead = set(), [gradient]
-        while ahead:
-            tensor = ahead.pop()
-            if not isinstance(tensor, tf.Tensor) or tensor.graph is not self._graph:
-                return False
-            if tensor.name in self._names or tensor.name in seen:
-                continue
-            seen.add(tensor.name)
-            made_of = self._made_of(tensor)
-            if not made_of:
-                return False
-            ahead.extend(made_of)
-        return True
-
-    def _made_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """Return the inputs that must come from the layer's calls if the tensor does; [] if not.
-
-        Results of these calls depend on messages, so `_is_equal` is False for them.
-        """
-        op, inputs = tensor.op, list(tensor.op.inputs)
-        if op.type in _SAME:
-            return [inputs[tensor.value_index]]
-        if op.type == "ConcatV2":  # values of IndexedSlices; the last input is the axis
-            return inputs[:-1]
-        if op.type in _SUMS:
-            return [x for x in inputs if not (self._is_mean and self._is_equal(x))]
-        if op.type == "RealDiv":
-            return inputs[:1] if self._is_equal(inputs[1]) else []
-        if op.type == "Mul":
-            rest = [x for x in inputs if not self._is_equal(x)]
-            return rest if len(rest) == 1 else []
-        return []
-
-    def _is_equal(self, tensor: tf.Tensor) -> bool:
-        """Return whether a tensor follows from constants and trained variables alone."""
-        if self._handles is None:
-            raw = [raw_variable(v) for v in self._trained]
-            handles = [self._graph.capture(v.handle) for v in raw if hasattr(v, "handle")]
-            self._handles = {handle.name for handle in handles}
-        seen, ahead = set(), [tensor]
-        while ahead:
-            op = ahead[-1].op
-            is_known = ahead.pop().name in self._handles or op.type == "Const"
-            if is_known or op.name in seen:
-                continue
-            if not op.inputs or (is_stateful(op) and op.type != "ReadVariableOp"):
-                return False
-            seen.add(op.name)
-            ahead.extend(op.inputs)
-        return True
+def _is_constant(tensor: tf.Tensor) -> bool:
+    op = tensor.op
+    while op.type in _SAME:
+        op = op.inputs[0].op
+    return op.type == "Const"
 
 
 class DenseCalls:
@@ -354,7 +297,8 @@ class DenseCalls:
     `fit`; "auto" keeps the first batch size that it is given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: GradientOptions) -> None:
+        self._options = options
         self.is_chosen = False
         # Kernel and bias (or None) of each layer whose kernel must be cut between rows.
         self.rows: list[tuple[Any, Any]] = []
@@ -365,7 +309,6 @@ class DenseCalls:
         self,
         model: keras.Model,
         strategy: Exchange,
-        options: GradientOptions,
         process_set: ProcessSet,
         is_local: Callable[[Any], bool],
         why_uncut: Callable[[Any], str],
@@ -374,10 +317,7 @@ class DenseCalls:
         """Choose the exchange of each Dense layer, and replace the layer's `call` accordingly.
 
         `is_local` returns whether a variable stays on its rank, `why_uncut` why it must not be cut
-        (or an empty string).
-
-        Returns:
-            Whether the exchange of a layer changed, so that functions must be traced again.
+        (or an empty string). Returns whether functions must be traced again.
         """
         self._global_batch = strategy.global_batch or self._global_batch or global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
@@ -391,18 +331,15 @@ class DenseCalls:
         kinds = strategy.dense_kinds(described, process_set.size(), self._global_batch)
         has_changed = False
         for layer, (kind, reason) in zip(layers, kinds, strict=True):
-            has_changed |= _set_call(layer, kind, options, process_set)
-            if kind != "weights" or reason:
-                self._say(layer, f"{_WORDS[kind]}{reason and f': {reason}'}")
+            has_changed |= _set_call(layer, kind, self._options, process_set)
+            text = f"{_WORDS[kind]}{reason and f': {reason}'}"
+            if (kind != "weights" or reason) and self._said.get(layer.path) != text:
+                self._said[layer.path] = text
+                logger.info("%s exchanges %s.", layer.path, text)
         cut = [x for x in layers if isinstance(replaced_call(x), PartialCall)]
         self.rows = [(x.kernel, x.bias) for x in cut]
         self.is_chosen = True
         return has_changed
-
-    def _say(self, layer: keras.layers.Layer, text: str) -> None:
-        if self._said.get(layer.path) != text:
-            self._said[layer.path] = text
-            logger.info("%s exchanges %s.", layer.path, text)
 
 
 def _describe(
@@ -424,7 +361,7 @@ def _set_call(
     """Give a layer the call of a kind; return whether its call changed."""
     call, make = replaced_call(layer), _CALLS.get(kind)
     is_kind = isinstance(call, ReplicatedCall) and type(call) is make
-    if is_kind and call.belongs_to(options, process_set):
+    if is_kind and call.options is options and call.process_set is process_set:
         return False
     has_changed = restore(layer)
     if make is not None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
 from tfscale.comm.eager import note_gradients
-from tfscale.comm.runtime import Average, ProcessSet
+from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
@@ -41,8 +41,6 @@ class Reduced:
     variables: list[Any]  # the model's variable of each target
     # The first received tensors; nothing may change before they have arrived.
     arrived: list[tf.Tensor] = field(default_factory=list)
-    # Positions of the parameters that some rank updates, for `Executor.publish`.
-    updated: frozenset[int] = frozenset()
 
 
 class Executor:
@@ -70,7 +68,7 @@ class Executor:
         self.process_set = process_set  # all other ranks keep their own gradients
         self.may_shard = False  # stays False for a tape, which needs whole gradients
         self.shards: Shards | None = None  # set when `build` cuts parameters
-        self.dense = DenseCalls()
+        self.dense = DenseCalls(options)
         # Called in the step with own and reduced gradients and their variables.
         self.observer: Observer | None = None
         self._given = (strategy, process_set)
@@ -98,9 +96,24 @@ class Executor:
         """The prepared model, if it still exists."""
         return None if self._model is None else self._model()
 
-    def keep_local(self, variables: Sequence[Any] = (), layers: Sequence[Any] = ()) -> None:
-        """Do not exchange gradients of some variables, and of layers built now or later."""
-        self._local += variables
+    def keep_local(self, variable: Any) -> None:
+        """Do not exchange gradients of a variable."""
+        self._local.append(variable)
+
+    def keep_layers_local(self, local_layers: Any) -> None:
+        """Do not exchange gradients of a layer, or a list of layers, built now or later.
+
+        Raises:
+            ConfigError: There are objects that are not Keras layers.
+        """
+        is_one = isinstance(local_layers, keras.layers.Layer)
+        layers = [local_layers] if is_one else local_layers or []
+        wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]
+        if wrong:
+            raise ConfigError(
+                f"local_layers must be Keras layers. Received: {type(wrong[0]).__name__}. "
+                "For single variables use register_local_var(variable)."
+            )
         self._local_layers += layers
 
     def is_local(self, variable: Any) -> bool:
@@ -109,7 +122,16 @@ class Executor:
             variable is v for layer in self._local_layers for v in layer.weights
         )
 
-    def route_dense(
+    def has_own_gradients(self, variables: Sequence[Any]) -> bool:
+        """Return whether the other ranks do not have some of this rank's reduced gradients.
+
+        These are gradients of its pieces, and of local variables.
+        """
+        group = self.process_set.group()
+        is_alone = group.size == 1 or group.rank < 0
+        return not is_alone and (self.shards is not None or any(map(self.is_local, variables)))
+
+    def choose_dense(
         self,
         model: keras.Model,
         why_uncut: Callable[[Any], str],
@@ -124,17 +146,15 @@ class Executor:
         self._model = weakref.ref(model)
         if self.is_sharding and not may_cut:
             return any([restore(layer) for layer in layers_of(model)])
-        strategy = self._running()
         return self.dense.choose(
-            model, strategy, self.options, self.process_set, self.is_local, why_uncut, global_batch
+            model, self._running(), self.process_set, self.is_local, why_uncut, global_batch
         )
 
     def build(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> list[Any]:
         """Cut parameters if the strategy shards; return what this rank updates for each of them.
 
-        Args:
-            variables: Variables that an optimizer will train; equal on all ranks.
-            why_uncut: Returns for a variable why one rank must own it all, or an empty string.
+        `variables` are equal on all ranks; `why_uncut` returns why one rank must own all of one, or
+        an empty string.
         """
         if not self.is_sharding:
             return list(variables)
@@ -162,22 +182,12 @@ class Executor:
 
     # Without this, AutoGraph would read and convert the code in every traced function.
     @tf.autograph.experimental.do_not_convert
-    def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], skips_nonfinite: bool = False
-    ) -> Reduced:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Reduced:
         """Reduce gradients over the process set. Collective in a step, in the plan's order.
 
-        Args:
-            gradients: This rank's tensors, IndexedSlices or None, one per variable.
-            variables: The variables they belong to.
-            skips_nonfinite: Whether the optimizer skips steps with infinite gradients. An infinite
-                gradient of a local variable then makes a shared gradient NaN, so that all ranks
-                skip the step.
-
-        Returns:
-            The gradients that this rank applies: equal on all ranks, or those of its own pieces.
-            Gradients of local variables are this rank's own, divided by the number of ranks with
-            `scale_local_gradients`.
+        Takes this rank's tensors, IndexedSlices or None, one per variable. Returns the gradients
+        that this rank applies: equal on all ranks, or those of its own pieces. Gradients of local
+        variables are this rank's own, divided by the number of ranks with `scale_local_gradients`.
         """
         group = self.process_set.group()
         if group.size == 1 or group.rank < 0:
@@ -191,36 +201,30 @@ class Executor:
                 "training: call it on a batch, or call tfscale.prepare(model, sample_batch)."
             )
         results = list(gradients)
-        shared: list[int] = []
-        local: list[int] = []
-        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is None:
-                continue
-            (local if self.is_local(variable) else shared).append(i)
+        given = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        local = [i for i in given if self.is_local(variables[i])]
+        shared = [i for i in given if i not in local]
         if self._scale_local_gradients:
             for i in local:
                 results[i] = _changed(gradients[i], lambda values: values / group.size)
         arrived: list[tf.Tensor] = []
-        updated: frozenset[int] = frozenset()
         if shared:
             note_gradients()
             own = [gradients[i] for i in shared]
             chosen = [variables[i] for i in shared]
-            if skips_nonfinite and self.shards is None:  # pieces are checked on all ranks
-                _spoil(own, chosen, [gradients[i] for i in local])
-            reduced, arrived, updated = self._run(own, chosen)
+            reduced, arrived = self._run(own, chosen)
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
             if self.observer is not None:
                 self.observer(own, reduced, chosen)
         if self.shards is None:
             return Reduced(results, list(variables), list(variables), arrived)
-        return self._on_pieces(results, variables, arrived, updated)
+        return self._on_pieces(results, variables, arrived)
 
     def _run(
         self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> tuple[list[Any], list[tf.Tensor], frozenset[int]]:
-        """Return reduced gradients, the first received tensors, positions of updated parameters."""
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Return reduced gradients and the first received tensors."""
         shards = self.shards
         base = list(variables) if shards is None else shards.variables
         places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
@@ -231,7 +235,7 @@ class Executor:
         for i, gradient in own.items():
             use = use_of(base[i])
             if use != "plain":
-                require_own(gradient, base[i], variables, self.options.op == Average)
+                require_own(gradient, base[i])
                 forms[i] = use
             elif self._stays_sparse(i, gradient, wire.group.size):
                 forms[i] = "rows"
@@ -250,7 +254,7 @@ class Executor:
         for i, context in contexts.items():
             reduced[i] = self.options.compression.decompress(reduced[i], context)
         arrived = [] if tf.executing_eagerly() else [values_of(reduced[self._first(plan)])]
-        return [reduced[i] for i in places], arrived, frozenset(places)
+        return [reduced[i] for i in places], arrived
 
     def _first(self, plan: ExchangePlan) -> int:
         """Return a position in the first part, if possible one that this rank owns a piece of."""
@@ -290,7 +294,6 @@ class Executor:
         gradients: Sequence[Any],
         variables: Sequence[Any],
         arrived: list[tf.Tensor],
-        updated: frozenset[int],
     ) -> Reduced:
         """Return the gradients of the pieces that this rank owns."""
         assert self.shards is not None
@@ -299,19 +302,15 @@ class Executor:
         # Empty pieces cost ops and change nothing; one is kept if a rank owns nothing else.
         useful = [c for c in chosen if not self.shards.is_empty(c[1])] or chosen[:1]
         targets = [self.shards.targets[place] for _, place, _ in useful]
-        return Reduced(
-            [g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived, updated
-        )
+        return Reduced([g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived)
 
-    def publish(self, updated: frozenset[int] | None = None, waits: bool = True) -> None:
-        """Send updated pieces to all ranks, if parameters are cut. Collective.
+    def publish(self, waits: bool = True) -> None:
+        """Send the pieces to all ranks, if parameters are cut. Collective.
 
-        Args:
-            updated: As in `Reduced`; None publishes all pieces.
-            waits: Whether the step, or this call, ends after all pieces have arrived.
+        With `waits` the step, or this call, ends after all pieces have arrived.
         """
         if self.shards is not None:
-            self.shards.publish(waits, updated)
+            self.shards.publish(waits)
 
     def _running(self) -> Exchange:
         return self.strategy if self.may_shard else self.strategy.whole()
@@ -321,21 +320,6 @@ class Executor:
             return False
         is_cut = self.shards is not None and index in self.shards.pieces
         return not is_cut and not is_cheaper_dense(gradient, size)
-
-
-def layers_in(local_layers: Any, instead: str) -> list[keras.layers.Layer]:
-    """Return local layers as a list; raises a ConfigError for other objects.
-
-    `instead` is the call for single variables, for the error.
-    """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
-    wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]
-    if wrong:
-        raise ConfigError(
-            f"local_layers must be Keras layers. Received: {type(wrong[0]).__name__}. "
-            f"For single variables use {instead}(variable)."
-        )
-    return list(layers)
 
 
 def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
@@ -364,20 +348,3 @@ def _last_of(gradients: Sequence[Any]) -> list[tf.Tensor]:
     if tf.executing_eagerly():
         return []
     return [values_of(g) for g in gradients if g is not None][-1:]
-
-
-def _spoil(own: list[Any], variables: Sequence[Any], local: list[Any]) -> None:
-    """Add zero to a gradient that is sent, or NaN if a local gradient is not finite."""
-    if not local:
-        return
-    # The gradient of a replicated layer is not sent: no other rank would see it.
-    sent = [k for k, variable in enumerate(variables) if use_of(variable) != "replicated"]
-    if not sent:
-        raise PlanError(
-            "To skip steps some gradient must be sent. Received: local layers, and all others "
-            "replicated. Use exchange='allreduce'."
-        )
-    last = tf.convert_to_tensor(own[sent[-1]])
-    # Cast after the product: a large float32 must not become infinite as float16.
-    zeros = [tf.cast(tf.reduce_sum(0 * values_of(g)), last.dtype) for g in local]
-    own[sent[-1]] = last + tf.add_n(zeros)

@@ -170,11 +170,6 @@ class Part(abc.ABC):
 
     indices: tuple[int, ...]  # positions in the table, in the order of the message
 
-    @property
-    def ready(self) -> int:
-        """The position of the last gradient: back-propagation ends with the first position."""
-        return min(self.indices)
-
     @abc.abstractmethod
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Return the gradients that this rank's update uses. Collective, in slot order.
@@ -216,20 +211,10 @@ class Replicated(Part):
 
 
 @dataclass(frozen=True)
-class CutPart(Part):
-    """Gradients of parameters that are cut."""
+class Scatter(Part):
+    """Dense gradients of which each rank receives the sum of its own segment."""
 
     segment: SegmentedBucket  # the bucket of these variables, perhaps with others
-
-    @property
-    def ready(self) -> int:
-        """The position for the whole bucket, even if a step has only some of its gradients."""
-        return min(self.segment.indices)
-
-
-@dataclass(frozen=True)
-class Scatter(CutPart):
-    """Dense gradients of which each rank receives the sum of its own segment."""
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum this rank's segment over the ranks and split it into gradients of its pieces."""
@@ -244,14 +229,15 @@ class Scatter(CutPart):
         results: dict[int, Any] = {}
         begin = 0
         for i in self.indices:
-            n = wire.shards.n_owned(i)
-            results[i] = wire.shards.shaped(i, flat[begin : begin + n])
-            begin += n
+            owned = wire.shards.owned(i)
+            end = begin + (owned.count if owned else 0)
+            results[i] = wire.shards.shaped(i, flat[begin:end])
+            begin = end
         return results
 
 
 @dataclass(frozen=True)
-class Partial(CutPart):
+class Partial(Part):
     """The gradient of a dense layer's weight for the whole batch, for this rank's piece."""
 
     has_own_rows: bool  # whether the gradient has this rank's rows only
@@ -270,7 +256,6 @@ class Partial(CutPart):
 class ExchangePlan:
     """The exchange of all gradients of a step, and of the parameters after it."""
 
-    table: Table
     # In slot order, in which gradients become ready. Each parameter that has a gradient and is not
     # local is in one part.
     parts: tuple[Part, ...]
@@ -292,8 +277,7 @@ def compile_plan(
     Args:
         table: The parameters.
         choose: Returns the buckets of gradients that are summed whole.
-        segments: The sharded parameters as buckets, of which each rank owns a part; see
-            `cut_parameters`.
+        segments: Buckets of the parameters that are cut, see `cut_parameters`.
         overlap: False sends nothing before all gradients are ready.
         sum_part: Creates the part for a bucket of `choose`.
 
@@ -302,20 +286,23 @@ def compile_plan(
     """
     cut = {i for bucket in segments for i in bucket.indices}
     dense = [i for i in table.given("dense") if i not in cut]
-    parts = [sum_part(indices) for indices in table.buckets(dense, choose)]
-    parts += [Replicated((i,)) for i in table.given("replicated", "partial") if i not in cut]
-    given = set(table.given("dense", "rows"))
     made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
+    # Each part with the position of its last gradient: back-propagation ends with position 0.
+    found: list[tuple[int, Part]] = [
+        (min(indices), sum_part(indices)) for indices in table.buckets(dense, choose)
+    ]
+    found += [(i, Replicated((i,))) for i in made if i not in cut]
+    given = set(table.given("dense", "rows"))
     for bucket in segments:
-        indices = tuple(i for i in bucket.indices if i in given)
-        if indices:
-            parts.append(Scatter(indices, bucket))
-        parts += [Partial((i,), bucket, made[i] == "partial") for i in bucket.indices if i in made]
+        # Of the whole bucket, even if a step has only some of its gradients.
+        last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in given)
+        found += [(last, Scatter(indices, bucket))] if indices else []
+        found += [(last, Partial((i,), made[i] == "partial")) for i in bucket.indices if i in made]
     # A stable sort: a dense layer's gradients follow their bucket.
-    parts.sort(key=lambda part: -part.ready)
+    parts = [part for _, part in sorted(found, key=lambda pair: -pair[0])]
     # Slots start in this order, and an embedding's gradient is the last of back-propagation.
     parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
-    return ExchangePlan(table, tuple(parts), tuple(segments), overlap)
+    return ExchangePlan(tuple(parts), tuple(segments), overlap)
 
 
 def cut_parameters(

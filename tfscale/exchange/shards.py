@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group, raw_variable
+from tfscale.comm.backends.base import Call, Group
 from tfscale.config import ConfigError
+from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import piece_of
 from tfscale.plan.segments import Piece, SegmentedBucket
 
@@ -65,11 +66,6 @@ class Shards:
         """Return the range that this rank owns of a variable that is cut, or None."""
         return self._owned.get(index)
 
-    def n_owned(self, index: int) -> int:
-        """Return the number of elements that this rank owns of a variable that is cut."""
-        owned = self._owned.get(index)
-        return owned.count if owned else 0
-
     def is_whole(self, index: int) -> bool:
         """Return whether one rank owns all of a variable that is cut."""
         return index in self._whole
@@ -116,21 +112,14 @@ class Shards:
         own = tuple(names) if what == "gradients" else ()  # parameters are sent as one tensor
         return Call(self.group, f"{what} of {label_of(names)}", after, what, own)
 
-    def buckets_with(self, updated: Iterable[int] | None) -> list[SegmentedBucket]:
-        """Return the buckets with any of the given positions; all buckets for None."""
-        chosen = None if updated is None else frozenset(updated)
-        return [b for b in self.segments if chosen is None or not chosen.isdisjoint(b.indices)]
-
-    def publish(self, waits: bool, updated: Iterable[int] | None = None) -> None:
+    def publish(self, waits: bool) -> None:
         """Send this rank's pieces to all ranks and receive theirs, in forward order. Collective.
 
-        Args:
-            waits: Wait for all pieces; otherwise readers must wait (`optimizer.futures`).
-            updated: Positions of variables; buckets without any of them are left out.
+        Without `waits`, readers must wait (`optimizer.futures`).
         """
         backend = runtime.backend()
         handles = []
-        for bucket in self.buckets_with(updated):
+        for bucket in self.segments:
             raw = [raw_variable(self.variables[i]) for i in bucket.indices]
             own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
             call = self.call("parameters", bucket.indices)

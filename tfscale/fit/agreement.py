@@ -22,9 +22,10 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import check_slices
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession, session_for
+from tfscale.fit.uneven_batches import require_equal_numbers
 from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by
-from tfscale.internals.traits import Traits, own_of, show_averages
-from tfscale.optimizer.distributed import distributed_of
+from tfscale.internals.traits import Traits, own_of, show_averages, train_apart
+from tfscale.optimizer.distributed import distributed_of, process_set_of
 
 logger = logging.getLogger("tfscale")
 
@@ -71,19 +72,13 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
         "training": describe(session),
         "has_adapted": adapted_layers.refresh(model),
     }
-    session.begin(params.get("steps"), params.get("epochs") or 0)
+    n_epochs = params.get("epochs") or 0
+    session.begin(params.get("steps"), n_epochs, train_apart(session.callbacks))
     own["cycles"] = session.cycles()
     every = objects.allgather_object(own, name="beginning of fit")
     data = [rank["data"] for rank in every]
     _require_usable(data)
-    for key in ("steps", "epochs"):
-        values = [rank[key] for rank in every]
-        if any(v != values[0] for v in values):
-            raise ExchangeError(
-                f"All ranks must run the same number of {key}. Received: {key}={values}, in "
-                "rank order. Give every rank as many batches, for example with "
-                "tfscale.data.GlobalBatches, and the same arguments to fit."
-            )
+    require_equal_numbers(every)
     _require_equal_data(call.data, data)
     require_equal([rank["training"] for rank in every])
     adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
@@ -221,7 +216,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
     distributed = distributed_of(optimizer)
     if distributed is None:
         return {"exchange": "none: not a DistributedOptimizer"}
-    accumulator, options = distributed.accumulator, distributed.options
+    accumulator, options = distributed.accumulator, distributed.executor.options
     return {
         "exchange": _text(distributed.strategy),
         "nonfinite": distributed.nonfinite,
@@ -260,20 +255,18 @@ def _batch_size(data: Any, given: int | None) -> str:
 
 def _difference(first: Any, other: Any) -> tuple[str, str]:
     """Return the first differing entry of both sides."""
-    if isinstance(first, list) and isinstance(other, list):
-        first, other = (
-            {f"number {i}: ": entry for i, entry in enumerate(entries)}
-            for entries in (first, other)
-        )
-    elif isinstance(first, dict) and isinstance(other, dict):
-        first, other = ({f"{key}=": text for key, text in d.items()} for d in (first, other))
-    else:
-        return str(first), str(other)
-    for key in {**first, **other}:
-        mine, theirs = first.get(key, "nothing"), other.get(key, "nothing")
-        if mine != theirs:
-            return f"{key}{mine}", f"{key}{theirs}"
-    return str(first), str(other)
+
+    def entries(topic: Any) -> dict[str, Any]:
+        if isinstance(topic, list):
+            return {f"number {i}: ": entry for i, entry in enumerate(topic)}
+        if isinstance(topic, dict):
+            return {f"{key}=": text for key, text in topic.items()}
+        return {"": topic}
+
+    mine, theirs = entries(first), entries(other)
+    differing = (k for k in {**mine, **theirs} if k not in theirs or mine.get(k) != theirs[k])
+    key = next(differing)
+    return f"{key}{mine.get(key, 'nothing')}", f"{key}{theirs.get(key, 'nothing')}"
 
 
 # The first samples and weights of ranks.
@@ -292,10 +285,7 @@ def _first_samples(data: Any) -> str:
 
 
 def _ranks_of(model: Any) -> list[int]:
-    """Return the ranks that train the same model as this one."""
-    distributed = distributed_of(optimizer_of(model))
-    ranks = None if distributed is None else distributed.process_set.ranks
-    return list(ranks or range(runtime.size()))
+    return list(process_set_of(model).ranks or range(runtime.size()))
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> str:
@@ -385,26 +375,23 @@ def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | No
     pass their own share.
     """
     trained, validated = ([rank[name] for rank in every] for name in ("x", "validation_data"))
-    if any(trained):
-        if None not in trained:
-            # The latest epoch: a rank that stopped after its last batch has not counted it.
-            states = [rank["state"] for rank in trained if rank]
-            data.epoch = max(state["epoch"] for state in states)
-            for state in states:
-                state["epoch"] = data.epoch
-        _require_equal_batches([rank or {"state": None, "samples": []} for rank in trained], "x")
-    _require_equal_batches(validated, "validation_data")
-
-
-def _require_equal_batches(described: Sequence[dict[str, Any] | None], name: str) -> None:
-    states = {rank: one["state"] for rank, one in enumerate(described) if one}
-    if any(state != next(iter(states.values())) for state in states.values()):
-        raise ExchangeError(
-            f"All ranks must cut the same global batches. Received: {name} of fit by rank: "
-            f"{states}. Give GlobalBatches the same samples, batch_size and seed on every rank; it "
-            "gives each its own slice."
-        )
-    require_same_samples([one["samples"] if one else None for one in described], name)
+    states = [one["state"] for one in trained if one]
+    if len(states) == len(every):
+        # The latest epoch: a rank that stopped after its last batch has not counted it.
+        data.epoch = max(state["epoch"] for state in states)
+        for state in states:
+            state["epoch"] = data.epoch
+    elif states:
+        trained = [one or {"state": None, "samples": []} for one in trained]
+    for name, described in (("x", trained), ("validation_data", validated)):
+        given = {rank: one["state"] for rank, one in enumerate(described) if one}
+        if any(state != next(iter(given.values())) for state in given.values()):
+            raise ExchangeError(
+                f"All ranks must cut the same global batches. Received: {name} of fit by rank: "
+                f"{given}. Give GlobalBatches the same samples, batch_size and seed on every rank; "
+                "it gives each its own slice."
+            )
+        require_same_samples([one["samples"] if one else None for one in described], name)
 
 
 def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:

@@ -13,8 +13,8 @@ from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization
-from tfscale.fit.guarded_step import GuardedStep
-from tfscale.fit.session import session_for
+from tfscale.fit.session import session_for, session_of
+from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals.keras import (
     batch_spec_of,
     build_from_spec,
@@ -24,7 +24,7 @@ from tfscale.internals.keras import (
     wrap_train_function,
 )
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, trained_by
-from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of, is_distributed
+from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 
 logger = logging.getLogger("tfscale")
@@ -67,7 +67,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
         model.train_function = model.test_function = model.predict_function = None
-    wrap_train_function(model, lambda step: GuardedStep(model, step), GuardedStep)
+    wrap_train_function(model, lambda step: GuardedStep(model, step, session_of), GuardedStep)
     make_saves_safe(model)
     return model
 
@@ -112,7 +112,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
 def _restore_layers(model: keras.Model) -> bool:
     """Restore the `call` of layers that an earlier distributed optimizer replaced."""
     optimizers = optimizers_of(model)
-    if not optimizers or any(is_distributed(optimizer) for optimizer in optimizers):
+    if not optimizers or any(map(distributed_of, optimizers)):
         return False
     return any([dense.restore(layer) for layer in layers_of(model)])
 
@@ -120,7 +120,7 @@ def _restore_layers(model: keras.Model) -> bool:
 def _share_statistics(model: keras.Model) -> bool:
     """Let SyncBatchNormalization use the samples of all ranks that exchange gradients."""
     distributed = distributed_of(optimizer_of(model))
-    process_set = global_process_set if distributed is None else distributed.sharing_set
+    process_set = global_process_set if distributed is None else distributed.executor.process_set
     layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
     return any([layer.follow(process_set) for layer in layers])
 

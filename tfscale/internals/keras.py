@@ -3,9 +3,10 @@
 All names were checked with Keras 3.10 and 3.15 and TensorFlow 2.18 and 2.21; differences between
 these versions are noted where they matter. If a name disappears, only this module breaks.
 
-Of Keras: `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`,
-`_seed_generators`, `_build_shapes_dict`; `Model._resolve_auto_jit_compile`, `_symbolic_build`,
-`_initial_epoch`, `_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`;
+Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
+`_non_trainable_variables`, `_seed_generators`, `_build_shapes_dict`;
+`Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
+`_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`;
 `CallbackList._async_train`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
 `_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
 `_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
@@ -39,6 +40,11 @@ _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >
 
 
 # Layers and models.
+
+
+def raw_variable(variable: Any) -> Any:
+    """Return the TensorFlow variable of a Keras variable, without waiting for its value."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def layers_of(model: keras.Model) -> list[Any]:
@@ -119,9 +125,7 @@ def how_to_build(model: keras.Model) -> str:
 def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None:
     """Build model, losses and metrics of a compiled model.
 
-    Args:
-        model: A compiled model.
-        spec_of_data: Returns a batch, or specs with its shapes and dtypes.
+    `spec_of_data` returns a batch, or specs with its shapes and dtypes.
     """
     try:
         batch = keras.tree.map_structure(symbol_of, spec_of_data())
@@ -299,19 +303,12 @@ def serve_again(epochs: Any) -> None:
 def begin_epoch_at(
     epochs: Any, epoch: int, first_step: int, rest_of: Callable[[Any, int], Any]
 ) -> int:
-    """Let the epoch that is about to begin start with a later step.
+    """Let the epoch that is about to begin start with a later step; return this step.
 
-    Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them.
-
-    Args:
-        epochs: Keras's iterator of epochs.
-        epoch: Number of the epoch, counted from the first epoch of training.
-        first_step: Number of the first step, 0 or more.
-        rest_of: Takes a PyDataset and a step, returns a PyDataset of the batches from that step on;
-            None for data whose first batches must be read and dropped.
-
-    Returns:
-        The first step; smaller than `first_step` if the epoch is too short.
+    Steps keep their numbers, for callbacks and the progress bar; this epoch has fewer of them. The
+    first step is smaller than `first_step` if the epoch is too short. `epoch` is counted from the
+    first epoch of training. `rest_of` takes a PyDataset and a step, and returns a PyDataset of the
+    batches from that step on; None for data whose first batches must be read and dropped.
     """
     adapter = epochs.data_adapter
     data = getattr(adapter, "py_dataset", None)

@@ -21,7 +21,7 @@ import tensorflow as tf
 import wrapt
 
 from tfscale.internals import stack
-from tfscale.internals.keras import is_built
+from tfscale.internals.keras import is_built, raw_variable
 
 _MAX_FRAMES = 32  # between LossScaleOptimizer.apply and here, those of tf.cond included
 _DECAY_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
@@ -189,13 +189,13 @@ def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[Non
     decay. The rule was built on the pieces; `originals` are pairs of piece and variable.
     """
     ask = type(rule)._use_weight_decay
-    known = {rule._var_key(_raw(piece)): variable for piece, variable in originals}
+    known = {rule._var_key(raw_variable(piece)): variable for piece, variable in originals}
 
     def use_weight_decay(variable: Any) -> bool:
-        original = known.get(rule._var_key(_raw(variable)))
+        original = known.get(rule._var_key(raw_variable(variable)))
         if original is not None:  # rules pass Keras's variables or TensorFlow's
             is_keras = isinstance(variable, keras.Variable)
-            variable = original if is_keras else _raw(original)
+            variable = original if is_keras else raw_variable(original)
         return bool(ask(rule, variable))
 
     with replaced(rule, _use_weight_decay=use_weight_decay):
@@ -260,7 +260,3 @@ def unbuilt(optimizer: Any) -> Any:
         if hasattr(optimizer, name):
             setattr(other, name, getattr(optimizer, name))
     return other
-
-
-def _raw(variable: Any) -> Any:
-    return variable._value if isinstance(variable, keras.Variable) else variable

@@ -1,9 +1,9 @@
 """Traced functions: data attached to their graphs, and private TensorFlow names to inspect them.
 
 Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
-`control_flow_util.GraphOrParentsInXlaContext`, `Operation._is_stateful`,
-`polymorphic_function.Function` (`_function_cache`, `_lock`, `_created_variables`,
-`_variable_creation_config`, `_no_variable_creation_config`), `FunctionCache`.
+`control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
+(`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
+`_no_variable_creation_config`).
 """
 
 from __future__ import annotations
@@ -68,11 +68,6 @@ def is_function(graph: tf.Graph | None) -> bool:
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
     """Return whether XLA compiles a graph or an outer graph."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
-
-
-def is_stateful(op: tf.Operation) -> bool:
-    """Return whether an op has side effects or reads variables."""
-    return bool(op._is_stateful)
 
 
 def run_either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from tfscale.measure.layer_times import (
     time_layers,
 )
 from tfscale.measure.model_layers import read_layers
-from tfscale.optimizer.distributed import accumulating
+from tfscale.optimizer.distributed import accumulators
 from tfscale.optimizer.rules import LAYERWISE
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.choose import Choice, best_first_chunk, choose
@@ -120,7 +120,7 @@ def _why_not(model: keras.Model | None) -> str:
         return "the model is not known"
     if model.steps_per_execution > 1:
         return "several steps run at a time"
-    if accumulating(model):
+    if accumulators(model):
         return "gradients are added up over several steps before they are sent"
     return ""
 

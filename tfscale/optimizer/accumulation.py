@@ -30,7 +30,6 @@ class _Cycle:
             ]
 
     def require_same(self, gradients: Sequence[Any]) -> None:
-        """Raise a ConfigError unless each batch has gradients of the same variables."""
         given = [g is not None for g in gradients]
         if given == self.has_gradient:
             return
@@ -63,6 +62,7 @@ class Accumulator:
         self.is_mean = is_mean
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
         self._current: _Cycle | None = None
+        self._iterations: Any = None  # of the optimizer, once it has added a batch
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
 
     @property
@@ -101,9 +101,11 @@ class Accumulator:
             return False
         return int(self._current.count.numpy()) % self.passes == self.passes - 1
 
-    def drop_cycle(self) -> int:
-        """Drop the batches since the last exchange; return their number."""
-        return sum(cycle.drop(self.passes) for cycle in self._cycles.values())
+    def drop_cycle(self) -> None:
+        """Drop the batches since the last exchange, also from the optimizer's `iterations`."""
+        n_dropped = sum(cycle.drop(self.passes) for cycle in self._cycles.values())
+        if n_dropped:
+            self._iterations.assign_sub(n_dropped)
 
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         key = tuple(map(id, variables))
@@ -122,18 +124,16 @@ class Accumulator:
         rule: Any,
         on_full: Callable[[list[Any]], None],
     ) -> None:
-        """Add the gradients of one batch.
+        """Add the gradients of one batch, of which some may be None.
 
-        Args:
-            gradients: One per variable; None stays None.
-            variables: The variables that the gradients belong to.
-            rule: The Keras optimizer that updates. All batches of a cycle but the last advance its
-                `iterations` here, which is taken back if the update is skipped.
-            on_full: Called in the graph with the sums (or means) after the last batch of a cycle;
-                it advances `iterations` once the reduced gradients have arrived.
+        All batches of a cycle but the last advance the `iterations` of the optimizer `rule` here,
+        which is taken back if the update is skipped. `on_full` is called in the graph with the sums
+        (or means) after the last batch; it advances `iterations` once the reduced gradients have
+        arrived.
         """
         self._current = cycle = self._cycle_of(gradients, variables)
-        sums, count, iterations = cycle.sums, cycle.count, iterations_of(rule)
+        sums, count = cycle.sums, cycle.count
+        self._iterations = iterations = iterations_of(rule)
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
         places = iter(sums)

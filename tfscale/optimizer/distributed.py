@@ -14,20 +14,21 @@ import tensorflow as tf
 import wrapt
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import raw_variable
 from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange, Watch, load, resolve
-from tfscale.exchange.executor import Executor, Reduced, layers_in
+from tfscale.exchange.executor import Executor
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
+from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
     iterations_of,
+    optimizer_of,
     optimizers_of,
-    own_variables,
+    piece_of,
     scaled_by,
     trained_by,
     trains_all,
@@ -47,7 +48,7 @@ from tfscale.optimizer.rules import (
     why_uncut,
     why_whole,
 )
-from tfscale.optimizer.state import CompleteVariable, KeptState, n_bytes
+from tfscale.optimizer.state import KeptState, n_bytes
 from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
@@ -69,7 +70,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_groups: LocalGroups | None = None
     _self_kept: KeptState | None = None
-    _self_shown: list[CompleteVariable] | None = None
+    _self_shown: list[keras.Variable] | None = None
     _self_watch: Watch | None = None
     _self_is_watched: bool = False
     _self_is_ready: bool = False  # whether the strategy was adapted to the job
@@ -169,34 +170,29 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
         executor, inner = self._built(variables), self.__wrapped__
         self._refuse(variables)
-        skips = scaled_by(inner) is not None or self._self_nonfinite.policy != "ignore"
-        reduced = executor.reduce(gradients, variables, skips)
+        reduced = executor.reduce(gradients, variables)
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so the whole update waits for the first reduced gradient.
-        with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor.shards):
+        with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor):
             self._self_nonfinite.apply(inner, reduced, gradients, variables, executor)
             _follow(reduced.targets)
         if self._self_groups is not None:
             self._self_groups.after_update(reduced, gradients)
-        self._publish(reduced)
+        self._publish()
         stamp_updates(reduced.targets)
 
-    def _publish(self, reduced: Reduced) -> None:
+    def _publish(self) -> None:
         """Send the parameters that this rank has updated. Collective."""
         shards = self._self_executor.shards
-        if shards is None:
-            return
-        updated = None if update_rule(self.__wrapped__).use_ema else reduced.updated
-        for bucket in shards.buckets_with(updated):
-            for variable in (shards.variables[i] for i in bucket.indices):
-                # Otherwise outdated values would overwrite the parts of another optimizer.
-                if futures.assignment_hook(variable) != shards.refresh:
-                    raise ConfigError(
-                        "Sharded optimizers must be built on variables of their own. Received: two "
-                        f"for {variable.path}. Call build(variables) on each, before "
-                        "tfscale.prepare and fit, or give all but one exchange='allreduce'."
-                    )
-        self._self_executor.publish(updated, waits=not self._self_is_attached)
+        for variable in () if shards is None else shards.cut:
+            # Otherwise outdated values would overwrite the parts of another optimizer.
+            if shards is not None and futures.assignment_hook(variable) != shards.refresh:
+                raise ConfigError(
+                    "Sharded optimizers must be built on variables of their own. Received: two "
+                    f"for {variable.path}. Call build(variables) on each, before tfscale.prepare "
+                    "and fit, or give all but one exchange='allreduce'."
+                )
+        self._self_executor.publish(waits=not self._self_is_attached)
 
     def _refuse(self, variables: Sequence[Any]) -> None:
         """Raise an error if ranks would skip different steps or scale them differently."""
@@ -227,7 +223,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             executor.publish()
         if self.group_average is not None and has_averages:
             self.group_average.average_now()
-            executor.publish()
 
     # Building
 
@@ -285,14 +280,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             if executor.is_sharding:
                 require_keras(variables)
             targets = executor.build(list(variables), lambda v: why_uncut(rule, v))
+            inner.build(targets)
             shards = executor.shards
             if shards is not None:
                 futures.make_futures(shards.cut, shards.refresh)
-            inner.build(targets)
-            if shards is not None:
                 self._self_kept = KeptState(inner, rule, shards, executor.process_set)
-                if rule is not inner:
-                    self._self_kept.serve(rule, first=len(own_variables(inner)))
         if self._self_groups is not None:
             self._self_groups.build(inner, executor)
 
@@ -336,20 +328,15 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                     variable.assign(value)
 
     def wire(self, model: keras.Model, global_batch: int | None = None) -> bool:
-        """Let the exchange change the model's layers; `tfscale.prepare` calls this.
+        """Let the exchange change the model's layers; return whether to trace functions again.
 
-        Args:
-            model: The model that is prepared.
-            global_batch: Samples of all ranks together, where that is known.
-
-        Returns:
-            Whether functions of the model must be traced again.
+        `tfscale.prepare` calls this. `global_batch` counts the samples of all ranks together.
         """
         executor = self._ready()  # first: local SGD changes the strategy
         is_alone = trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and self._self_groups is None
         rule = update_rule(self.__wrapped__)
-        has_changed = executor.route_dense(
+        has_changed = executor.choose_dense(
             model, lambda v: why_uncut(rule, v), global_batch, may_cut
         )
         if executor.is_sharding and is_alone:
@@ -446,11 +433,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return self._self_executor
 
     @property
-    def options(self) -> GradientOptions:
-        """Options for the reduction of gradients."""
-        return self._self_executor.options
-
-    @property
     def strategy(self) -> Exchange:
         """The present strategy, including choices made during training."""
         groups = self._self_groups
@@ -461,11 +443,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """The ranks that take part; all of them with local SGD."""
         executor = self._self_executor
         return executor.process_set if self._self_groups is None else global_process_set
-
-    @property
-    def sharing_set(self) -> ProcessSet:
-        """The ranks that exchange gradients and share the state."""
-        return self._self_executor.process_set
 
     @property
     def groups(self) -> list[list[int]] | None:
@@ -499,24 +476,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if model is not None:
             self.wire(model)  # dense layers exchange within the group, too
 
-    def show_average(self) -> list[np.ndarray]:
-        """Set the model to the average over groups; return this rank's own values. Collective."""
-        assert self.group_average is not None
-        own = [np.array(v.numpy()) for v in self.group_average.targets]
-        self.group_average.average_now()
-        self._self_executor.publish()
-        return own
-
-    def set_own(self, values: Sequence[Any]) -> None:
-        """Restore the values that `show_average` returned. Collective in this rank's group."""
-        assert self.group_average is not None
-        for variable, value in zip(self.group_average.targets, values, strict=True):
-            variable.assign(value)
-        self._self_executor.publish()
-
     def register_local_var(self, variable: Any) -> None:
         """Do not exchange the gradient of a variable, which may then differ between ranks."""
-        self._self_executor.keep_local([variable])
+        self._self_executor.keep_local(variable)
 
     def is_local_var(self, variable: Any) -> bool:
         """Return whether a variable may differ between ranks, as in local layers.
@@ -536,23 +498,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def nonfinite(self) -> Policy:
         """The policy for gradients that are not finite."""
         return self._self_nonfinite.policy
-
-    @property
-    def n_accumulated(self) -> int:
-        """Number of batches accumulated since the last exchange; 0 without accumulation."""
-        return 0 if self._self_accumulator is None else int(self._self_accumulator.n_waiting)
-
-    @property
-    def is_before_exchange(self) -> bool:
-        """Whether the next batch's gradients are exchanged."""
-        accumulator = self._self_accumulator
-        return accumulator is None or accumulator.is_before_exchange
-
-    def drop_cycle(self) -> None:
-        """Drop the batches of a cycle that has not ended."""
-        if self._self_accumulator is not None:
-            n_dropped = self._self_accumulator.drop_cycle()
-            iterations_of(self.__wrapped__).assign_sub(n_dropped)
 
     @property
     def n_skipped_steps(self) -> int:
@@ -592,7 +537,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Let `variables` hold complete values within a block, for reading only."""
         if self._self_kept:
             pairs = zip(self.__wrapped__.variables, self._self_kept.read(), strict=True)
-            self._self_shown = [CompleteVariable(v.path, value) for v, value in pairs]
+            self._self_shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
         try:
             yield
         finally:
@@ -638,11 +583,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
         if self._self_kept is None:
             return self.__wrapped__._trackable_children(save_type, **options)
-        return self._self_kept.nodes.children(self.__wrapped__, save_type, **options)
+        return self._self_kept.node._trackable_children(save_type, **options)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         if self._self_kept is not None:
-            return self._trackable_children().get(name)
+            return self._self_kept.node._lookup_dependency(name)
         if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
             raise ConfigError(
                 "A checkpoint must be restored into a sharded optimizer after it is built, or "
@@ -719,15 +664,9 @@ def PartialDistributedOptimizer(
     Raises:
         ConfigError: `local_layers` has objects that are not Keras layers.
     """
-    layers = layers_in(local_layers, "optimizer.register_local_var")
     wrapped = DistributedOptimizer(optimizer, *args, **options)
-    wrapped.executor.keep_local(layers=layers)
+    wrapped.executor.keep_layers_local(local_layers)
     return wrapped
-
-
-def is_distributed(optimizer: Any) -> bool:
-    """Return whether an optimizer is a DistributedOptimizer (or wraps one for loss scaling)."""
-    return distributed_of(optimizer) is not None
 
 
 def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
@@ -744,15 +683,21 @@ def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimiz
     return [optimizer for optimizer in found if optimizer is not None]
 
 
+def process_set_of(model: Any) -> ProcessSet:
+    """Return the ranks that train the same model as this one."""
+    distributed = distributed_of(optimizer_of(model))
+    return global_process_set if distributed is None else distributed.process_set
+
+
 def sharded_states(model: keras.Model) -> list[KeptState]:
     """Return the complete state of each optimizer whose state the ranks share."""
     found = [optimizer.kept_state for optimizer in distributed_optimizers(model)]
     return [kept for kept in found if kept is not None]
 
 
-def accumulating(model: keras.Model | None) -> list[DistributedOptimizer]:
-    """List the optimizers of a model that add up gradients of several batches."""
-    return [o for o in distributed_optimizers(model) if o.accumulator is not None]
+def accumulators(model: keras.Model | None) -> list[Accumulator]:
+    """List the sums of the optimizers of a model that add up gradients of several batches."""
+    return [o.accumulator for o in distributed_optimizers(model) if o.accumulator is not None]
 
 
 def passes_per_update(model: keras.Model) -> int:
@@ -760,7 +705,7 @@ def passes_per_update(model: keras.Model) -> int:
 
     More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
     """
-    own = [o.accumulator.passes for o in accumulating(model) if o.accumulator is not None]
+    own = [accumulator.passes for accumulator in accumulators(model)]
     keras_own = [update_rule(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
     return max([1, *own, *keras_own])
 
@@ -774,7 +719,7 @@ def _follow(variables: Sequence[Any]) -> None:
 
 
 def _check(optimizer: Any, passes: int) -> None:
-    if is_distributed(optimizer):
+    if distributed_of(optimizer) is not None:
         raise ConfigError(
             "An optimizer must be wrapped once. Received: a DistributedOptimizer. "
             "Pass the Keras optimizer itself."

@@ -6,7 +6,7 @@ waits before every read and write: eagerly, or by an op in the graph that is bei
 TensorFlow orders that op by the variable's handle, so layer 1 can begin while layer 2 waits for its
 parameters.
 
-Checked with Keras 3.10 and 3.15: `Variable._value`, `_direct_assign`, `_restore_from_tensors`.
+Checked with Keras 3.10 and 3.15: `Variable._direct_assign`, `_restore_from_tensors`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Backend, raw_variable
+from tfscale.comm.backends.base import Backend
 from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ExchangeError
-from tfscale.internals.keras import wrap_once
+from tfscale.internals.keras import raw_variable, wrap_once
 from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
 
 OnAssign = Callable[[Any, Any], None]
@@ -34,10 +34,8 @@ _FUTURE = "_tfscale_future"
 
 @dataclass(frozen=True)
 class _Future:
-    """The backend that gathers an awaited variable, and the call that follows an assignment."""
-
-    backend: Backend
-    on_assign: OnAssign | None
+    backend: Backend  # gathers the awaited variable
+    on_assign: OnAssign | None  # follows an assignment
 
 
 class Awaited:
@@ -53,21 +51,21 @@ class Awaited:
     def handle(self: Any) -> tf.Tensor:
         """The resource handle; waits for the gather."""
         _wait([self])
-        return self._value.handle
+        return raw_variable(self).handle
 
     def _direct_assign(self: Any, value: Any) -> None:
-        future = getattr(self, _FUTURE)
+        on_assign = assignment_hook(self)
         _wait([self], is_write=True)
         _base(self)._direct_assign(value)
-        if future.on_assign is not None:
-            future.on_assign(self, value)
+        if on_assign is not None:
+            on_assign(self, value)
 
     def _restore_from_tensors(self: Any, restored_tensors: Any) -> Any:
-        future = getattr(self, _FUTURE)
+        on_assign = assignment_hook(self)
         _wait([self], is_write=True)
         restored = _base(self)._restore_from_tensors(restored_tensors)
-        if future.on_assign is not None:
-            future.on_assign(self, tf.convert_to_tensor(self._value))
+        if on_assign is not None:
+            on_assign(self, tf.convert_to_tensor(raw_variable(self)))
         return restored
 
     def __repr__(self: Any) -> str:
@@ -86,15 +84,12 @@ class Awaited:
 
 
 def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) -> None:
-    """Let every read of some variables wait for pending gathers.
+    """Let every read of some Keras variables wait for pending gathers.
 
-    Functions that were traced before do not wait; `attach` lets them be traced again.
-
-    Args:
-        variables: Keras variables that have values. Those that are futures already get the new
-            `on_assign`.
-        on_assign: Called with a variable and its new value after each assignment through Keras
-            (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced.
+    Functions that were traced before do not wait; `attach` lets them be traced again. `on_assign`
+    is called with a variable and its new value after each assignment through Keras (`assign`,
+    `set_weights`, `load_weights`, a restored checkpoint), eager or traced; it replaces an earlier
+    one.
     """
     future = _Future(runtime.backend(), on_assign)
     for variable in variables:
@@ -160,19 +155,11 @@ def attach(
     variables: Sequence[Any],
     on_assign: OnAssign | None = None,
 ) -> list[str]:
-    """Make variables of a model futures, and have the model's functions wait for them.
+    """Make variables futures, and have the functions of a built model wait for them.
 
     Every tf.function that was traced with one of the variables is traced again at its next call;
-    `model.export` runs under `plain`.
-
-    Args:
-        model: The model, with all its variables built.
-        variables: Keras variables of the model, or of its optimizer.
-        on_assign: As for `make_futures`.
-
-    Returns:
-        Names of the functions that will be traced again. Concrete functions that a user keeps
-        cannot be traced again: they still read without waiting.
+    `model.export` runs under `plain`. Returns the names of these functions. Concrete functions that
+    a user keeps cannot be traced again: they still read without waiting.
     """
     make_futures(variables, on_assign)
 

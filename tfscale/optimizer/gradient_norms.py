@@ -67,12 +67,6 @@ class GradientNorms:
         """Set the sums to zero."""
         self._sums.assign(tf.zeros(3, tf.float64))
 
-    def take(self) -> list[float]:
-        """Return the `values` and reset them."""
-        sums = self.values()
-        self.reset()
-        return sums
-
     def values(self) -> list[float]:
         """Return the sums: squared norms of own and of mean gradients, number of steps."""
         return [float(value) for value in self._sums.numpy()]

@@ -68,16 +68,7 @@ class LocalGroups:
         else:
             _require_elementwise(self.strategy.outer)
             targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
-        is_counted = shards is not None or executor.process_set.rank() == 0
-        self.average = GroupAverage(
-            self.strategy,
-            self._across.group(),
-            is_counted,
-            executor.options.compression,
-            rule,
-            targets,
-            _shared_state(rule, executor.is_local),
-        )
+        self.average = GroupAverage(self.strategy, self._across.group(), executor, rule, targets)
 
     def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
         """Average in the traced step if it is due; `gradients` are this rank's own. Collective."""
@@ -87,10 +78,8 @@ class LocalGroups:
         # need none: some ranks would count a step that is never made. So counting waits for one of
         # this rank's own gradients, which needs a batch but no other rank.
         own = [values_of(g) for g in gradients if g is not None][-1:]
-        pairs = zip(reduced.targets, reduced.gradients, strict=True)
-        chosen = [(target, g) for target, g in pairs if g is not None]
         with tf.control_dependencies([] if tf.executing_eagerly() else own):
-            self.average.after_update([t for t, _ in chosen], [g for _, g in chosen])
+            self.average.after_update(reduced)
 
 
 class GroupAverage:
@@ -112,35 +101,27 @@ class GroupAverage:
         self,
         strategy: LocalSGD,
         across: Group,
-        is_counted: bool,
-        compression: Any,
+        executor: Executor,
         rule: Any,
         targets: Sequence[keras.Variable],
-        states: Sequence[Any],
     ) -> None:
         """Create counters and copies, in the state just after an average. Collective.
 
-        Args:
-            strategy: Options of the average.
-            across: See the attribute.
-            is_counted: Whether this rank's part counts for the distance; True on one of several
-                ranks that update the same variables.
-            compression: For changes of parameters and sums of gradients. States are never
-                compressed: squares of gradients need the range.
-            rule: The Keras optimizer that updates.
-            targets: Variables or pieces that this rank updates.
-            states: Variables of the optimizer, for `average_state`.
+        `rule` is the Keras optimizer that updates the `targets`.
         """
-        self._strategy, self._compression, self._rule = strategy, compression, rule
+        self._strategy, self._executor, self._rule = strategy, executor, rule
         self.across = across
-        self._is_counted = is_counted
+        # One of several ranks that update the same variables counts for the distance.
+        self._is_counted = executor.shards is not None or executor.process_set.rank() == 0
         self.targets = list(targets)
-        floating = [s for s in states if tf.as_dtype(s.dtype).is_floating]
-        self._states = floating if strategy.average_state else []
+        states = _shared_state(rule, executor.is_local) if strategy.average_state else []
+        self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         self._outer: Any = None
-        # With compression, changes since the last common parameters are sent: a change needs fewer
-        # bits than the parameter.
-        is_compressed = compression is not Compression.none
+        # For changes of parameters and sums of gradients: a change since the last common parameters
+        # needs fewer bits than the parameter. States are never compressed: squares of gradients
+        # need the range.
+        self._compression = executor.options.compression
+        is_compressed = self._compression is not Compression.none
         sums_gradients = strategy.average == "gradients"
         needs_common = is_compressed or strategy.outer is not None or sums_gradients
         interval = strategy.interval
@@ -188,19 +169,27 @@ class GroupAverage:
         for total in self._sums:
             total.assign(tf.zeros(total.shape, total.dtype))
 
-    def average_now(self) -> None:
-        """Average this rank's variables over the groups, eagerly. Collective."""
+    def average_now(self) -> list[np.ndarray]:
+        """Set the model to the average over groups; return this rank's own values. Collective."""
+        own = [np.array(variable.numpy()) for variable in self.targets]
         for variable in self.targets:
             value = tf.convert_to_tensor(variable.value)
             _set(variable, mean_over(self.across, [value], variable.path)[0])
+        self._executor.publish()
+        return own
 
-    def after_update(self, targets: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def resume(self, own: Sequence[np.ndarray]) -> None:
+        """Restore the values that `average_now` returned. Collective in this rank's group."""
+        for variable, value in zip(self.targets, own, strict=True):
+            variable.assign(value)
+        self._executor.publish()
+
+    def after_update(self, reduced: Reduced) -> None:
         """Average if it is due. Called in the traced step, after the update of some targets."""
-        places = {id(v): i for i, v in enumerate(self.targets)}
-        if self._sums:
-            for target, gradient in zip(targets, gradients, strict=True):
-                if id(target) in places:
-                    self._sums[places[id(target)]].assign_add(tf.convert_to_tensor(gradient))
+        sums = dict(zip(map(id, self.targets), self._sums, strict=False))  # perhaps none
+        for target, gradient in zip(reduced.targets, reduced.gradients, strict=True):
+            if gradient is not None and id(target) in sums:
+                sums[id(target)].assign_add(tf.convert_to_tensor(gradient))
         reached = self.since + 1
         is_due = reached >= self.interval
         squares = [_when(is_due, partial(self._average, part)) for part in self._parts()]
@@ -226,39 +215,34 @@ class GroupAverage:
         return [c + m for c, m in zip(common, means, strict=True)]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
+        """Give this rank's parameters the average; return the squared distance from it."""
         variables = [self.targets[i] for i in part]
-        before = [tf.identity(v.value) for v in variables]
-        if self._sums:
-            self._move_by_gradients(part)
-            means = [v.value for v in variables]
-        else:
-            means = self._mean_parameters(part, before)
-            self._take_over(part, means)
-        apart = [m - b for m, b in zip(means, before, strict=True)]
-        return sum_of([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
-
-    def _take_over(self, part: Sequence[int], means: Sequence[tf.Tensor]) -> None:
-        """Assign means to parameters, or the result of the outer optimizer's step."""
         common = [self._common[i] for i in part] if self._common else []
+        before = [tf.identity(v.value) for v in variables]
+        means = self._move_by_gradients(part) if self._sums else self._mean_parameters(part, before)
         if self._outer is not None:
             self._outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
         else:
             for last, mean in zip(common, means, strict=False):
                 _set(last, mean)
-        for place, i in enumerate(part):
+        for place, variable in enumerate(variables):
             if common:
-                self.targets[i].assign(common[place].value)
+                variable.assign(common[place].value)
             else:
-                _set(self.targets[i], means[place])
+                _set(variable, means[place])
+        apart = [m - b for m, b in zip(means, before, strict=True)]
+        return sum_of([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in apart])
 
-    def _move_by_gradients(self, part: Sequence[int]) -> None:
+    def _move_by_gradients(self, part: Sequence[int]) -> list[tf.Tensor]:
+        """Return the last common parameters, moved by the mean of the groups' sums."""
         sums = [self._sums[i].value for i in part]
         means = mean_over(self.across, sums, "gradients", self._compression)
-        for i, mean in zip(part, means, strict=True):
-            rate = tf.cast(self._rate_of_step(), mean.dtype)
-            _set(self._common[i], self._common[i].value - rate * mean)
-            self.targets[i].assign(self._common[i].value)
-            self._sums[i].assign(tf.zeros_like(mean))
+        rate = self._rate_of_step()
+        pairs = zip(part, means, strict=True)
+        moved = [self._common[i].value - tf.cast(rate, m.dtype) * m for i, m in pairs]
+        for i in part:
+            self._sums[i].assign(tf.zeros_like(self._sums[i].value))
+        return moved
 
     def _rate_of_step(self) -> Any:
         """Return the learning rate of the last update; a schedule is already one step ahead."""

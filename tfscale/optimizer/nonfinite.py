@@ -16,11 +16,10 @@ from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
-from tfscale.optimizer.rules import all_agree
+from tfscale.optimizer.rules import are_finite, is_finite
 
 logger = logging.getLogger("tfscale")
 
@@ -33,22 +32,17 @@ class NonFinite:
     """Applies reduced gradients under a policy for those that are not finite.
 
     Reduced gradients are equal on all ranks, and NaN and infinity survive a sum, so the ranks
-    agree without a message; with sharded gradients they exchange one number per step. Only a step
-    with such gradients exchanges the ranks and parameters that caused it.
+    agree without a message; with sharded gradients or local variables they exchange one number per
+    step. Only a step with such gradients exchanges the ranks and parameters that caused it.
     """
 
     def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
-        """Check the policy.
+        """Check the policy, also against the exchange.
 
-        Args:
-            policy: "ignore" checks nothing; "raise" ends training on all ranks with an error that
-                names rank, step and parameter; "skip" leaves weights, the optimizer's state and
-                `iterations` as they were before the step. Metrics include the step;
-                `callbacks.base.keep_finite` restores moving statistics.
-            exchange: The strategy.
-
-        Raises:
-            ConfigError: The policy is unknown, or cannot be combined with the exchange.
+        "ignore" checks nothing; "raise" ends training on all ranks with an error that names rank,
+        step and parameter; "skip" leaves weights, the optimizer's state and `iterations` as they
+        were before the step. Metrics include the step; `callbacks.base.keep_finite` restores moving
+        statistics.
         """
         if policy not in get_args(Policy):
             raise ConfigError(
@@ -99,11 +93,8 @@ class NonFinite:
         if self._skipped is None:
             with tf.init_scope():
                 self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
-        checks = [_is_finite(g) for g in reduced.gradients if g is not None]
-        finite = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
-        group = executor.process_set.group()
-        if executor.shards is not None:  # each rank sees a part of the reduced gradients
-            finite = all_agree(finite, group, "are gradients finite")
+        group, asks = executor.process_set.group(), executor.has_own_gradients(variables)
+        finite = are_finite(reduced.gradients, group if asks else None)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         # For layers that exchange activations, every rank has the gradient of the whole batch,
         # which does not show whose samples caused it.
@@ -117,7 +108,7 @@ class NonFinite:
     def _report(self, iterations: Any, pairs: Sequence[tuple[Any, Any]], group: Group) -> None:
         """Gather which gradients of all ranks are not finite. Collective: all take this branch."""
         names = [name_of(v) for _, v in pairs]
-        bad = [tf.logical_not(_is_finite(g)) for g, _ in pairs]
+        bad = [tf.logical_not(is_finite(g)) for g, _ in pairs]
         flags = tf.cast(tf.stack(bad), tf.uint8)
         ranks = [runtime.rank()]
         if group.size > 1 and group.rank >= 0:
@@ -152,7 +143,3 @@ class NonFinite:
         n = int(self._skipped.assign_add(1))
         if n <= _LOGGED or n % 100 == 0:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
-
-
-def _is_finite(gradient: Any) -> tf.Tensor:
-    return tf.reduce_all(tf.math.is_finite(values_of(gradient)))

@@ -17,7 +17,8 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.exchange.executor import Reduced
+from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import Shards
 from tfscale.internals.optimizers import (
     decaying_as,
@@ -101,39 +102,42 @@ def refuse_outer_scaler(distributed: type) -> None:
 
 
 @contextlib.contextmanager
-def on_pieces(optimizer: Any, reduced: Reduced, shards: Shards | None) -> Iterator[None]:
+def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[None]:
     """Within a block, let an optimizer apply gradients of pieces like those of whole variables.
 
-    The optimizer is built on the pieces; `reduced` has the gradients of the step. Nothing is
-    replaced if `shards` is None.
+    The optimizer is built on the pieces; `reduced` has the gradients of the step. Loss scaling
+    looks at the gradients of all ranks, also of those of local variables.
     """
-    if shards is None:
-        yield
-        return
-    rule, group = update_rule(optimizer), shards.group
-    places = [shards.place(v) for v in reduced.variables if not overwrites_with_gradient(v)]
-    positions = [i if i in shards.pieces else -1 for i in places]
-    pairs = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
+    rule, shards = update_rule(optimizer), executor.shards
     with contextlib.ExitStack() as stack:
-        stack.enter_context(decaying_as(rule, pairs))
-        clipped = replaced(rule, _clip_gradients=lambda g: clip(rule, g, positions, shards))
-        stack.enter_context(clipped)
-        if rule is not optimizer:
-            finite = replaced(optimizer, check_finite=lambda g: _all_finite(g, group))
+        if shards is not None:
+            places = [shards.place(v) for v in reduced.variables if not overwrites_with_gradient(v)]
+            positions = [i if i in shards.pieces else -1 for i in places]
+            pairs = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
+            stack.enter_context(decaying_as(rule, pairs))
+            clipped = replaced(rule, _clip_gradients=lambda g: clip(rule, g, positions, shards))
+            stack.enter_context(clipped)
+        if rule is not optimizer and executor.has_own_gradients(reduced.variables):
+            group = executor.process_set.group()
+            finite = replaced(optimizer, check_finite=lambda g: are_finite(g, group))
             stack.enter_context(finite)
         yield
 
 
-def _all_finite(gradients: Sequence[Any], group: Group) -> tf.Tensor:
-    """Return whether the gradients of all ranks are finite. Collective."""
-    checks = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
-    return all_agree(tf.reduce_all(tf.stack(checks)), group, "are gradients finite")
+def is_finite(gradient: Any) -> tf.Tensor:
+    """Return whether all values of a gradient are finite."""
+    return tf.reduce_all(tf.math.is_finite(values_of(gradient)))
 
 
-def all_agree(flag: tf.Tensor, group: Group, what: str) -> tf.Tensor:
-    """Return whether a flag is set on all ranks of a group. Collective."""
+def are_finite(gradients: Sequence[Any], group: Group | None = None) -> tf.Tensor:
+    """Return whether gradients are finite, on all ranks of a group if given. Collective then."""
+    checks = [is_finite(g) for g in gradients if g is not None]
+    flag = tf.reduce_all(tf.stack([tf.constant(True), *checks]))
+    if group is None:
+        return flag
+    call = Call(group, "are gradients finite")
     own = tf.cast(flag, tf.int32)
-    (least,) = runtime.backend().allreduce([own], Call(group, what), Reduction(ReduceOp.MIN))
+    (least,) = runtime.backend().allreduce([own], call, Reduction(ReduceOp.MIN))
     return tf.cast(least, tf.bool)
 
 
@@ -142,11 +146,7 @@ def clip(
 ) -> list[tf.Tensor]:
     """Return gradients clipped as Keras does it, by the norms of whole variables. Collective.
 
-    Args:
-        rule: The Keras optimizer whose clipnorm, global_clipnorm or clipvalue is used.
-        gradients: Gradients of pieces or of whole variables; none of them is None.
-        positions: Position of each gradient's variable; -1 for one that is not cut.
-        shards: The pieces of variables.
+    `positions` are those of the gradients' variables in `shards`; -1 for one that is not cut.
     """
     dense = [tf.convert_to_tensor(g) for g in gradients]
     if rule.clipnorm and rule.clipnorm > 0:
@@ -167,6 +167,7 @@ def _clip_globally(
     squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
     shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
     local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
+    # Not of `_squares`: this rank has no gradients of variables that others own entirely.
     total = _sum_over_ranks(sum_of(shared, dtype), shards)
     norm = tf.sqrt(total + sum_of(local, dtype))
     # An infinite norm makes all gradients NaN, as in Keras.

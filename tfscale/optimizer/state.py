@@ -1,12 +1,11 @@
 """Complete state of an optimizer whose ranks hold parts: gather, keep, load and checkpoint it.
 
 `KeptState` gathers state, keeps the result and cuts state that is loaded; `Meeting` waits for the
-ranks; `StateNodes` presents complete state to tf.train.Checkpoint.
+ranks; `_Node` presents complete state to tf.train.Checkpoint.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
-from tfscale.internals.optimizers import iterations_of, slots_of, trained_by
+from tfscale.internals.optimizers import iterations_of, own_variables, slots_of, trained_by
 
 Version = tuple[int, ...]
 _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
@@ -49,11 +48,17 @@ class KeptState:
         places = [targets.get(id(v), -1) for v in trained_by(rule)]
         self._slots = {key: places[i] for key, i in slots_of(rule).items()}
         self._meeting = Meeting(process_set.group())
-        self.nodes = StateNodes(self)
+        # What stands for the optimizer in a checkpoint: the model's variables for pieces of them,
+        # and complete slots for parts.
+        replaced = {id(p): (p, shards.variables[i]) for i, p in shards.pieces.items()}
+        replaced |= {id(v): (v, _Slot(self, optimizer, v)) for v in self.parts}
+        self.node = _Node(optimizer, replaced)
         self._n_loads = 0
         self._arrays: list[np.ndarray] | None = None
         self._gathered_at: Version | None = None
         self._loaded: tuple[Version, list[np.ndarray]] | None = None
+        if rule is not optimizer:
+            self._serve(first=len(own_variables(optimizer)))
 
     def _placed(self) -> list[tuple[Any, int]]:
         """Pair the optimizer's variables with positions in `shards`; -1 if every rank has them.
@@ -92,22 +97,10 @@ class KeptState:
                 found[i] = variable, None if is_whole else (owned.start, owned.stop)
         return found
 
-    def number(self, variable: Any) -> int:
-        """Return the index of one of the optimizer's variables."""
-        return next(i for i, own in enumerate(self._optimizer.variables) if own is variable)
-
-    def whole_variables(self) -> dict[int, Any]:
-        """Map the `id` of each piece to the model's variable."""
-        return {id(p): self._shards.variables[i] for i, p in self._shards.pieces.items()}
-
     @property
     def n_bytes(self) -> int:
         """Bytes of the complete state, for update rules whose slots are as large as variables."""
-        total = 0
-        for variable, place in self._placed():
-            shape = variable.shape if place < 0 else self._shards.variables[place].shape
-            total += math.prod(shape) * tf.as_dtype(variable.dtype).size
-        return total
+        return n_bytes([v if i < 0 else self._shards.variables[i] for v, i in self._placed()])
 
     # Gathering
 
@@ -202,10 +195,9 @@ class KeptState:
     # Loading
 
     def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
-        """Load this rank's part of a complete state that is equal on all ranks.
+        """Load this rank's part of a complete state, of variables from index `first` on.
 
-        `state` has an array for each variable from index `first` on. With `keeps`, a state of all
-        variables is kept for `broadcast_loaded`.
+        `state` is equal on all ranks. With `keeps`, it is kept for `broadcast_loaded` if complete.
         """
         self.note_load()
         pairs = self._placed()
@@ -227,13 +219,10 @@ class KeptState:
         self._n_loads += 1
 
     def broadcast_loaded(self, root_rank: int, process_set: ProcessSet) -> None:
-        """Give all ranks their parts of the state that one rank loaded. Collective.
+        """Give all ranks their parts of the state that `root_rank` loaded. Collective.
 
-        Args:
-            root_rank: The rank that loaded the state; the first of the process set if it is not a
-                member. If no rank has loaded a state since the last update, nothing happens: the
-                ranks' parts belong together.
-            process_set: The ranks that take part.
+        If the root is not a member of the process set, its first rank takes its place. If no rank
+        has loaded a state since the last update, nothing happens: the ranks' parts belong together.
 
         Raises:
             ExchangeError: Another rank has loaded a state, and the root has not.
@@ -256,7 +245,7 @@ class KeptState:
             value = objects.broadcast_object(value, root, "complete state", process_set)
             self.load([value], i, keeps=False)
 
-    def serve(self, rule: Any, first: int) -> None:
+    def _serve(self, first: int) -> None:
         """Let the optimizer inside loss scaling save and load complete state: Keras calls it, too.
 
         `first` is the index of its first variable among those of the outer optimizer.
@@ -269,8 +258,8 @@ class KeptState:
         def load_own_variables(store: dict[str, Any]) -> None:
             del store  # the outer optimizer has loaded all state
 
-        rule.save_own_variables = save_own_variables
-        rule.load_own_variables = load_own_variables
+        self._rule.save_own_variables = save_own_variables
+        self._rule.load_own_variables = load_own_variables
 
 
 class Meeting:
@@ -330,12 +319,13 @@ class Meeting:
 class _Slot(tf.__internal__.tracking.Trackable):
     """A checkpoint node for a whole variable: gathered when saved, cut when restored."""
 
-    def __init__(self, kept: KeptState, variable: Any) -> None:
-        self._kept, self._variable = kept, variable
+    def __init__(self, kept: KeptState, optimizer: Any, variable: Any) -> None:
+        self._kept, self._optimizer, self._variable = kept, optimizer, variable
 
     @property
     def _index(self) -> int:
-        return self._kept.number(self._variable)
+        variables = self._optimizer.variables
+        return next(i for i, own in enumerate(variables) if own is self._variable)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         def read() -> tf.Tensor:
@@ -349,59 +339,34 @@ class _Slot(tf.__internal__.tracking.Trackable):
 
 
 class _Node(tf.__internal__.tracking.Trackable):
-    """A checkpoint node for an object of the optimizer, for example a list of slots."""
+    """An object of the optimizer in a checkpoint, with whole variables in the place of parts.
 
-    def __init__(self, nodes: StateNodes, wrapped: Any) -> None:
-        self._nodes, self._wrapped = nodes, wrapped
+    `replaced` has objects by their `id`, each with what stands for it. The object is kept so that
+    its id stays its own.
+    """
+
+    def __init__(self, owner: Any, replaced: dict[int, tuple[Any, Any]]) -> None:
+        self._owner, self._replaced = owner, replaced
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        return self._nodes.children(self._wrapped, save_type, **options)
+        found = self._owner._trackable_children(save_type, **options)
+        if save_type != "checkpoint":
+            return found
+        return {name: self._replace(child) for name, child in found.items()}
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         del cached_dependencies
         return self._trackable_children().get(name)
 
-
-class StateNodes:
-    """Replaces parts by complete variables, and pieces by the model's variables."""
-
-    def __init__(self, kept: KeptState) -> None:
-        self._replaced: dict[int, Any] = dict(kept.whole_variables())
-        for variable in kept.parts:
-            self._replaced[id(variable)] = _Slot(kept, variable)
-        self._nodes: dict[int, tuple[Any, _Node]] = {}
-
-    def children(self, owner: Any, save_type: str, **options: Any) -> dict[str, Any]:
-        """Return the children of an object of the optimizer, replaced in checkpoints only."""
-        found = owner._trackable_children(save_type, **options)
-        if save_type != "checkpoint":
-            return found
-        return {name: self._replace(child) for name, child in found.items()}
-
     def _replace(self, child: Any) -> Any:
-        if id(child) in self._replaced:
-            return self._replaced[id(child)]
-        if isinstance(child, tf.Module | tf.Variable) or not self._holds_parts(child):
-            return child
-        # The child is kept with its node, so that its id stays its own.
-        return self._nodes.setdefault(id(child), (child, _Node(self, child)))[1]
+        is_known = id(child) in self._replaced or isinstance(child, tf.Module | tf.Variable)
+        if not is_known and self._holds_parts(child):
+            self._replaced[id(child)] = child, _Node(child, self._replaced)
+        return self._replaced.get(id(child), (child, child))[1]
 
     def _holds_parts(self, owner: Any) -> bool:
         below = owner._trackable_children("checkpoint").values()
         return any(id(c) in self._replaced or self._holds_parts(c) for c in below)
-
-
-class CompleteVariable:
-    """Stands for a sharded optimizer variable, with its complete value, in Keras's HDF5 files."""
-
-    def __init__(self, path: str, value: np.ndarray) -> None:
-        self.path = path
-        self._value = np.asarray(value)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        """Return the value."""
-        del copy
-        return self._value if dtype is None else self._value.astype(dtype)
 
 
 def n_bytes(variables: Any) -> int:

@@ -11,7 +11,7 @@ import wrapt
 from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.exchange.base import resolve
-from tfscale.exchange.executor import Executor, layers_in
+from tfscale.exchange.executor import Executor
 from tfscale.exchange.plan import GradientOptions
 
 
@@ -69,7 +69,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
 
     def register_local_var(self, variable: Any) -> None:
         """Do not exchange the gradient of a variable."""
-        self._self_executor.keep_local([variable])
+        self._self_executor.keep_local(variable)
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of a variable; Horovod's name of the method."""
@@ -148,7 +148,6 @@ def PartialDistributedGradientTape(
     Raises:
         ConfigError: `local_layers` has objects that are not Keras layers.
     """
-    layers = layers_in(local_layers, "tape.register_local_source")
     wrapped = DistributedGradientTape(gradtape, *args, **options)
-    wrapped._self_executor.keep_local(layers=layers)
+    wrapped._self_executor.keep_layers_local(local_layers)
     return wrapped

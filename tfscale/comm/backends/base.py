@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import SegmentedBucket
 
 
@@ -89,11 +89,6 @@ class Reduction:
 Tensors = Sequence[tf.Tensor]
 # Rows of all members, and the number of rows that came from each (int64).
 Rows = tuple[tf.Tensor, tf.Tensor]
-
-
-def raw_variable(variable: Any) -> Any:
-    """Return the TensorFlow variable of a Keras variable, without waiting for its value."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 class Backend(Protocol):

@@ -21,12 +21,12 @@ from tfscale.comm.backends.base import (
     Reduction,
     Rows,
     Tensors,
-    raw_variable,
 )
 from tfscale.comm.backends.slots import Slots, rows_of
 from tfscale.comm.native import library_path
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings
+from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import SegmentedBucket
 
 _WORLD = -1  # instead of the Fortran handle of a communicator

@@ -264,7 +264,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
         rate = float(keras.ops.convert_to_numpy(held))
     set_rate(inner, rate * factor)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
-    op = optimizer.options.op
+    op = optimizer.executor.options.op
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 
