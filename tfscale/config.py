@@ -73,7 +73,6 @@ class Settings:
     timeline: str = ""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"TFSCALE_BACKEND must be one of {', '.join(BACKENDS)}. "

@@ -252,7 +252,9 @@ def test_doctor_names_remedies(monkeypatch, capsys):
 def test_doctor_without_mpi_or_library(monkeypatch):
     monkeypatch.setattr(doctor, "find_mpi", lambda: None)
     monkeypatch.setattr(doctor, "find_tool", lambda name: None)
-    monkeypatch.setattr(doctor, "library_path", lambda: _raise(doctor.ExchangeError("no library")))
+    monkeypatch.setattr(
+        doctor.native, "library_path", lambda: _raise(doctor.ExchangeError("no library"))
+    )
     monkeypatch.setattr(doctor, "check_gpus", lambda timeout_s: doctor.Check("gpus", "info", "0"))
     checks = {check.name: check for check in doctor.examine({})}
     assert checks["mpi"].status == "missing"

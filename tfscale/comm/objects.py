@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfscale.comm.collectives import broadcast, call_of, require_member
 from tfscale.comm.eager import Header, agree, gather_bytes
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ExchangeError
 
 
 def allgather_object(
@@ -36,16 +35,8 @@ def allgather_object(
     if process_set.size() == 1:
         return [obj]
     call = call_of(process_set, "allgather_object", name)
-    agree(Header("allgather_object", [], [], [], call.label), call.group)
-    every = [pickle.loads(t) for t in gather_bytes(pickle.dumps((call.label, obj)), call)]
-    names = [named for named, _ in every]
-    if len(set(names)) > 1:
-        raise ExchangeError(
-            "All ranks must gather the same objects in the same order. Received: "
-            f"{names}, in the order of the ranks. Call the same functions, and give fit the same "
-            "callbacks in the same order, on every rank."
-        )
-    return [gathered for _, gathered in every]
+    agree(Header("allgather_object", [call.label], [], [], call.label), call.group)
+    return [pickle.loads(data) for data in gather_bytes(pickle.dumps(obj), call)]
 
 
 def broadcast_object(

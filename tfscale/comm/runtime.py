@@ -22,13 +22,7 @@ Min = "Min"
 Max = "Max"
 Product = "Product"
 
-_ENGINE_OPS = {
-    Average: ReduceOp.SUM,
-    Sum: ReduceOp.SUM,
-    Min: ReduceOp.MIN,
-    Max: ReduceOp.MAX,
-    Product: ReduceOp.PRODUCT,
-}
+_ENGINE_OPS = {Average: ReduceOp.SUM, **{op.name.capitalize(): op for op in ReduceOp}}
 _REDUCIBLE = (
     *(tf.float32, tf.float64, tf.float16, tf.bfloat16),
     *(tf.int32, tf.int64, tf.int8, tf.uint8),
@@ -105,7 +99,6 @@ class ProcessSet:
         return self.group().rank
 
     def __repr__(self) -> str:
-        """Return the ranks."""
         return f"ProcessSet({self.ranks}, id={self.process_set_id})"
 
 

@@ -36,14 +36,12 @@ class StopRequest:
     """
 
     def __init__(self, grace_s: float) -> None:
-        """Install no handlers yet."""
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._before: dict[int, object] = {}
         self.first: int | None = None
 
     def __enter__(self) -> StopRequest:
-        """Install the handlers."""
         for number in _FORWARDED:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
@@ -51,7 +49,6 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

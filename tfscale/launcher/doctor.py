@@ -9,15 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfscale.comm import mpi_files
-from tfscale.comm.native import (
-    PACKAGE,
-    SUPPORTED_TENSORFLOW,
-    find_tool,
-    installed_tensorflow,
-    library_path,
-    read_stamp,
-)
+from tfscale.comm import mpi_files, native
+from tfscale.comm.native import PACKAGE, SUPPORTED_TENSORFLOW, find_tool, installed_tensorflow
 from tfscale.config import ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -99,12 +92,12 @@ def check_mpi(mpi: Mpi | None) -> Check:
 def check_library(mpi: Mpi | None) -> Check:
     """Look for a shared library that fits TensorFlow and MPI."""
     try:
-        path = library_path()
+        path = native.library_path()
     except ExchangeError as error:
         needs = [tool for tool in ("mpicxx", "g++") if find_tool(tool) is None]
         remedy = f"install {' and '.join(needs)}, then: tfscale build" if needs else "tfscale build"
         return Check("library", "missing", str(error), remedy)
-    stamp = read_stamp() or {}
+    stamp = native.read_stamp() or {}
     detail = f"{path}, built with TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
     is_open = "Open MPI" in stamp["mpi"]
     if mpi is not None and is_open != (mpi.kind == "openmpi"):

@@ -216,7 +216,6 @@ class Pulse:
     """
 
     def __init__(self) -> None:
-        """Begin without heartbeats."""
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._suspected_since: float | None = None
 

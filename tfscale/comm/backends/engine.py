@@ -22,7 +22,7 @@ from tfscale.comm.backends.base import (
     Rows,
     Tensors,
 )
-from tfscale.comm.backends.slots import Slots, rows_of
+from tfscale.comm.backends.slots import Slots
 from tfscale.comm.native import library_path
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings
@@ -182,9 +182,9 @@ class EngineBackend(Backend):
         self, call: Call, kind: str, tensors: list[tf.Tensor], rows: tf.Tensor | None = None
     ) -> dict[str, Any]:
         """Place a collective; see custom_ops/tf/glue.h for the attributes of all ops."""
-        position = self._slots.place(
-            call, kind if rows is None else f"{kind} {rows_of(rows)}", tensors
-        )
+        if rows is not None:  # their number may differ between ranks
+            kind = f"{kind} rows of {rows.dtype.name}{rows.shape[1:]}"
+        position = self._slots.place(call, kind, tensors)
         shapes = [t.shape for t in tensors] if rows is None else [rows.shape[1:]]
         is_known = all(shape.is_fully_defined() for shape in shapes)
         return {

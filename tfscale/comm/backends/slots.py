@@ -102,8 +102,3 @@ def _signature(call: Call, kind: str, tensors: list[tf.Tensor]) -> str:
         lines = [" ".join([kind, call.label, *inputs])]
     # Keras numbers layers by a count of the process, which may differ between ranks.
     return "\n  ".join(COUNT.sub("", line).replace("\n", " ") for line in lines)
-
-
-def rows_of(tensor: tf.Tensor) -> str:
-    """Return the text that must be equal on all ranks where the number of rows may differ."""
-    return f"rows of {tensor.dtype.name}{tensor.shape[1:]}"
