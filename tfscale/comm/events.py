@@ -101,9 +101,6 @@ def stamp_updates(variables: Sequence[Any]) -> None:
         runtime.backend().stamp(handles, plan, -n_stamps)
 
 
-Gather = Callable[[Sequence[int]], np.ndarray]
-
-
 class Offset(NamedTuple):
     """Rank 0's clock minus this rank's, when this rank's showed `at_ns`; in ns."""
 
@@ -150,7 +147,9 @@ class ClockMap:
         return max(sample.error_ns for sample in self._samples)
 
 
-def measure_offset(gather: Gather, rank: int, clock: Callable[[], int]) -> Offset:
+def measure_offset(
+    gather: Callable[[Sequence[int]], np.ndarray], rank: int, clock: Callable[[], int]
+) -> Offset:
     """Measure the offset to rank 0's clock as NTP does, from the fastest message in each direction.
 
     A message never arrives before it is sent, so the fastest from rank 0 bounds the offset on one

@@ -149,7 +149,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    checks = examine(environment(), os.geteuid() == 0, options.timeout_s)
+    checks = examine(environment(), options.timeout_s)
     is_complete = all(check.status != "missing" for check in checks)
     if options.json:
         answer = {"ok": is_complete, "checks": [dataclasses.asdict(check) for check in checks]}
@@ -164,17 +164,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_build(commands: argparse._SubParsersAction) -> None:
-    build = commands.add_parser(
-        "build", help="build the shared library for the TensorFlow and MPI that are here"
-    )
+    what = "build the shared library for the TensorFlow and MPI that are here"
+    build = commands.add_parser("build", help=what)
     native.add_options(build)
     build.set_defaults(handler=native.run)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser(
-        "report", help="draw the communication report of a finished run again"
-    )
+    what = "draw the communication report of a finished run again"
+    report = commands.add_parser("report", help=what)
     report.add_argument("directory", metavar="DIR", help="folder of the report or timeline")
     report.set_defaults(handler=_report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -147,10 +148,11 @@ def check_gpus(timeout_s: float = 120.0) -> Check:
     return Check("gpus", "info", done.stdout.split()[-1])
 
 
-def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: float) -> Check:
+def self_test(mpi: Mpi, environ: Mapping[str, str], timeout_s: float) -> Check:
     """Let two ranks add numbers; they are killed after `timeout_s`."""
     remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
-    spec = LaunchSpec((sys.executable, "-c", _SELF_TEST), 2, is_root=is_root, n_cores=count_cores())
+    command, is_root = (sys.executable, "-c", _SELF_TEST), os.geteuid() == 0
+    spec = LaunchSpec(command, 2, is_root=is_root, n_cores=count_cores())
     job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **environ})
     try:
         done = subprocess.run(
@@ -171,9 +173,7 @@ def self_test(mpi: Mpi, environ: Mapping[str, str], is_root: bool, timeout_s: fl
     return Check("self test", "ok", "2 ranks: allreduce is right")
 
 
-def examine(
-    environ: Mapping[str, str], is_root: bool = False, timeout_s: float = 120.0
-) -> list[Check]:
+def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]:
     """Check everything that several ranks need; the machine is ready if no check is "missing".
 
     The self test is skipped if another check is "missing". Checks that start processes take
@@ -193,5 +193,5 @@ def examine(
     if checks[1].status == "ok":
         checks.append(check_gpus(timeout_s))
     if mpi is not None and all(check.status != "missing" for check in checks):
-        checks.append(self_test(mpi, environ, is_root, timeout_s))
+        checks.append(self_test(mpi, environ, timeout_s))
     return checks

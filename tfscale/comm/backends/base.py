@@ -243,12 +243,8 @@ class SingleBackend(Backend):
 
     name = "single"
     has_marks = True
-    rank = 0
-    size = 1
-    local_rank = 0
-    local_size = 1
-    cross_rank = 0
-    cross_size = 1
+    rank = local_rank = cross_rank = 0
+    size = local_size = cross_size = 1
 
     def __init__(self) -> None:
         self._n_groups = 1
