@@ -1,4 +1,4 @@
-"""What the gather of parameters hides behind: names of kernels, shares of time, table, picture."""
+"""Overlap of the gather of parameters: names of kernels, shares of time, table, picture."""
 
 import pytest
 

@@ -141,7 +141,7 @@ def test_milliseconds_have_no_exponent(seconds, text):
 
 
 def test_the_committed_page_is_up_to_date():
-    """Write it anew with `python -m benchmarks.report docs/benchmarks.json --output docs`."""
+    """Write it again with `python -m benchmarks.report docs/benchmarks.json --output docs`."""
     page = (DOCS / "benchmarks.md").read_text()
     assert page.endswith("\n" + report(sessions.read(DOCS / "benchmarks.json"), ""))
 

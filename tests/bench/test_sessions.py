@@ -1,4 +1,4 @@
-"""Sessions: what goes on, what is measured anew, and which runs are pairs."""
+"""Sessions: what continues, what is measured again, and which runs are pairs."""
 
 import dataclasses
 import json
@@ -107,7 +107,7 @@ def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monke
         _, content = measure(CELLS, 2)
     (row,) = collect(content["runs"], "step")
     assert ratio_of(row, "horovod", "tfscale-allreduce").n == 1
-    # Going on, what the later commit measured amid the session is not done for the earlier one.
+    # A later commit, measured within the session, does nothing for the earlier one.
     fake_runs.commit = "abc"
     ran, content = measure(CELLS, 2)
     assert ran == ["horovod", *SYSTEMS[::-1]]

@@ -27,5 +27,5 @@ def test_auto_is_a_fifth_faster_and_within_its_bound():
 
 
 def test_the_committed_page_is_up_to_date():
-    """Write it anew with `make thesis-scaling`."""
+    """Write it again with `make thesis-scaling`."""
     assert PAGE.read_text() == study.page()

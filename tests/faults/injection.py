@@ -96,7 +96,7 @@ class fail_at(keras.callbacks.Callback):
             _in_step.append(ACTIONS[self._kind])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Fail behind a step; make losses right again."""
+        """Fail after a step; make losses right again."""
         if self._kind == "NaN" and _factor is not None:
             _factor.assign(1.0)
         if self._is_here and self._place == "batch end" and self._n_steps == self._step:

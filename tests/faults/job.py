@@ -22,7 +22,7 @@ EXCHANGES = {
     "local": lambda: tfscale.LocalSGD(groups=2, interval=4),
     "adaptive": lambda: tfscale.Allreduce(),
 }
-# The step in which it happens: amid an interval of local SGD, the first one of a larger batch.
+# The step in which it happens: within an interval of local SGD, the first one of a larger batch.
 STEP = {"adaptive": STEPS}
 
 
@@ -37,7 +37,7 @@ def data(exchange: str, kind: str, rank: int):
     y = x.sum(axis=1, keepdims=True)
     if is_global:
         return tfscale.data.GlobalBatches(x, y, batch_size=2 * BATCH, seed=1), None, None
-    if kind == "short data":  # of a length that nobody knows beforehand
+    if kind == "short data":  # of a length that no rank knows beforehand
         parts = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
         spec = tuple(tf.TensorSpec([None, k], tf.float32) for k in (6, 1))
         return (

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same, and processes that are none: what is said, and what goes on."""
+"""Ranks that do not do the same, and processes that are none: messages, and what continues."""
 
 import pytest
 
@@ -14,7 +14,7 @@ FIRST_PARAMETER = {
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize("exchange", FIRST_PARAMETER)
 def test_different_models_are_named(exchange):
-    """Both ranks say which parameter differs first, though all of them travel together."""
+    """Both ranks say which parameter differs first, though all of them are sent together."""
     code = START + (
         "width = 3 + rank\n"
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width, name='odd'),\n"
@@ -50,7 +50,7 @@ def test_rows_of_different_widths_are_refused_in_functions(call):
 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_forked_children_are_no_ranks():
-    """They may leave the job, or end by an error of their own: the job goes on."""
+    """They may leave the job, or end by an error of their own: the job continues."""
     code = START + (
         "def end_of(action):\n"
         "    child = os.fork()\n"

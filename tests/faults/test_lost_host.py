@@ -1,4 +1,4 @@
-"""A link goes dead: nobody tells, but the job ends, names the host, and goes on without it."""
+"""A link goes dead: the job ends, names the host, and resumes without it."""
 
 import os
 import subprocess

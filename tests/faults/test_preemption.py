@@ -49,7 +49,7 @@ def test_preempted_and_started_again(tmp_path):
         process = start(tmp_path, (n_epochs + 2) * STEPS_PER_EPOCH)
         _, text = process.communicate(timeout=START_S)
         assert process.returncode == 0, text
-        assert f"Going on from step {newest.step}, epoch {n_epochs + 1}." in text
+        assert f"Resuming from step {newest.step}, epoch {n_epochs + 1}." in text
         assert (tmp_path / "final.npz").exists()
     finally:
         process.kill()

@@ -73,7 +73,7 @@ def main() -> None:
         write(folder, f"case-{index}.rank-{rank}.json", run_case(case))
         statuses = {outcome["status"] for outcome in wait_for_all(folder, index, size)}
         if "failed" in statuses and size > 1:
-            # What one rank did not do the others may have begun: no state to go on from.
+            # What one rank did not do the others may have begun: no state to continue from.
             os._exit(3)
     tfscale.shutdown()
     write(folder, f"end.rank-{rank}.json", {})

@@ -118,7 +118,7 @@ for number in range(100):
     step(tf.ones([4]))
     if tfscale.rank() == 1 and number == 3:
         raise ValueError("rank one fails here")
-# Whoever gets here would keep the job alive: the failing rank must end it.
+# A rank that gets here would keep the job alive: the failing rank must end it.
 time.sleep(600)
 """
 

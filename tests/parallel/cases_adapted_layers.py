@@ -1,4 +1,4 @@
-"""Layers adapted to data: all ranks compute with the same numbers, whoever has adapted them."""
+"""Layers adapted to data: all ranks compute with the same numbers, whichever rank adapted them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def by_one_process(*scales):
     model.compile(optimizer, "mse")
     for scale in scales:
         model.layers[0].adapt(X * scale)
-        model.compile(optimizer, "mse")  # so that the step is traced anew
+        model.compile(optimizer, "mse")  # so that the step is traced again
         for epoch in (0, 1):
             for rows in np.split(tfscale.data.slices.epoch_order(0, epoch, N), 2):
                 model.train_on_batch(X[rows], Y[rows])
@@ -99,7 +99,7 @@ def case_a_model_that_is_built_by_its_first_step():
 
 @sizes(2)
 def case_averages_leave_it_alone():
-    """Nobody broadcasts: each rank goes on computing with what its file will hold."""
+    """Without a broadcast each rank continues computing with what its file will hold."""
     model = network(1.0 + tfscale.rank())
     united = tfscale.callbacks.NonTrainableState()
     data = tfscale.data.GlobalBatches(X, Y, batch_size=N // 2)
@@ -114,7 +114,7 @@ class Interruption(Exception):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Ends a fit behind its first epoch."""
+    """Ends a fit after its first epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch

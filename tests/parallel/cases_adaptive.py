@@ -1,4 +1,4 @@
-"""Growing batches on several ranks: one fit equals one process, and goes on after interruptions."""
+"""Growing batches on several ranks: one fit equals one process, also after interruptions."""
 
 from __future__ import annotations
 

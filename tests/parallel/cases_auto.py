@@ -124,7 +124,7 @@ def case_a_known_machine_is_planned_for_at_once():
 @sizes(2, 3, timeout_s=240)
 @engine_only("its messages are measured")
 def case_a_plan_that_is_slower_is_given_up():
-    """Every plan counts as slower here: training goes on with plain allreduce, equal as before."""
+    """Every plan counts as slower here: training continues with plain allreduce."""
     with slower(0.0):
         strategy = agreed(trained(Auto(machine=SLOW)))
         assert strategy.name == "plain allreduce" and not gathering(strategy)

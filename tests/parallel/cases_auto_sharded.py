@@ -1,4 +1,4 @@
-"""Plans that shard parameters amid training, wholly or in part, and back: equal to one process."""
+"""Plans that shard parameters in training, wholly or in part, and back: equal to one process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RULES = {
     "scheduled": lambda: keras.optimizers.SGD(falling_rate(), momentum=0.9),
     "clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.05),
 }
-# How each layer of `build` travels, first layer first.
+# Exchange of each layer of `build`, first layer first.
 MIXED = ("allreduce", "partial", "replicated", "sharded", "sharded", "allreduce")
 
 
 def build() -> keras.Model:
-    """Layers of which each may travel in its own way."""
+    """Layers of which each may have its own exchange."""
     keras.utils.set_random_seed(5)
     layers = keras.layers
     inputs = keras.Input((4, 4, 2))
@@ -51,7 +51,7 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def plan_of(model: keras.Model, kinds) -> LayerPlan:
-    """Return a plan in which layer i travels as kinds[i] says, neighbours of one kind together."""
+    """Return a plan in which layer i has the exchange kinds[i], neighbours of one kind together."""
     table = table_of(model)
     parts: list[LayerPart] = []
     for place, kind in enumerate(kinds):

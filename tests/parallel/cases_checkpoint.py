@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint at the same number of ranks: bit by bit."""
+"""Runs that continue from a checkpoint at the same number of ranks: bit by bit."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ N_STEPS = 15
 
 
 def check(run, *steps):
-    """A run that goes on from each of the steps ends as the one that wrote them did."""
+    """A run that continues from each of the steps ends as the one that wrote them did."""
     with float64(), shared_folder() as folder:
         whole, noted = run.train(folder, every_n_steps=1, keep=99)
         for step in sorted(steps, reverse=True):
@@ -71,7 +71,7 @@ def case_local_sgd_with_shards():
 
 @sizes(2, timeout_s=120)
 def case_one_rank_is_asked_to_make_room():
-    """All ranks save the same step and leave with the same code; the run then goes on."""
+    """All ranks save the same step and leave with the same code; the run then continues."""
     ask = preemption.request_save_and_stop
     with float64(), shared_folder() as folder:
         run = Run(exchange=tfscale.Sharded())

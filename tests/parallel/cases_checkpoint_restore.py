@@ -31,12 +31,12 @@ def case_a_callback_that_one_rank_has():
             is_first = runtime.rank() == 0
             return plateau([keras.callbacks.ModelCheckpoint(folder / "m.keras")] * is_first)
 
-        # Two epochs without progress end with the third, in which both runs go on.
+        # Two epochs without progress end with the third, in which both runs continue.
         check(Run(callbacks=callbacks), 12, 10)
 
 
 class Statistics(keras.callbacks.Callback):
-    """Keeps the moving statistics behind each step; the mean of the ranks is not made yet."""
+    """Keeps the moving statistics after each step; the mean of the ranks is not made yet."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Statistics(keras.callbacks.Callback):
 
 
 def normalized(optimizer, **options):
-    """Train with moving statistics; return the model and what they were behind each step."""
+    """Train with moving statistics; return the model and what they were after each step."""
     keras.utils.set_random_seed(3)
     layers = keras.layers
     # No step changes the kernel before it: statistics of a step depend on its samples alone.

@@ -74,7 +74,7 @@ def case_the_first_chunk_is_measured():
     assert chosen in (1, 2, 3, 4)
     assert set(tfscale.allgather_object(chosen)) == {chosen}
     n_chunks = 2 if chosen < 4 else 1
-    n_alone = 2 * 6  # messages of two sizes that travel alone, once to trace and five times
+    n_alone = 2 * 6  # messages of two sizes that are sent alone, once to trace and five times
     n_traced = sum((events["plan"] >= 0) & (events["slot"] >= 0))
     assert n_traced == 10 * 4 + n_alone + 4 * n_chunks
 

@@ -81,7 +81,7 @@ def saved_and_restored(model, make):
 @engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=240)
 def case_evaluation_and_checkpoints_between_steps():
-    """In float64 all that is read, and all that goes on, is what one process has."""
+    """In float64 all that is read, and all later training, is what one process has."""
     n, rank = tfscale.size(), tfscale.rank()
     before, after = range(N_BEFORE), range(N_BEFORE, N_BEFORE + N_AFTER)
     with float64():

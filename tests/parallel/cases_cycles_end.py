@@ -14,7 +14,7 @@ PASSES, BATCHES = 4, 12
 
 
 class Stop(keras.callbacks.Callback):
-    """Stops training behind a batch."""
+    """Stops training after a batch."""
 
     def __init__(self, batch):
         super().__init__()
@@ -79,7 +79,7 @@ def case_a_stop_amid_the_first_cycle_is_told_although_weights_are_not_yet_compar
 
 
 def case_other_variables_begin_another_cycle():
-    """A layer is frozen amid a cycle: the rest is summed from there on."""
+    """A layer is frozen within a cycle: the rest is summed from there on."""
     with float64():
         model = prepared(2)
         optimizer = model.optimizer
@@ -105,7 +105,7 @@ def case_a_stop_in_the_last_cycle_of_an_epoch():
             stop = [Stop(batch)] if tfscale.rank() == tfscale.size() - 1 else []
             fit(model, batches, stop, first=[save])
             require_equal_ranks(model.variables)
-            # Where no exchange was due, nothing was given up: the cycle goes on.
+            # Where no exchange was due, nothing was given up: the cycle continues.
             assert int(model.optimizer.iterations) == (8 if batches == 12 else 10)
             fit(model, batches)
             require_equal_ranks(model.variables)

@@ -121,7 +121,7 @@ def case_one_rank_stops_while_running_eagerly():
 
 @sizes(2, 3)
 def case_terminate_on_nan():
-    """The loss of one rank is NaN in its third batch: all stop behind the same step."""
+    """The loss of one rank is NaN in its third batch: all stop after the same step."""
     model = small_model()
     x, y = samples(20)
     if runtime.rank() == 0:

@@ -1,4 +1,4 @@
-"""What ranks do together behind a stop, and data that they were not given alike."""
+"""What ranks do together after a stop, and data that they were not given alike."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def case_steps_and_functions_outside_of_fit_go_on_together():
 
 @sizes(2, 3)
 def case_evaluations_within_an_epoch_that_does_not_count():
-    """Who still runs it has nobody to average with: the last rank has left `fit`."""
+    """A rank that still runs it has none to average with: the last rank has left `fit`."""
 
     class Test(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -50,7 +50,7 @@ def traced_readers(model) -> dict[str, Callable[[], Any]]:
 
 @sizes(2, 3, timeout_s=120)
 def case_functions_traced_before():
-    """`attach`, which `tfscale.prepare` calls, has them traced anew, Keras's and the user's."""
+    """`attach`, which `tfscale.prepare` calls, has them traced again, Keras's and the user's."""
     readers: dict[int, dict[str, Callable[[], Any]]] = {}
 
     def trace(model):
@@ -67,7 +67,7 @@ def case_functions_traced_before():
     subject.check("predict", lambda model: model.predict(X, verbose=0))
     subject.check("evaluate", lambda model: model.evaluate(X, Y, verbose=0))
     for name in readers[id(subject.model)]:
-        # The second time what was traced anew runs.
+        # The second time what was traced again runs.
         for _ in range(2):
             subject.check(name, lambda model, name=name: readers[id(model)][name]())
 

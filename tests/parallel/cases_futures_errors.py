@@ -1,4 +1,4 @@
-"""Gathers that fail or are given up: readers get the error, values stay, nothing is left behind."""
+"""Gathers that fail or are given up: readers get the error, values stay, nothing is left."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def post_without_last_rank(*posts: Posts) -> str:
 
 
 def start_anew() -> None:
-    """Go on after gathers were given up, as the next `fit` does."""
+    """Continue after gathers were given up, as the next `fit` does."""
     tfscale.barrier()
     runtime.start_incarnation()
 

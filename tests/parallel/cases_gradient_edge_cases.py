@@ -79,7 +79,7 @@ def case_a_copy_forms_groups_of_its_own():
     for other in (copy.deepcopy(optimizer), optimizer.from_config(optimizer.get_config())):
         model = trained(other, callbacks=START)
         assert other.groups == [[0], [1]], other.groups
-        require_equal_ranks(model.trainable_variables)  # the average, which fit leaves behind
+        require_equal_ranks(model.trainable_variables)  # the average, which fit leaves
         for own, expected in zip(model.get_weights(), first.get_weights(), strict=True):
             np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
 
@@ -107,7 +107,7 @@ def case_local_layers_are_not_replicated():
 
 @sizes(2, timeout_s=120)
 def case_a_local_gradient_that_is_not_finite_is_told_to_all():
-    """Also where the last layer is replicated, whose gradient does not travel."""
+    """Also where the last layer is replicated, whose gradient is not sent."""
     keras.utils.set_random_seed(3)
     inner = [keras.layers.Dense(8), keras.layers.LayerNormalization(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *inner])

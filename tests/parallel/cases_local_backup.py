@@ -1,4 +1,4 @@
-"""A backup taken amid an interval of local SGD: groups, phase and state go on."""
+"""A backup taken within an interval of local SGD: groups, phase and state continue."""
 
 import tempfile
 
@@ -49,7 +49,7 @@ def case_rates_that_follow_the_present_one_survive():
 
 
 class Follow(keras.callbacks.Callback):
-    """Keeps this rank's weights and phase behind each step, and before the first one."""
+    """Keeps this rank's weights and phase after each step, and before the first one."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def interrupted(save_freq):
 
 
 def begun(folder, groups, save_freq, **options):
-    """Return phase and weights with which a run goes on."""
+    """Return phase and weights with which a run continues."""
     followed = Follow()
     backup = BackupAndRestore(folder, save_freq=save_freq)
     train([backup, followed], 50, tfscale.LocalSGD(groups, 7, **{"within": "allreduce", **options}))

@@ -134,7 +134,7 @@ def case_statistics_are_those_of_a_group_behind_a_restart():
 
 
 class Watch(keras.callbacks.Callback):
-    """Keeps the moving variance behind the third step of the last epoch."""
+    """Keeps the moving variance after the third step of the last epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 2:

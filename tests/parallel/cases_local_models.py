@@ -95,7 +95,7 @@ def case_constraints_hold_behind_averages():
 
 @sizes(2, timeout_s=60)
 def case_summed_gradients_move_by_the_rate_they_were_made_with():
-    """The rate falls behind the fifth step, where an interval ends."""
+    """The rate falls after the fifth step, where an interval ends."""
     with float64():
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.001])
         first = train(lambda: SGD(schedule), LocalSGD(2, 5, "allreduce"))

@@ -33,9 +33,9 @@ def case_changes_of_parameters_travel_compressed():
                 model = train(sgd, strategy, compression=wire)
                 compare_changes(model, start, exact, part)
                 names, own = names_with_bytes(), model.optimizer.group_average.targets
-                travels = "gradients" if "average" in variant else "parameters"
+                averaged = "gradients" if "average" in variant else "parameters"
                 n_values = sum(int(np.prod(v.shape)) for v in own)
-                assert names[f"average of {travels}"] == 2 * 2 * n_values  # two averages
+                assert names[f"average of {averaged}"] == 2 * 2 * n_values  # two averages
 
 
 def compare_changes(model, start, exact, part):

@@ -60,7 +60,7 @@ def alone(steps):
 
 
 def check_skipped(names, **options):
-    """Training has gone on without the bad step, exactly as one process without it."""
+    """Training has continued without the bad step, exactly as one process without it."""
     with float64():
         expected = alone([step for step in range(STEPS) if step != BAD])
         for name in names:
@@ -96,13 +96,13 @@ def case_raised_on_every_rank():
     for name, exchange in EXCHANGES.items():
         inner = keras.optimizers.Adam(0.01)
         optimizer = DistributedOptimizer(inner, exchange=exchange, nonfinite="raise")
-        # Each rank tells its own layers' names: count them anew, whatever models came before.
+        # Each rank tells its own layers' names: count them again, whatever models came before.
         keras.utils.clear_session()
         texts = tfscale.allgather_object(outcome(lambda chosen=optimizer: fit(chosen)))
         assert len(set(texts)) == 1, (name, texts)
         start = "ExchangeError: Gradients must be finite. Received: NaN or infinity in step 3, on "
         assert texts[0].startswith(start), (name, texts[0])
-        # Where all dense layers exchange activations nobody can tell who spoiled them.
+        # Where all dense layers exchange activations no rank can be named.
         if name != "partial":
             assert f"on rank {bad_rank} in dense" in texts[0], (name, texts[0])
 

@@ -143,7 +143,7 @@ def case_groups_of_sparse_gradients_alone():
 
 @sizes(2, 3, timeout_s=60)
 def case_data_of_unknown_length_ends_between_two_exchanges():
-    """Nobody waits for a rank that has more batches, so all are told at the end of the epoch."""
+    """No rank waits for one that has more batches, so all are told at the end of the epoch."""
     n_batches = 10 if tfscale.rank() == tfscale.size() - 1 else 11
 
     def batches():

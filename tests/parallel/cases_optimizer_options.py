@@ -44,7 +44,7 @@ def case_predivided_gradients_do_not_overflow():
 
 
 def n_messages(**options: object) -> int:
-    """Return in how many messages the gradients of four variables travel."""
+    """Return the number of messages for the gradients of four variables."""
     optimizer = DistributedOptimizer(SGD(0.1), **options)
     runtime.backend().take_events()
     run(optimizer, 1.0, steps=1)

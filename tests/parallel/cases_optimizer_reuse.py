@@ -50,7 +50,7 @@ def case_schedules_that_cannot_be_serialized():
 
 @sizes(2, timeout_s=120)
 def case_frozen_layers_leave_the_state():
-    """A partial layer that is frozen between two fits: the optimizer goes on counting."""
+    """A partial layer that is frozen between two fits: the optimizer continues counting."""
     with float64():
         model = build()
         exchange = tfscale.Sharded(dense="partial")

@@ -160,7 +160,7 @@ def case_activations_are_there_before_back_propagation_comes():
 
 @sizes(2, 3, timeout_s=240)
 def case_errors_are_there_before_earlier_gradients_exist():
-    """They wait for no gradient, though layers behind them send gradients before."""
+    """They wait for no gradient, though later layers send gradients before."""
     for strategy in STRATEGIES:
         ended = Ended()
         before = Gate(backward=lambda step, ended=ended: ended("wide errors", step))
@@ -169,7 +169,7 @@ def case_errors_are_there_before_earlier_gradients_exist():
 
 @sizes(2, 3, timeout_s=240)
 def case_the_forward_pass_goes_on_while_activations_travel():
-    """Rank 0 sends its activations when the others have computed the layers behind."""
+    """Rank 0 sends its activations when the others have computed the later layers."""
     for strategy in STRATEGIES:
         come_last, tell = rank_0_comes_last()
         layers = [Gate(forward=come_last), dense(5, "wide"), dense(4, "next"), Gate(forward=tell)]

@@ -1,4 +1,4 @@
-"""Ranks that train each on its own and average parameters: going on, and stopping together."""
+"""Ranks that train each on its own and average parameters: resuming, and stopping together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfscale.comm import runtime
 EPOCHS, STEPS = 5, 5
 
 
-def train(averaging, before=(), behind=(), seed=1):
+def train(averaging, before=(), after=(), seed=1):
     """Return the model after a `fit` of its own batches, whole or interrupted."""
     keras.utils.set_random_seed(seed + runtime.rank())
     model = network()
@@ -32,7 +32,7 @@ def train(averaging, before=(), behind=(), seed=1):
     x, y = random.normal(size=(STEPS * BATCH, 4)), random.normal(size=(STEPS * BATCH, 1))
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
     start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
-    callbacks = [*before, start, averaging, *behind]
+    callbacks = [*before, start, averaging, *after]
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     return model
@@ -79,7 +79,7 @@ def case_distances_are_those_from_the_last_average():
 
 
 class StopAlone(keras.callbacks.Callback):
-    """Stops training in the second epoch on one rank: behind a step, or where the epoch ends."""
+    """Stops training in the second epoch on one rank: after a step, or where the epoch ends."""
 
     def __init__(self, rank, step=None):
         super().__init__()
@@ -100,7 +100,7 @@ class StopAlone(keras.callbacks.Callback):
 def stops_everywhere(step):
     """All ranks have ended after the second epoch, with as many averages."""
     for rank in (0, runtime.size() - 1):
-        for position in ("before", "behind"):
+        for position in ("before", "after"):
             averaging, alone = ParameterAveraging(), StopAlone(rank, step)
             model = train(averaging, **{position: [alone]})
             assert set(tfscale.allgather_object(averaging.n_averages)) == {2}

@@ -138,7 +138,7 @@ def case_repaired_loss_scaling_loads_as_keras_made_it():
 
 @sizes(2, 3)
 def case_checkpoint_of_ranks_goes_on():
-    """Written by rank 0, restored by all into new objects: training goes on as before."""
+    """Written by rank 0, restored by all into new objects: training continues as before."""
     model = train(new_model(DistributedOptimizer(Adam(0.01))))
     with shared_folder() as folder:
         if tfscale.rank() == 0:

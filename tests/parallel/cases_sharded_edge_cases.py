@@ -90,7 +90,7 @@ def case_a_schedule_in_place_of_a_rate():
             model.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(
                 0.01, 2, 0.5
             )
-            model.make_train_function(force=True)  # Keras itself would go on with the old rate
+            model.make_train_function(force=True)  # Keras itself would continue with the old rate
         start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
         fit(models[0], 3, N_STEPS, callbacks=[start])
         require_same(models[0], single_steps(models[1], 3, N_STEPS))

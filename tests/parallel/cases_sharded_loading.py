@@ -1,4 +1,4 @@
-"""What sharded ranks load goes on as before; copies begin anew."""
+"""Sharded ranks continue from what they load; copies begin again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parallel.sharded_model import (
 
 @sizes(2, 3, 4, timeout_s=100)
 def case_loading_into_a_live_model():
-    """Training goes on from what was loaded: weights and the parts of the state."""
+    """Training continues from what was loaded: weights and the parts of the state."""
     with float64(), shared_folder() as folder:
         plain, states = alone(3)
         if tfscale.rank() == 0:
@@ -97,7 +97,7 @@ def case_copies_begin_anew():
         assert other.parts
     pickled = pickle.loads(pickle.dumps(optimizer))
     assert type(pickled) is Adam and pickled.get_config() == optimizer.get_config()
-    fit(model, 2, 4)  # The original goes on.
+    fit(model, 2, 4)  # The original continues.
     clone = keras.models.clone_model(model)
     clone.compile(optimizer, "mse")
     require_error(lambda: fit(clone, 0, 1), "variables that it was built for")

@@ -220,7 +220,7 @@ def case_process_set():
 
 @sizes(2, 4, timeout_s=80)
 def case_compression_is_as_with_allreduce():
-    """What travels is rounded in the same way; parameters come back whole."""
+    """Messages are rounded in the same way; parameters come back whole."""
     results = []
     for exchange in (tfscale.Sharded(dense="weights"), "allreduce"):
         keras.utils.set_random_seed(3)

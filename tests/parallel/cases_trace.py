@@ -83,7 +83,7 @@ def check_slot(slot, same):
     """What a slot says of the other ranks; `same` is that slot on all of them."""
     started = [s["started_s"] for s in same]
     assert len(started) == runtime.size()
-    np.testing.assert_allclose(slot["behind_s"], max(started) - slot["started_s"], atol=1e-7)
+    np.testing.assert_allclose(slot["lead_s"], max(started) - slot["started_s"], atol=1e-7)
     assert 0 <= slot["waiting_s"] <= slot["t_b_s"] + 1e-9
     assert "kernel" in slot["name"]
 

@@ -13,7 +13,7 @@ from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.snapshot import Reader
 from tfscale.comm import runtime
 
-# Each run: steps after which it goes on with other ranks. A first one has 15 steps, a growing 8.
+# Each run: steps after which it continues with other ranks. A first one has 15 steps, a growing 8.
 RUNS = {
     "allreduce": (Run(), (8, 12)),
     "sharded": (Run(exchange=tfscale.Sharded()), (8, 12)),
@@ -46,7 +46,7 @@ def begin():
 
 
 def go_on():
-    """Go on with another number of ranks, and leave a checkpoint for a third one."""
+    """Continue with another number of ranks, and leave a checkpoint for a third one."""
     with float64():
         for name, (run, (first, second)) in RUNS.items():
             where = folder() / name
@@ -58,7 +58,7 @@ def go_on():
 
 
 def finish():
-    """Go on once more, also from shards to whole state and back."""
+    """Continue once more, also from shards to whole state and back."""
     other = {"sharded": "allreduce", "allreduce": tfscale.Sharded()}
     with float64():
         for name, (run, (_, second)) in RUNS.items():
@@ -74,7 +74,7 @@ def go_on_with_other_groups():
     reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
     assert reader.groups == [[0, 1], [2, 3]]
     models = [[reader.get(r, f"weight/{i}") for i in range(6)] for r in (0, 2)]
-    assert not np.array_equal(models[0][0], models[1][0])  # amid an interval
+    assert not np.array_equal(models[0][0], models[1][0])  # within an interval
     begun = []
 
     def look(model):

@@ -1,4 +1,4 @@
-"""Runs that go on from their checkpoints, as restarts of one program do."""
+"""Runs that continue from their checkpoints, as restarts of one program do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Run:
 
     Attributes:
         optimizer: Makes the Keras optimizer.
-        exchange: How gradients travel, or a function that makes it, where it has state.
+        exchange: Exchange of gradients, or a function that makes it, where it has state.
         dropout: Rate; above 0 the model has state that differs between ranks.
         options: For DistributedOptimizer.
         callbacks: Makes further callbacks, given the data.
@@ -87,7 +87,7 @@ class Run:
 
         Args:
             folder: For checkpoints; None writes none.
-            *watching: Further callbacks, behind all others.
+            *watching: Further callbacks, after all others.
             **options: For Checkpoint.
         """
         keras.utils.set_random_seed(self.seed + runtime.rank())

@@ -1,4 +1,4 @@
-"""A run that begins on three ranks goes on with two, then with one, and ends as any other."""
+"""A run that begins on three ranks continues with two, then with one, and ends as any other."""
 
 import json
 from pathlib import Path

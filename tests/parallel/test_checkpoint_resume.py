@@ -1,4 +1,4 @@
-"""Begun on four ranks, gone on with two, then with three: as if undisturbed."""
+"""Begun on four ranks, resumed with two, then with three: as if undisturbed."""
 
 import numpy as np
 import pytest

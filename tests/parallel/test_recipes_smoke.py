@@ -1,7 +1,7 @@
 """The recipes' smallest size, as a user runs them: alone, and on two ranks by `tfscale run`.
 
 The pictures are made here, in the layout of the real data sets, so that nothing need be
-installed and the loss after 20 steps is known: `WRITE_GOLDEN=1` writes it anew.
+installed and the loss after 20 steps is known: `WRITE_GOLDEN=1` writes it again.
 """
 
 import json

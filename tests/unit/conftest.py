@@ -1,4 +1,4 @@
-"""Unit tests leave nothing behind: what one of them initialised is gone before the next."""
+"""Unit tests leave nothing: what one of them initialised is gone before the next."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""AdaptiveBatchSize in one process: what it sets, shows and writes; real theta; going on."""
+"""AdaptiveBatchSize in one process: what it sets, shows and writes; real theta; resume."""
 
 import contextlib
 import json

@@ -38,7 +38,7 @@ def test_the_largest_interval_is_a_part_of_the_epochs_that_are_run(fit, warmup, 
         ((0,), 0, 0, 0),
         ((0, 5), 0, 0, 0),
         ((1,), 2, 0, 2),  # inside
-        ((2,), 2, 0, 2),  # at its end: nobody looked at the epoch before
+        ((2,), 2, 0, 2),  # at its end: the epoch before was not looked at
         ((50,), 0, 50, 50),
         ((52, 55), 2, 50, 52),
     ],
@@ -56,7 +56,7 @@ def test_decays_within_the_warm_up_are_refused(decays, warmup, first, end):
         ((1,), 0, 0, 1),
         ((3,), 2, 0, 3),
         ((51,), 0, 50, 1),
-        ((1, 53), 2, 50, 3),  # the first one lies behind
+        ((1, 53), 2, 50, 3),  # the first one is over
     ],
 )
 def test_the_first_decay_that_may_come_does(decays, warmup, first, decayed):

@@ -56,7 +56,7 @@ def test_the_first_failure_counts_and_ends_the_launcher(capfd):
     ended = Report(0, "a", 4, None, False, True)
     killed = Report(2, "b", None, 9, True, True, "sum of w (slot 3 of step), run 7")
     late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n", is_told=True)
-    # A launcher that would go on for a minute is killed.
+    # A launcher that would run for a minute is killed.
     outcome = run(says(ended, killed, late) + "time.sleep(60)")
     assert outcome.exit_code == 137
     assert outcome.failure == killed
@@ -161,17 +161,17 @@ def test_any_signal_asks_ranks_to_end(tmp_path):
     assert signal_to_launcher(POLITE, tmp_path / "ready") == 75
 
 
-# A shell in a terminal of its own, which starts a job in front or, as with "&", behind it.
+# A shell in a terminal of its own, which starts a job in front or, as with "&", in the background.
 SHELL = """
 import fcntl, os, subprocess, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-leave = os.setpgrp if sys.argv[1] == "behind" else None
+leave = os.setpgrp if sys.argv[1] == "background" else None
 sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[2:]], preexec_fn=leave).returncode)
 """
 READS = "import sys; open(sys.argv[1], 'w').write(sys.stdin.readline())"
 
 
-@pytest.mark.parametrize(("where", "expected"), [("in front", "typed\n"), ("behind", "")])
+@pytest.mark.parametrize(("where", "expected"), [("in front", "typed\n"), ("background", "")])
 def test_a_job_behind_a_shell_leaves_it_what_is_typed(tmp_path, where, expected):
     terminal, inside = pty.openpty()
     read = tmp_path / "read"

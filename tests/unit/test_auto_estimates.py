@@ -34,7 +34,7 @@ def probed(scenario: Scenario, overlap: bool) -> LayerMeasurement:
     before, own = max(ends[(STEP - 1) * n : STEP * n]), slice(STEP * n, (STEP + 1) * n)
     timed = list(zip(tasks, begins[own], ends[own], strict=True))
     done = {task.name: end for task, _, end in timed}
-    # The pieces of a message are tasks one after another, each behind the one before.
+    # The pieces of a message are tasks one after another, each after the one before.
     sent = [(i, end - begin) for i, (task, begin, end) in enumerate(timed) if is_sent(task)]
     alone = [sum(s for _, s in run) for _, run in groupby(sent, lambda x: first_of(tasks, x[0]))]
     layers = [layer for layer in table.layers if layer.weights]

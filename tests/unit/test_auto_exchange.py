@@ -59,7 +59,7 @@ def test_a_plan_becomes_a_strategy():
     assert strategy.layers == (("a", "replicated"),) and not strategy.is_sharding
     summed = {paths for kind, paths in strategy.parts if kind == "allreduce"}
     assert summed == {("c/bias", "c/kernel"), ("b/bias", "b/kernel")}
-    # A variable that the plan does not know travels alone, and one that is missing does not matter.
+    # A variable that the plan does not know is sent alone, and one that is missing does not matter.
     names = ["b/kernel", "c/kernel", "c/bias", "new"]
     specs = [GradientSpec(name, (2,), "float32") for name in names]
     made = tuple(Parameter(spec, "float32", "dense") for spec in specs)
@@ -77,7 +77,7 @@ def test_lines_through_durations():
 def test_what_messages_cost_where_many_are_under_way():
     # Alone 0.1 s and 0.01 s per byte: 4 of 100 bytes in all take 1.4 s.
     assert fitted((0.1, 0.01), 4, 100, 1.4) == pytest.approx((0.1, 0.01))
-    # They took less: messages overlapped; much less, and bytes travelled faster, too.
+    # They took less: messages overlapped; much less, and bytes moved faster, too.
     assert fitted((0.1, 0.01), 4, 100, 1.2) == pytest.approx((0.05, 0.01))
     assert fitted((0.1, 0.01), 4, 100, 0.54) == pytest.approx((0.01, 0.005))
     # They took longer: bytes had to wait.
@@ -92,7 +92,7 @@ def measured(layers, n_bytes, ready_s):
 
 @pytest.mark.parametrize("n_embeddings", [1, 3])
 def test_rows_of_embeddings_say_nothing_of_the_bandwidth(n_embeddings):
-    """Of 4 MB that the plan counts 4 kB travel; the layers behind send twice what it counts."""
+    """Of 4 MB that the plan counts 4 kB are sent; the later layers send twice what it counts."""
     rows = [Layer(f"e{i}", ((f"e{i}/w", 1_000_000),)) for i in range(n_embeddings)]
     layers = (*rows, Layer("a", (("a/w", 250),), 3.0), Layer("b", (("b/w", 1000),), 1.0))
     table = LayerTable("t", layers)

@@ -83,7 +83,7 @@ def test_one_backup_stays_or_two(tmp_path):
     for name, options, steps in (
         ("one", {}, [8]),
         ("two", {"double_checkpoint": True}, [8, 4]),
-        ("amid", {"save_freq": 5}, [5]),
+        ("within", {"save_freq": 5}, [5]),
         ("last step of an epoch", {"save_freq": 4}, [8]),
     ):
         fit(BackupAndRestore(tmp_path / name, **options), Act(9, interrupt))

@@ -1,4 +1,4 @@
-"""The callback Checkpoint in one process: when it saves, and how a run goes on."""
+"""The callback Checkpoint in one process: when it saves, and how a run continues."""
 
 import threading
 

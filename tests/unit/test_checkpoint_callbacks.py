@@ -1,4 +1,4 @@
-"""What Keras's callbacks and data go on with, where a checkpoint cannot hold all of it."""
+"""State of Keras's callbacks and data after a resume, where a checkpoint cannot hold all of it."""
 
 import keras
 import numpy as np

@@ -125,7 +125,7 @@ def test_a_full_disk_ends_training_and_keeps_what_was_there(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("way", ["signal", "call"])
 def test_asked_to_make_room(tmp_path, way):
-    """SIGTERM is handled while `fit` runs, and by whoever did before, afterwards."""
+    """SIGTERM is handled while `fit` runs, and by the handler from before, afterwards."""
     received = []
     former = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     try:
@@ -160,7 +160,7 @@ def test_sigterm_after_an_error_is_not_swallowed(tmp_path):
 
 
 def test_sigterm_to_a_forked_child_ends_it():
-    """Pools of processes that are made amid `fit` end their workers so."""
+    """Pools of processes that are made within `fit` end their workers so."""
     handler = preemption.TermHandler(lambda: True)
     handler.install()
     try:
@@ -213,14 +213,14 @@ def test_what_it_refuses(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     fit(Checkpoint(tmp_path))
-    with pytest.raises(ConfigError, match="goes on with the model it began with"):
+    with pytest.raises(ConfigError, match="must have the same model"):
         fit(Checkpoint(tmp_path), model=build(units=6), epochs=4)
     model = build()
     model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    with pytest.raises(ConfigError, match="goes on with the optimizer it began with"):
+    with pytest.raises(ConfigError, match="must have the same optimizer"):
         fit(Checkpoint(tmp_path), model=model, epochs=4)
     data = GlobalBatches(*arrays(), batch_size=BATCH)
-    with pytest.raises(ConfigError, match="goes on with the callbacks it began with"):
+    with pytest.raises(ConfigError, match="must have the same callbacks"):
         build().fit(data, epochs=4, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 

@@ -202,7 +202,7 @@ def test_killed_while_writing(tmp_path):
                 assert np.all(Part.stored(checkpoint.path, manifest).arrays["a"] == checkpoint.step)
         n_unfinished += len(found) - len(finished)
         shutil.rmtree(directory)
-    assert n_unfinished  # some were hit amid a checkpoint
+    assert n_unfinished  # some were hit within a checkpoint
 
 
 def test_keep(tmp_path):

@@ -1,4 +1,4 @@
-"""Going on where several epochs take their steps from one pass over plain data."""
+"""Resuming where several epochs take their steps from one pass over plain data."""
 
 import contextlib
 

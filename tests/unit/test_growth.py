@@ -126,7 +126,7 @@ def test_the_first_decay_ends_growth():
 def test_decay_where_the_cost_saturates():
     costs = [9, 8, 7, 1, 1, 1, 1, 1, 1]  # the batch has grown up after the second
     used, _ = run(9, lambda e: measures(costs[e]), interval=1, saturation=0.01, window=2)
-    # Behind the last growth: 7, 1, 1, 1, 1; the first two windows without a fall are the last four.
+    # After the last growth: 7, 1, 1, 1, 1; the first two windows without a fall are the last four.
     assert [scale for _, scale in used] == [1, 2, 4, 4, 4, 4, 4, 0.1, 0.1]
     falling = run(20, lambda e: measures(0.9**e), interval=1, saturation=0.01)[1]
     assert falling.rate_scale == 4

@@ -26,7 +26,7 @@ class Process:
 
 
 def guard(monkeypatch, free):
-    """Return a guard behind an epoch that took 40 bytes for 8 samples, and the process."""
+    """Return a guard after an epoch that took 40 bytes for 8 samples, and the process."""
     process, made = Process(monkeypatch, free), measures.MemoryGuard()
     made.begin_epoch()
     process.use(140)

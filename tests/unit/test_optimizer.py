@@ -107,7 +107,7 @@ def test_copies_stay_distributed(do_copy):
     assert float(copied.learning_rate) == 0.25
     assert copied.is_local_var(variable)
     other = weight()
-    for number in (1.0, 2.0):  # the original's cycle had begun, the copy's begins anew
+    for number in (1.0, 2.0):  # the original's cycle had begun, the copy's begins again
         np.testing.assert_array_equal(other.numpy(), [1.0, 2.0])
         copied.apply([gradient(number, number)], [other])
     assert (other.numpy() != [1.0, 2.0]).all()

@@ -61,7 +61,7 @@ def test_times_of_another_model_of_the_same_name_are_refused():
 
 
 def test_first_chunk_is_what_ends_first():
-    """The last layer is large and ready at once: it alone hides behind back-propagation."""
+    """The last layer is large and ready at once: it alone is hidden by back-propagation."""
     assert best_first_chunk(scenario_of([8, 8, 100], [1.0, 0.6, 0.1], 0.0, 200.0)) == 1
     # Latency dear, little data: everything together.
     assert best_first_chunk(scenario_of([4, 4, 4], [0.1, 0.05, 0.01], 1.0, 1e6)) == 3

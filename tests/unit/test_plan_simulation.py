@@ -63,7 +63,7 @@ def test_a_circle_is_an_error():
 
 
 def test_work_that_runs_into_the_next_step_counts():
-    """The communication of a step is hidden behind the next one's computation: 5 s, not 3 s."""
+    """The communication of a step is hidden by the next one's computation: 5 s, not 3 s."""
     step = (Task(COMPUTE, 3.0, after_previous=()), Task(COMMUNICATION, 5.0, after=(0,)))
     next_waits = (dataclasses.replace(step[0], after_previous=(1,)), step[1])
     assert find_rhythm([next_waits]).step_s == pytest.approx(8.0)

@@ -56,7 +56,7 @@ def run(study, tmp_path):
 
 
 def _fail(run, tmp_path, monkeypatch, commit):
-    """Begin a run on some commit, and let it fail behind its last epoch."""
+    """Begin a run on some commit, and let it fail after its last epoch."""
     (tmp_path / "fail").touch()
     _set_commit(monkeypatch, commit)
     assert not study_runs.finish(run)

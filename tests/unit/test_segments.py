@@ -62,7 +62,7 @@ def test_cuts_between_rows(n_in, n_out, size, bucket_bytes):
 
 
 def test_groups_are_buckets_whatever_their_size():
-    """A plan's groups; what is in none travels alone, and a matrix cut by rows by itself."""
+    """A plan's groups; a variable of none is sent alone, and a matrix cut by rows by itself."""
     specs = [GradientSpec(f"v{i}", shape, "float32") for i, shape in enumerate([(40,), (8, 3)] * 3)]
     buckets = build_segments(specs, 2, 0, frozenset(), [(1,)], [[0, 2, 1], [5, 4]])
     assert [bucket.indices for bucket in buckets] == [(0, 2), (1,), (3,), (4, 5)]

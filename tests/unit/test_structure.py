@@ -119,7 +119,7 @@ def test_no_stubs():
 
 
 def test_no_path_of_a_machine():
-    """Tracked files name no folder of whoever wrote them."""
+    """Tracked files name no folder of their authors."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -204,7 +204,7 @@ def test_the_site_leads_to_every_page():
 
 
 def test_commands_in_tools_can_be_typed():
-    """A file that cannot be executed is named behind an interpreter."""
+    """A file that cannot be executed is named after an interpreter."""
     wrong = []
     for path in (ROOT / "tools").glob("*.py"):
         for line in (ast.get_docstring(parse(path)) or "").splitlines():

@@ -77,7 +77,7 @@ def test_waiting_for_the_slowest_rank():
     slots = [slot(0, 10, 11, 30)]
     assert times(slots, slowest={Key(0, 0): 25})[0] == (20, 20, 14)
     assert times(slots, slowest={Key(0, 0): 5})[0] == (20, 20, 0)
-    assert analyse(slots, Intervals(), {Key(0, 0): 25})[0].behind == 14
+    assert analyse(slots, Intervals(), {Key(0, 0): 25})[0].lead == 14
 
 
 def test_overlap_percent():

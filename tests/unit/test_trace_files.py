@@ -92,8 +92,8 @@ def test_lines_of_a_run(run_folder):
         assert step["overlap_percent"] == pytest.approx(40)
         assert step["waiting_s"] == pytest.approx(0.002 if step["rank"] == 0 else 0)
         assert step["bytes"] == 8000
-    behind = {(s["rank"], s["behind_s"]) for s in rows if s["kind"] == "slot"}
-    assert behind == {(0, 0.003), (1, 0.0)}
+    lead = {(s["rank"], s["lead_s"]) for s in rows if s["kind"] == "slot"}
+    assert lead == {(0, 0.003), (1, 0.0)}
 
 
 def test_table_and_picture_are_drawn_again(run_folder, capsys):

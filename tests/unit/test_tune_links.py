@@ -106,7 +106,7 @@ def test_the_equations_are_solved():
     assert found["latency_s"] == pytest.approx(1e-3)
     assert found["bytes_per_s"] == pytest.approx(1e9)
     assert found["reduce_bytes_per_s"] == pytest.approx(2e9)
-    # Sums that are hidden behind the messages cost nothing, not less than nothing.
+    # Sums that are hidden by the messages cost nothing, not less than nothing.
     assert _link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
 
 

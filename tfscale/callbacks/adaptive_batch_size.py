@@ -391,7 +391,7 @@ def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None
         if isinstance(callback, BackupAndRestore) and is_later:
             raise ConfigError(
                 "A backup must be restored before training begins. Received: BackupAndRestore "
-                f"behind {type(own).__name__}. Put BackupAndRestore first."
+                f"after {type(own).__name__}. Put BackupAndRestore first."
             )
 
 

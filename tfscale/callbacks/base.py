@@ -213,7 +213,7 @@ class RankZero(Container):
             raise ConfigError(
                 "RankZero takes a callback that leaves the model as it is, or ranks would differ. "
                 f"Received: {type(callback).__name__}, which sets weights or the learning rate. "
-                "Give it to fit() on all ranks, behind MetricAverageCallback."
+                "Give it to fit() on all ranks, after MetricAverageCallback."
             )
         self.callback = callback
         self.companions = [OnRankZero(callback)] if isinstance(callback, Resumable) else []

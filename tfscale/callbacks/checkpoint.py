@@ -158,7 +158,7 @@ class Checkpoint(Callback):
         self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
         if rank == 0:
-            logger.info("Going on from step %d, epoch %d.", position.n_steps, epoch + 1)
+            logger.info("Resuming from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
 
     def _restore(self, reader: Reader) -> None:
@@ -264,7 +264,7 @@ class Checkpoint(Callback):
         if self._is_stopping:
             preemption.forget_request()
             if runtime.rank() == 0:
-                logger.warning("Saved and stopped, as requested: start the job again to go on.")
+                logger.warning("Saved and stopped, as requested: start the job again to resume.")
             raise SystemExit(PREEMPTED)
 
 

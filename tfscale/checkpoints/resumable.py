@@ -93,7 +93,7 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
     given = [kind_of(callback) for callback in own]
     if given != written:
         raise ConfigError(
-            f"A run goes on with the callbacks it began with. Received: {given}; the checkpoint "
+            f"A resumed run must have the same callbacks. Received: {given}; the checkpoint "
             f"has the states of {written}. Pass the same callbacks, or another directory."
         )
     is_same_size, epoch = len(parts) == runtime.size(), parts[0].info["position"]["epoch"]

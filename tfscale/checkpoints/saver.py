@@ -123,7 +123,7 @@ class Saver:
         if damaged:
             reasons = "; ".join(f"{path.name}: {error}" for path, error in damaged)
             raise ConfigError(
-                "A run goes on from a checkpoint that is sound. Received: "
+                "A run resumes from an undamaged checkpoint. Received: "
                 f"{str(self.directory)!r} with damaged ones only: {reasons}. Remove them, or pass "
                 "another directory, to start over."
             )

@@ -407,13 +407,13 @@ def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequ
     for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
             raise ConfigError(
-                f"A run goes on with the model it began with. Received: weight {i} is {mine}; in "
+                f"A resumed run must have the same model. Received: weight {i} is {mine}; in "
                 f"the checkpoint it is {theirs}. Build the same model, or pass another directory."
             )
     rules = [_rule_of(optimizer) for optimizer in optimizers]
     if rules != info["rules"]:
         raise ConfigError(
-            "A run goes on with the optimizer it began with. Received: "
+            "A resumed run must have the same optimizer. Received: "
             f"{_described(rules)}; the checkpoint has {_described(info['rules'])}. Compile with "
             "the same optimizer, and build those beside the compiled one before fit, or pass "
             "another directory."

@@ -329,7 +329,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
             data.restore({**state, "batch_size": own})
             return
         raise ConfigError(
-            f"An epoch that goes on keeps its batches of {state['batch_size']}. {error} Start with "
+            f"A resumed epoch keeps its batches of {state['batch_size']}. {error} Start with "
             "a number of ranks that divides it, or move this checkpoint away."
         ) from error
 

@@ -109,7 +109,7 @@ class Report:
             name = names.get(self.signal, "a real-time signal")  # most of these have no name
             text = f"{who} was killed by signal {self.signal} ({name})."
             if self.signal == signal.SIGKILL:
-                text += " If nobody sent it, the kernel did, for want of memory: see dmesg."
+                text += " If no program sent it, the kernel did, for want of memory: see dmesg."
         elif self.status == 0:
             text = (
                 f"{who} ended with exit status 0 before tfscale.shutdown() had ended for all, "

@@ -66,7 +66,7 @@ class SlotTimes(NamedTuple):
     t_c: int  # time of communication that is charged to this slot
     t_b: int  # the part of it in which the rank was blocked
     waiting: int  # the part of t_b from this rank's start to that of the slowest rank
-    behind: int  # start of the slot on the slowest rank minus that on this rank
+    lead: int  # start of the slot on the slowest rank minus that on this rank
 
 
 class Intervals:
@@ -148,7 +148,7 @@ def analyse(
         waiting = length(
             (max(b, slot.started), min(e, last)) for b, e in own if b < last and e > slot.started
         )
-        results.append(SlotTimes(slot, t_b + hidden, t_b, waiting, behind=last - slot.started))
+        results.append(SlotTimes(slot, t_b + hidden, t_b, waiting, lead=last - slot.started))
     return results
 
 
@@ -353,7 +353,7 @@ def _slot(times: SlotTimes, names: Mapping[Key, str], origin_ns: int) -> dict[st
         "t_c_s": _seconds(times.t_c),
         "t_b_s": _seconds(times.t_b),
         "waiting_s": _seconds(times.waiting),
-        "behind_s": _seconds(times.behind),
+        "lead_s": _seconds(times.lead),
     }
 
 

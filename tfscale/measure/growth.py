@@ -369,7 +369,7 @@ class GrowthControl:
         """Resume where `state` was taken."""
         if list(state["sizes"]) != list(self.settings.sizes):
             raise ConfigError(
-                "A run goes on with the batch sizes it began with. Received: "
+                "A resumed run must have the same batch sizes. Received: "
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )

@@ -118,11 +118,11 @@ def _slots_grid(slots: Sequence[Row]) -> list[str]:
     for slot in slots:
         groups[slot["plan"], slot["slot"], slot["name"]].append(slot)
     ordered = sorted(groups.items(), key=lambda g: -statistics.median(s["t_b_s"] for s in g[1]))
-    head = ["slot", "name", "KB", "took", "T_c", "T_b", "waiting", "behind"]
+    head = ["slot", "name", "KB", "took", "T_c", "T_b", "waiting", "lead"]
     body = []
     for (plan, slot, name), own in ordered[:_N_SLOTS]:
         took = statistics.median(s["ended_s"] - s["started_s"] for s in own)
-        names = ("t_c_s", "t_b_s", "waiting_s", "behind_s")
+        names = ("t_c_s", "t_b_s", "waiting_s", "lead_s")
         times = [_ms(took), *(_ms(statistics.median(s[key] for s in own)) for key in names)]
         n_bytes = statistics.median(s["bytes"] for s in own)
         body.append([f"{plan}.{slot}", name, f"{n_bytes / 1e3:.1f}", *times])
@@ -207,7 +207,7 @@ def _draw_compute(axes: Any, step: Row, slots: Sequence[Row], at: float, origin:
                 continue
             left = 1e3 * (begin - origin)
             axes.barh(at, 1e3 * (end - begin), left=left, height=0.8, color=_EXPOSED)
-            waiting = min(end, slot["started_s"] + slot["behind_s"]) - max(begin, slot["started_s"])
+            waiting = min(end, slot["started_s"] + slot["lead_s"]) - max(begin, slot["started_s"])
             left = 1e3 * (max(begin, slot["started_s"]) - origin)
             axes.barh(at, 1e3 * max(waiting, 0), left=left, height=0.8, color=_WAITING)
 

@@ -1,0 +1,62 @@
+"""Words that documentation of the field does not use in these senses; see docs/glossary.md."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = (
+    *("README.md", "CHANGELOG.md", "Makefile", "docs/*.md", "tfscale/**/*.py"),
+    *("custom_ops/**/*.cc", "custom_ops/**/*.h", "recipes/**/*.py", "recipes/**/*.md"),
+    *("tools/**/*.py", "benchmarks/**/*.py", "tests/**/*.py"),
+)
+# The word to write in its place.
+WORDS = {
+    r"behind": "after, or: overlaps with",
+    r"travel\w*": "send, move",
+    r"anew": "again, re-trace",
+    r"(go|goes|going|went|gone) on(?! (to|one|rank|with all))": "resume, continue",
+    r"nobody": "no rank, no process",
+    r"amid": "in, during",
+    r"whoever": "the caller, the reader",
+}
+# Places where the word has its usual sense, or is quoted.
+EXCEPTIONS = {
+    "tests/unit/test_prose.py": r".*",
+}
+FIRST_WORD = re.compile(r"(What|Which|Where|How|Who|When)\b")
+
+
+def files():
+    return sorted(
+        {path for pattern in PLACES for path in ROOT.glob(pattern) if "site" not in path.parts}
+    )
+
+
+def test_words_of_the_field():
+    found = []
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if name in EXCEPTIONS and re.search(EXCEPTIONS[name], line):
+                continue
+            found += [
+                f"{name}:{number}: {match[0]!r}, write: {instead}"
+                for word, instead in WORDS.items()
+                for match in re.finditer(rf"\b{word}\b", line, re.IGNORECASE)
+            ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["tfscale", "recipes", "tools", "benchmarks"])
+def test_docstrings_begin_with_a_thing_or_an_imperative(folder):
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node)
+                if text and FIRST_WORD.match(text):
+                    found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
