@@ -28,7 +28,6 @@ from tfscale.internals.keras import (
     steps_until,
     symbol_of,
 )
-from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import judge_before_averages
 from tfscale.measure.growth import (
     GrowthControl,
@@ -41,7 +40,6 @@ from tfscale.measure.growth import (
     with_largest_interval,
 )
 from tfscale.optimizer.distributed import distributed_of
-from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
 logger = logging.getLogger("tfscale")
 
@@ -202,7 +200,10 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 f"another object, {type(self.session.data).__name__}, in fit. Pass the same "
                 "GlobalBatches to both."
             )
-        check_rate_and_order(self, settings.warmup_epochs)
+        if not is_built(self.model):  # the first parameters must be known
+            build(self.model)
+        rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
+        _check_order(self, self.session.callbacks, settings.warmup_epochs)
         with self._take_over(self.data):
             if self._has_surplus:
                 begin_with_surplus(self.session)
@@ -212,7 +213,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 check_compared(settings.sizes)
         self._control = GrowthControl(settings)
         self._measures.start()
-        self._rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
+        self._rate = rate
         self._n_warmup_left = settings.warmup_epochs
         state = self.take_backup()
         self._keep_records(before=state.get("epoch", 0))
@@ -353,24 +354,6 @@ def check_compared(sizes: Sequence[int]) -> None:
         )
 
 
-def check_rate_and_order(callback: AdaptiveBatchSize, warmup_epochs: int) -> None:
-    """Refuse a `fit` in which the callback cannot control the rate; build the model if need be.
-
-    Another callback may set the learning rate during the first `warmup_epochs`.
-    """
-    name, model = type(callback).__name__, callback.model
-    if not is_built(model):  # the first parameters must be known
-        build(model)
-    rate = rate_of(update_rule(model.optimizer))
-    if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
-        raise ConfigError(
-            f"{name} changes the learning rate, which a schedule counted in steps would not "
-            f"follow. Received: learning_rate={type(rate).__name__}. Use a number, or "
-            "tfscale.ScalableSchedule(schedule)."
-        )
-    _check_order(callback, callback.session.callbacks, warmup_epochs)
-
-
 def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
     judge = judge_before_averages(callbacks)
     if runtime.size() > 1 and judge is not None:
@@ -382,7 +365,10 @@ def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None
     is_later = False
     for callback in callbacks:
         is_later, name = is_later or callback is own, type(callback).__name__
-        if isinstance(callback, SETTERS) or _sets_rate_later(callback, warmup_epochs):
+        is_setter = isinstance(callback, SETTERS)
+        if isinstance(callback, LearningRateScheduleCallback):  # a warm-up may set it
+            is_setter = callback.end_epoch is None or callback.end_epoch > warmup_epochs
+        if is_setter:
             raise ConfigError(
                 f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "
                 "Remove it; use decay_epochs or saturation for decays, warmup_epochs for epochs "
@@ -395,19 +381,10 @@ def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None
             )
 
 
-def _sets_rate_later(callback: Any, warmup_epochs: int) -> bool:
-    if not isinstance(callback, LearningRateScheduleCallback):
-        return False
-    return callback.end_epoch is None or callback.end_epoch > warmup_epochs
-
-
 def begin_with_surplus(session: FitSession) -> None:
     """Let a part of the ranks share the batches of a `fit`; the others repeat slices with weight 0.
 
-    Called when training begins, with the model built.
-
-    Raises:
-        ConfigError: Weights would not make the loss, or the gradient, that of the active ranks.
+    Refuses models whose loss, or gradient, weights would not make that of the active ranks.
     """
     _check_exchange(session)
     _check_weights(session)

@@ -75,8 +75,12 @@ class Callback(Traits):
             ExchangeError: Steps, epochs or callbacks differ between ranks.
         """
         self._session = session = session_for(self.model, joining=self)
-        if not runtime.is_single():
-            _refuse_plain_backup(session.callbacks)
+        plain = keras.callbacks.BackupAndRestore
+        if not runtime.is_single() and any(type(c) is plain for c in session.callbacks):
+            raise ConfigError(
+                "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
+                "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
+            )
         if agreement.begin(session, self.params or {}):
             agree_on_saves(session)
             if accumulators(self.model):
@@ -226,14 +230,6 @@ class RankZero(Container):
 def may_communicate() -> bool:
     """Return whether this is the main thread; hooks of batches may run on other threads."""
     return threading.current_thread() is threading.main_thread()
-
-
-def _refuse_plain_backup(callbacks: Sequence[Any]) -> None:
-    if any(type(callback) is keras.callbacks.BackupAndRestore for callback in callbacks):
-        raise ConfigError(
-            "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
-            "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
-        )
 
 
 def keep_finite(model: keras.Model) -> None:

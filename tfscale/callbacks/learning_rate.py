@@ -69,9 +69,12 @@ class LearningRateScheduleCallback(Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
+        def powers_from_start(epoch: float) -> float:
+            return float(multiplier) ** (epoch - start_epoch)  # type: ignore[arg-type]
+
         super().__init__()
         self.initial_lr = initial_lr
-        self.multiplier = _as_function(multiplier, start_epoch)
+        self.multiplier = multiplier if callable(multiplier) else powers_from_start
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
@@ -117,13 +120,6 @@ class LearningRateScheduleCallback(Callback):
     def _set_rate_of_batch(self, batch: int) -> None:
         fraction = 0.0 if self.staircase else batch / self._steps()
         self._rate.set(self.initial_lr * self.multiplier(self.epoch + fraction))
-
-
-def _as_function(multiplier: float | Multiplier, start_epoch: int) -> Multiplier:
-    if callable(multiplier):
-        return multiplier
-    base = float(multiplier)
-    return lambda epoch: base ** (epoch - start_epoch)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -271,13 +267,22 @@ class Rate:
 
 
 class AdaptiveRate(Rate):
-    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate."""
+    """Sets a learning rate, or scales a `ScalableSchedule`, relative to the initial rate.
+
+    The initial rate of `former`, of an earlier `fit`, is kept unless the rate has changed.
+    """
 
     def __init__(
         self, model: keras.Model, momentum_correction: bool, former: AdaptiveRate | None = None
     ) -> None:
         super().__init__(model, momentum_correction)
         rate = rate_of(update_rule(self._optimizer))
+        if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
+            raise ConfigError(
+                "AdaptiveBatchSize changes the learning rate, which a schedule counted in steps "
+                f"would not follow. Received: learning_rate={type(rate).__name__}. Use a number, "
+                "or tfscale.ScalableSchedule(schedule)."
+            )
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._initial: float | None = None  # read when the rate is first set, after any warm-up
         self._last: float | None = None  # that was set here

@@ -118,10 +118,7 @@ class SavePoints(keras.callbacks.Callback):
 
 
 def agree_on_saves(session: FitSession) -> None:
-    """Exchange the callbacks that save between ranks, if they share optimizer state.
-
-    Collective: all ranks, when a `fit` begins.
-    """
+    """Exchange the callbacks that save, if ranks share optimizer state. Collective."""
     callbacks = [getattr(c, "callback", c) for c in session.callbacks]  # those inside of RankZero
     saving = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)

@@ -279,10 +279,7 @@ class Found:
 
 
 def folder_name(step: int, run: str) -> str:
-    """Return the name of a checkpoint's folder.
-
-    Each start of the job is another run, so that parts of different runs are never combined.
-    """
+    """Return the name of a checkpoint's folder; parts of different runs are never combined."""
     return f"step-{step:010d}-{run}"
 
 

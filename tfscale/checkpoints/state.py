@@ -31,10 +31,7 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
-    """Return the ids of weights that belong to one rank only, and of their slots.
-
-    These are the weights registered as local with an optimizer, and `variables`.
-    """
+    """Return the ids of weights registered as local, of further `variables`, and of their slots."""
     # Frozen weights stay local, but are missing in a model's `trainable_variables`.
     kept = [v for layer in layers_of(model) for v in weights_of(layer)]
     local = {id(v) for v in [*variables, *_registered(model, kept)]}
@@ -55,11 +52,7 @@ def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list
 def common_variables(
     model: keras.Model, variables: Iterable[keras.Variable] = ()
 ) -> list[keras.Variable]:
-    """Return weights and optimizer state of a built model, without those of local layers.
-
-    `variables` are further local ones. States of seed generators are not included: each rank keeps
-    its own.
-    """
+    """Return weights and optimizer state, without local ones, `variables` and seed generators."""
     local = local_ids(model, variables) | {id(v) for v in _registered(model, model.weights)}
     state = distinct([*model.weights, *optimizer_variables(model)])
     return [variable for variable in state if id(variable) not in local]

@@ -12,7 +12,7 @@ import numpy as np
 
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.slices import BatchSlices, active_slices, check_integer, check_slices
+from tfscale.data.slices import BatchSlices, check_integer, check_slices, count_active
 from tfscale.data.sources import BatchSource
 
 
@@ -118,9 +118,11 @@ class Epochs:
         """Return this rank's slices of batches of another size, or raise if it cannot be used."""
         batch_size = check_integer("batch_size", batch_size, 1)
         rank, size = self._rank_and_size()
-        slices = BatchSlices(self.source.samples, batch_size, rank, size, self.drop_remainder)
-        if self.has_surplus_ranks:
-            slices = active_slices(slices)
+        if self.has_surplus_ranks:  # they serve slices of others, to take part in every exchange
+            size = count_active(batch_size, size)
+        slices = BatchSlices(
+            self.source.samples, batch_size, rank % size, size, self.drop_remainder
+        )
         return check_slices(slices, is_training=self.is_shuffled)
 
     def require_each_in_order(self) -> None:

@@ -17,9 +17,8 @@ MIN_LOCAL_BATCH = 2  # samples; one sample cannot be normalised ([T] 5.2.1)
 class BatchSlices:
     """The slices of every global batch of an epoch that one rank serves.
 
-    Global batch `s` is the samples at positions `s * batch_size` up to
-    `(s + 1) * batch_size` of the epoch's order; rank r serves the r-th of `size`
-    equal pieces. The last, smaller batch (only without `drop_remainder`) is cut
+    Global batch `s` is the samples at positions `s * batch_size` up to `(s + 1) * batch_size` of
+    the epoch's order; rank r serves the r-th of `size` equal pieces. The last, smaller batch is cut
     into pieces whose lengths differ by one at most, the longer ones first.
     """
 
@@ -72,22 +71,8 @@ def count_active(batch_size: int, size: int) -> int:
     return next((n for n in divisors if batch_size % n == 0), 1)
 
 
-def active_slices(slices: BatchSlices) -> BatchSlices:
-    """Return the slices of a batch that is shared by the first `count_active` ranks only.
-
-    A surplus rank r serves the slices of rank r modulo that number, so it has data and takes part
-    in every exchange.
-    """
-    active = count_active(slices.batch_size, slices.size)
-    return dataclasses.replace(slices, rank=slices.rank % active, size=active)
-
-
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """Return the order of an epoch's samples, a permutation of `range(samples)`.
-
-    It depends on the arguments only: not on the rank, `keras.utils.set_random_seed` or the number
-    of orders drawn before.
-    """
+    """Return the order of an epoch's samples, which depends on the arguments only."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 

@@ -290,13 +290,11 @@ def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Datas
 
 
 class _EpochReader:
-    """Random access by step to a stream that is cheap to read only in order.
+    """Random access by step to a stream that is cheap to read only in order; thread-safe.
 
     Keras may read one epoch from several generators (shape probing, an evaluation on the training
     data, an interrupted pass). The content depends on the step only, so any open reader whose next
     step is the requested one is used.
-
-    Called from tf.data's threads and the main thread; blocks while decoding.
     """
 
     def __init__(self, records: tf.data.Dataset, decode: Callable | None, slices: BatchSlices):
@@ -314,7 +312,7 @@ class _EpochReader:
             if step in self._first_batches:
                 return self._first_batches[step]
             reader = self._idle.pop(step, None) or self._open(step)
-            batch = _as_batch(self._next(reader, step, stop - start))
+            batch = self._next(reader, step, stop - start)
             if step < _KEPT_STEPS:
                 self._first_batches[step] = batch
             if step + 1 < self._slices.steps:
@@ -336,7 +334,7 @@ class _EpochReader:
         with tf.device("CPU:0"):
             return iter(dataset.with_options(options))
 
-    def _next(self, reader: Iterator, step: int, length: int) -> Any:
+    def _next(self, reader: Iterator, step: int, length: int) -> tuple:
         batch = next(reader, None)
         if batch is None or any(part.shape[0] != length for part in tf.nest.flatten(batch)[:1]):
             raise ConfigError(
@@ -344,15 +342,10 @@ class _EpochReader:
                 f"Received: it ended at step {step + 1} of {self._slices.steps}, with "
                 f"size={self._slices.samples}. Correct size, or leave it out."
             )
-        return batch
-
-
-def _as_batch(element: Any) -> tuple:
-    if not isinstance(element, tuple):
-        return (element,)
-    if not 1 <= len(element) <= 3:
-        raise ConfigError(
-            "A record must be x, (x, y) or (x, y, sample_weight) once decoded. "
-            f"Received: a tuple of {len(element)}. Change decode."
-        )
-    return element
+        parts = batch if isinstance(batch, tuple) else (batch,)
+        if not 1 <= len(parts) <= 3:
+            raise ConfigError(
+                "A record must be x, (x, y) or (x, y, sample_weight) once decoded. "
+                f"Received: a tuple of {len(parts)}. Change decode."
+            )
+        return parts
