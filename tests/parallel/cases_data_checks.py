@@ -65,7 +65,7 @@ def case_shares_of_validation_data_are_refused():
 def case_data_that_one_rank_cannot_use_is_an_error_on_all():
     """The others would wait for it, or learn of it an epoch later."""
     unusable = batches(**ORDERED)
-    unusable._epochs.batch_size = 13  # as if made before init()
+    unusable._batch_size = 13  # as if made before init()
     last = tfscale.size() - 1
     texts = (
         "ConfigError: All ranks must be able to use validation_data of fit. Received: ConfigError: "

@@ -96,7 +96,7 @@ def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
 @pytest.mark.parametrize(("first_step", "expected"), [(0, 6), (2, None), (None, 6)])
 def test_batches_that_other_ranks_cannot_share(caplog, first_step, expected):
     data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
-    data._epochs.rank_and_size = (0, 3)
+    data._rank_and_size = (0, 3)
     state = {**data.state(), "batch_size": 8, "epoch": 5}
     if expected is None:
         with pytest.raises(ConfigError, match="keeps its batches of 8.* divides it"):
@@ -115,7 +115,7 @@ def test_the_checkpoint_has_the_last_word_on_batches_that_fit():
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
     def check(*every):
-        require_same_samples([GlobalBatches(x, batch_size=2)._epochs.source.probe() for x in every])
+        require_same_samples([GlobalBatches(x, batch_size=2)._source.probe() for x in every])
 
     x, words = np.linspace(1, 2, 12).reshape(6, 2), ["u", "v"] * 3
     check(x, x.copy(), x * (1 + 1e-6))

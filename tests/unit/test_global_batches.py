@@ -12,7 +12,7 @@ from tfscale.data.slices import epoch_order
 
 def as_rank(data, rank=0, size=1):
     """Let `data` serve a rank of a job that does not exist."""
-    data._epochs.rank_and_size = (rank, size)
+    data._rank_and_size = (rank, size)
     return data
 
 
@@ -75,7 +75,7 @@ def test_memory_mapped_files_are_read_by_slice(tmp_path):
     file = np.memmap(tmp_path / "x", dtype="float32", mode="w+", shape=(10, 3))
     file[:] = np.arange(30).reshape(10, 3)
     data = as_rank(GlobalBatches(file, batch_size=4, shuffle=False))
-    assert np.shares_memory(data._epochs.source._parts[0], file)
+    assert np.shares_memory(data._source._parts[0], file)
     np.testing.assert_array_equal(data[1][0], file[4:8])
 
 

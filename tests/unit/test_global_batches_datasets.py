@@ -70,7 +70,7 @@ def test_an_order_that_a_seed_has_fixed_is_taken_and_compared():
         numbers = NUMBERS(8).shuffle(8, seed=1, reshuffle_each_iteration=False).take(6)
         data = as_rank(GlobalBatches.from_dataset(numbers, batch_size=6))
         assert sorted(data[0][0].numpy()) == sorted(numbers.as_numpy_iterator())
-        return data._epochs.source.probe()
+        return data._source.probe()
 
     require_same_samples([probe(1), None, probe(1)])
     with pytest.raises(ExchangeError, match="other samples on rank 2 than on rank 1"):
@@ -83,9 +83,9 @@ def test_pictures_are_compared_behind_their_border():
     def probe(middle):
         pictures = np.zeros((6, 28, 28))
         pictures[:, 10:18, 10:18] = middle
-        return GlobalBatches(pictures, batch_size=2)._epochs.source.probe()
+        return GlobalBatches(pictures, batch_size=2)._source.probe()
 
     require_same_samples([probe(1), probe(1)])
     with pytest.raises(ExchangeError, match="other samples on rank 1 than on rank 0, as x of fit"):
         require_same_samples([probe(1), probe(2)])
-    assert GlobalBatches(np.zeros((2, 0)), batch_size=2)._epochs.source.probe() == [[], [], []]
+    assert GlobalBatches(np.zeros((2, 0)), batch_size=2)._source.probe() == [[], [], []]

@@ -1,4 +1,4 @@
-"""The epoch of a source that is being served, and the settings of the next one."""
+"""Parts of an epoch that is served: its number of steps, its reader, weights of samples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.slices import BatchSlices, check_integer, check_slices, count_active
-from tfscale.data.sources import BatchSource
+from tfscale.data.slices import BatchSlices
 
 
 class StepCount:
@@ -71,80 +69,7 @@ class OpenEpoch(NamedTuple):
     read: Callable[[int], Any]
 
 
-class Epochs:
-    """The epoch being served, and the settings with which the next one will be opened.
-
-    Settings are plain attributes and take effect at the next `refresh`. They are changed by the
-    main thread, and read by tf.data's threads too.
-    """
-
-    def __init__(self, source: BatchSource, is_shuffled: bool, drop_remainder: bool):
-        self.source = source
-        self.is_shuffled, self.drop_remainder = is_shuffled, drop_remainder
-        self.seed = self.number = 0
-        self.batch_size = 1
-        self.has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
-        self.weighs_samples = True  # sample weights: one for each sample, or one for the batch
-        self.steps = StepCount()  # of the epoch being served
-        self.rank_and_size: tuple[int, int] | None = None  # set by tests only
-        self.kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
-        self._open: OpenEpoch | None = None
-
-    def present(self) -> OpenEpoch:
-        """Return the epoch being served; the first use opens it."""
-        return self._open or self.refresh()
-
-    def refresh(self, is_trained_on: bool = False) -> OpenEpoch:
-        """Open the epoch of the present settings, unless it is being served already.
-
-        With `is_trained_on` data that is not shuffled must meet the requirements of training, too.
-        """
-        slices = self.slices(self.batch_size)
-        key = (self.seed, self.number, check_slices(slices, is_trained_on or self.is_shuffled))
-        if self._open is None or self._open[:3] != key:
-            read = self.source.open_epoch(*key)
-            if self.has_surplus_ranks:
-                rank, size = self._rank_and_size()
-                read = _weighted(read, rank, key[2].size, size, self.weighs_samples)
-            self._open = OpenEpoch(*key, read)
-            self.steps.value = self._open.slices.steps
-        return self._open
-
-    def close(self) -> None:
-        """Close the epoch; its next use opens it again with the present settings."""
-        self._open = None
-
-    def slices(self, batch_size: Any) -> BatchSlices:
-        """Return this rank's slices of batches of another size, or raise if it cannot be used."""
-        batch_size = check_integer("batch_size", batch_size, 1)
-        rank, size = self._rank_and_size()
-        if self.has_surplus_ranks:  # they serve slices of others, to take part in every exchange
-            size = count_active(batch_size, size)
-        slices = BatchSlices(
-            self.source.samples, batch_size, rank % size, size, self.drop_remainder
-        )
-        return check_slices(slices, is_training=self.is_shuffled)
-
-    def require_each_in_order(self) -> None:
-        """Raise if `predict` would return rows in another order than the data's, or not all."""
-        n_dropped = self.source.samples % self.batch_size if self.drop_remainder else 0
-        if self.is_shuffled or n_dropped:
-            order = "shuffled" if self.is_shuffled else "unshuffled"
-            raise ConfigError(
-                "predict must give a row for each sample, in the data's order. Received: "
-                f"{order} data of which {n_dropped} samples are left out. Use shuffle=False (of a "
-                "dataset shuffle_buffer=0) and drop_remainder=False."
-            )
-
-    def is_ready(self) -> bool:
-        """Return whether the number of ranks is known: data may be created before `init()`."""
-        return self.rank_and_size is not None or runtime.is_initialized()
-
-    def _rank_and_size(self) -> tuple[int, int]:
-        return self.rank_and_size or (runtime.rank(), runtime.size())
-
-
-def _weighted(
+def weighted(
     read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool
 ) -> Callable[[int], Any]:
     """Return a reader with sample weights: the mean over all ranks is that over the active ones.

@@ -12,9 +12,9 @@ import keras
 
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.epochs import Epochs, StepCount
-from tfscale.data.slices import BatchSlices, check_integer, check_slices
-from tfscale.data.sources import ArraySource, RecordSource
+from tfscale.data.epochs import OpenEpoch, StepCount, weighted
+from tfscale.data.slices import BatchSlices, check_integer, check_slices, count_active
+from tfscale.data.sources import ArraySource, BatchSource, RecordSource
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
 from tfscale.internals.stack import current_pass
@@ -78,8 +78,8 @@ class GlobalBatches(keras.utils.PyDataset):
             ConfigError: Arguments do not fit each other, the data or the number of ranks. If the
                 data is created before `init()`, the number is checked at the first use.
         """
-        epochs = Epochs(ArraySource(x, y, sample_weight, shuffle), shuffle, drop_remainder)
-        self._set_up(epochs, batch_size, seed)
+        source = ArraySource(x, y, sample_weight, shuffle)
+        self._set_up(source, shuffle, drop_remainder, batch_size, seed)
 
     @classmethod
     def from_dataset(
@@ -124,14 +124,28 @@ class GlobalBatches(keras.utils.PyDataset):
         source = RecordSource(dataset, size, shuffle_buffer, decode)
         is_shuffled = shuffle_buffer is None or shuffle_buffer > 1
         self = cls.__new__(cls)
-        self._set_up(Epochs(source, is_shuffled, drop_remainder), batch_size, seed)
+        self._set_up(source, is_shuffled, drop_remainder, batch_size, seed)
         return self
 
-    def _set_up(self, epochs: Epochs, batch_size: int, seed: int) -> None:
+    def _set_up(
+        self,
+        source: BatchSource,
+        is_shuffled: bool,
+        drop_remainder: bool,
+        batch_size: int,
+        seed: int,
+    ) -> None:
         super().__init__()
-        self._epochs = epochs
+        self._source = source
+        self._is_shuffled, self._drop_remainder = is_shuffled, drop_remainder
+        self._seed, self._number = check_integer("seed", seed, 0), 0
+        self._has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
+        self._weighs_samples = True  # sample weights: one for each sample, or one for the batch
+        self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
+        self._steps = StepCount()  # of the epoch being served
+        self._open: OpenEpoch | None = None  # the epoch being served, also to tf.data's threads
         self._training: weakref.ref | None = None  # adapter of the training pass, or self
-        epochs.seed = check_integer("seed", seed, 0)
+        self._rank_and_size: tuple[int, int] | None = None  # set by tests only
         self.batch_size = batch_size
 
     # Settings that may change between epochs.
@@ -144,32 +158,32 @@ class GlobalBatches(keras.utils.PyDataset):
         a callback's `on_epoch_begin`, to the epoch that begins; for data that is not trained on, to
         the next evaluation. Outside of `fit` it applies at once.
         """
-        return self._epochs.batch_size
+        return self._batch_size
 
     @batch_size.setter
     def batch_size(self, value: int) -> None:
         value = check_integer("batch_size", value, 1)
-        if self._epochs.is_ready():
-            self._epochs.slices(value)
-        self._epochs.batch_size = value
+        if self._is_ready():
+            self._slices(value)
+        self._batch_size = value
         if current_pass().caller is None:
-            self._epochs.kept = None  # drop the settings saved by an interrupted `fit`
+            self._kept = None  # drop the settings saved by an interrupted `fit`
         self._refresh_if_idle()
 
     @property
     def epoch(self) -> int:
         """Number of the training epoch that runs, or comes next; it determines the order."""
-        return self._epochs.number
+        return self._number
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        self._epochs.number = check_integer("epoch", value, 0)
+        self._number = check_integer("epoch", value, 0)
         self._refresh_if_idle()
 
     @property
     def samples(self) -> int:
         """Number of samples over all ranks."""
-        return self._epochs.source.samples
+        return self._source.samples
 
     def steps_for(self, batch_size: int) -> int:
         """Return this rank's number of steps per epoch with another batch size.
@@ -177,14 +191,14 @@ class GlobalBatches(keras.utils.PyDataset):
         Raises:
             ConfigError: That batch size cannot be used.
         """
-        return self._epochs.slices(batch_size).steps
+        return self._slices(batch_size).steps
 
     def state(self) -> dict[str, int]:
         """Return the state that determines all later batches, for a checkpoint."""
         return {
             "epoch": self.epoch,
             "batch_size": self.batch_size,
-            "seed": self._epochs.seed,
+            "seed": self._seed,
             "samples": self.samples,
         }
 
@@ -201,8 +215,8 @@ class GlobalBatches(keras.utils.PyDataset):
                 f"state['samples']={state['samples']}, samples={self.samples}. "
                 "Train without the state, or with its data."
             )
-        self._epochs.seed = check_integer("seed", state["seed"], 0)
-        self._epochs.number = check_integer("epoch", state["epoch"], 0)
+        self._seed = check_integer("seed", state["seed"], 0)
+        self._number = check_integer("epoch", state["epoch"], 0)
         self.batch_size = state["batch_size"]
 
     # Called by Keras.
@@ -211,8 +225,8 @@ class GlobalBatches(keras.utils.PyDataset):
     def num_batches(self) -> StepCount:
         """Number of steps of an epoch on this rank: an integer that follows `batch_size`."""
         current_pass().keep_order()
-        self._epochs.present()
-        return self._epochs.steps
+        self._present()
+        return self._steps
 
     @property
     def workers(self) -> int:
@@ -225,11 +239,11 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return this rank's slice of global batch `index` of the present epoch."""
-        return self._epochs.present().read(index)
+        return self._present().read(index)
 
     def __iter__(self) -> Iterator:
         self._refresh_if_idle()
-        epoch = self._epochs.present()
+        epoch = self._present()
         return (epoch.read(step) for step in range(epoch.slices.steps))
 
     def on_epoch_begin(self) -> None:
@@ -237,17 +251,17 @@ class GlobalBatches(keras.utils.PyDataset):
         caller = current_pass()
         caller.keep_order()
         if caller.caller == "predict":
-            self._epochs.require_each_in_order()
+            self._require_each_in_order()
         if not caller.is_training:
             warn_of_evaluation(caller)
             # Not if it is the training data: its epoch may be running.
             if caller.fit is None or caller.fit.data is not self:
-                self._epochs.refresh()
+                self._refresh()
             return
         caller.require_whole_epochs()
-        self._epochs.number = max(self._epochs.number, caller.epoch or 0)
+        self._number = max(self._number, caller.epoch or 0)
         self._training = weakref.ref(caller.adapter or self)
-        self._epochs.refresh(is_trained_on=caller.fit is not None)
+        self._refresh(is_trained_on=caller.fit is not None)
         if caller.fit is not None:
             warn_if_unsynchronised(caller.fit.model, caller.callbacks)
 
@@ -260,11 +274,64 @@ class GlobalBatches(keras.utils.PyDataset):
         caller = current_pass().adapter or self
         if self._training is not None and self._training() is caller:
             self._training = None
-            self._epochs.number += 1
+            self._number += 1
 
     def _refresh_if_idle(self) -> None:
-        if self._epochs.is_ready() and current_pass().caller is None:
-            self._epochs.refresh()
+        if self._is_ready() and current_pass().caller is None:
+            self._refresh()
+
+    # The epoch being served.
+
+    def _present(self) -> OpenEpoch:
+        return self._open or self._refresh()
+
+    def _refresh(self, is_trained_on: bool = False) -> OpenEpoch:
+        """Open the epoch of the present settings, unless it is being served already.
+
+        With `is_trained_on` data that is not shuffled must meet the requirements of training, too.
+        """
+        slices = check_slices(self._slices(self._batch_size), is_trained_on or self._is_shuffled)
+        key = (self._seed, self._number, slices)
+        if self._open is None or self._open[:3] != key:
+            read = self._source.open_epoch(*key)
+            if self._has_surplus_ranks:
+                rank, size = self._place()
+                read = weighted(read, rank, slices.size, size, self._weighs_samples)
+            self._open = OpenEpoch(*key, read)
+            self._steps.value = slices.steps
+        return self._open
+
+    def _slices(self, batch_size: Any) -> BatchSlices:
+        """Return this rank's slices of batches of another size, or raise if it cannot be used."""
+        batch_size = check_integer("batch_size", batch_size, 1)
+        rank, size = self._place()
+        if self._has_surplus_ranks:  # they serve slices of others, to take part in every exchange
+            size = count_active(batch_size, size)
+        slices = BatchSlices(self.samples, batch_size, rank % size, size, self._drop_remainder)
+        return check_slices(slices, is_training=self._is_shuffled)
+
+    def describe(self, is_trained_on: bool) -> tuple[dict[str, int], list[Any]]:
+        """Return state and samples for a comparison of ranks; raise if this one cannot use them."""
+        check_slices(self._slices(self.batch_size), is_trained_on or self._is_shuffled)
+        return self.state(), self._source.probe()
+
+    def _require_each_in_order(self) -> None:
+        """Raise if `predict` would return rows in another order than the data's, or not all."""
+        n_dropped = self.samples % self.batch_size if self._drop_remainder else 0
+        if self._is_shuffled or n_dropped:
+            order = "shuffled" if self._is_shuffled else "unshuffled"
+            raise ConfigError(
+                "predict must give a row for each sample, in the data's order. Received: "
+                f"{order} data of which {n_dropped} samples are left out. Use shuffle=False (of a "
+                "dataset shuffle_buffer=0) and drop_remainder=False."
+            )
+
+    def _is_ready(self) -> bool:
+        """Return whether the number of ranks is known: data may be created before `init()`."""
+        return self._rank_and_size is not None or runtime.is_initialized()
+
+    def _place(self) -> tuple[int, int]:
+        return self._rank_and_size or (runtime.rank(), runtime.size())
 
 
 # Settings that a `fit` changes, and that are put back at its end.
@@ -274,8 +341,7 @@ class GlobalBatches(keras.utils.PyDataset):
 def keep_settings(data: GlobalBatches) -> Iterator[None]:
     """Save settings for `put_back_settings`, which an exception within the block calls at once."""
     put_back_settings(data)  # of an earlier `fit` that broke off
-    epochs = data._epochs
-    epochs.kept = epochs.batch_size, epochs.has_surplus_ranks
+    data._kept = data._batch_size, data._has_surplus_ranks
     try:
         yield
     except BaseException:
@@ -284,11 +350,13 @@ def keep_settings(data: GlobalBatches) -> Iterator[None]:
 
 
 def put_back_settings(data: GlobalBatches) -> None:
-    """Restore the saved batch size and surplus ranks, unless a size was set outside of `fit`."""
-    epochs = data._epochs
-    if epochs.kept is not None:
-        (epochs.batch_size, epochs.has_surplus_ranks), epochs.kept = epochs.kept, None
-        epochs.close()
+    """Restore the saved batch size and surplus ranks, if there are any.
+
+    A batch size that was set outside of `fit` in the meantime stays.
+    """
+    if data._kept is not None:
+        (data._batch_size, data._has_surplus_ranks), data._kept = data._kept, None
+        data._open = None
 
 
 def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
@@ -297,9 +365,8 @@ def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
     Data with targets serves sample weights then: one for each sample, or without `weighs_samples`
     one for the whole batch, which suits losses of any shape.
     """
-    epochs = data._epochs
-    epochs.has_surplus_ranks, epochs.weighs_samples = True, weighs_samples
-    epochs.close()
+    data._has_surplus_ranks, data._weighs_samples = True, weighs_samples
+    data._open = None
 
 
 # The rest of an epoch that was interrupted.
@@ -317,7 +384,7 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     if first_step is None:
         state = {**state, "batch_size": own}
     # A callback that sets the batch size (`kept`) continues with its own.
-    is_told = state["batch_size"] != own and data._epochs.kept is None
+    is_told = state["batch_size"] != own and data._kept is None
     if is_told and runtime.rank() == 0:
         logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
     try:
@@ -376,7 +443,7 @@ def read_batches(
 ) -> Iterator[Any]:
     """Yield whole batches of one epoch, independently of the epoch that the data serves."""
     slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
-    read = data._epochs.source.open_epoch(seed, 0, slices)
+    read = data._source.open_epoch(seed, 0, slices)
     for step in range(slices.steps):
         batch = read(step)
         if class_weight is not None:

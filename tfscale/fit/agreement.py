@@ -19,7 +19,6 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.data.slices import check_slices
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession, session_for
 from tfscale.fit.uneven_batches import require_equal_numbers
@@ -345,11 +344,8 @@ def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
 def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
     if not isinstance(data, GlobalBatches):
         return None
-    epochs = data._epochs
     try:
-        slices = epochs.slices(data.batch_size)
-        check_slices(slices, is_training=is_trained_on or epochs.is_shuffled)
-        state, samples = data.state(), epochs.source.probe()
+        state, samples = data.describe(is_trained_on)
     except Exception as error:  # of any type: the other ranks wait for this description
         return {"error": f"{type(error).__name__}: {error}"}
     if not is_trained_on:
