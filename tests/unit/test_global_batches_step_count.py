@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfscale.data.epochs import StepCount
+from tfscale.data.slices import StepCount
 
 
 def test_follows_its_value():

@@ -15,7 +15,7 @@ from tfscale.checkpoints.state import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.config import ConfigError
-from tfscale.data.epochs import StepCount
+from tfscale.data.slices import StepCount
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_judges
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare

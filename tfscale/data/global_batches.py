@@ -6,20 +6,34 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.data.epochs import OpenEpoch, StepCount, weighted
-from tfscale.data.slices import BatchSlices, check_integer, check_slices, count_active
-from tfscale.data.sources import ArraySource, BatchSource, RecordSource
+from tfscale.data.slices import (
+    BatchSlices,
+    StepCount,
+    check_integer,
+    check_slices,
+    count_active,
+)
+from tfscale.data.sources import ArraySource, BatchSource, RecordSource, weighted
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
 from tfscale.internals.stack import current_pass
 
 logger = logging.getLogger("tfscale")
+
+
+class OpenEpoch(NamedTuple):
+    """One epoch being served: immutable, so that any thread may read any step at any time."""
+
+    seed: int
+    number: int
+    slices: BatchSlices
+    read: Callable[[int], Any]
 
 
 class GlobalBatches(keras.utils.PyDataset):

@@ -1,8 +1,9 @@
-"""Slices of global batches by rank: pure arithmetic, without TensorFlow and MPI."""
+"""Slices of global batches by rank, and their number: without TensorFlow and MPI."""
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import operator
 from typing import Any
 
@@ -123,3 +124,49 @@ def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
             f"{samples - slices.remainder % size} samples; for validation use shuffle=False."
         )
     return slices
+
+
+class StepCount:
+    """An integer whose value may change between two epochs of one `fit`.
+
+    Keras reads the number of batches of a data set once, before the first epoch, and uses it for
+    the length of the loop and the target of the progress bar. With a plain int, later epochs with
+    more steps would silently be cut short; the operators of this object use the present value.
+
+    It holds no reference to the data, because `model.history.params` may keep it.
+    """
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]  # equal to an int now, to another later
+
+    def __init__(self, value: int = 0):
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.value, dtype=dtype)
+
+
+def _add_operators() -> None:
+    """Add the operators of int to StepCount."""
+
+    def forward(function: Any) -> Any:
+        return lambda self, *others: function(self.value, *others)
+
+    def backward(function: Any) -> Any:
+        return lambda self, other: function(other, self.value)
+
+    comparisons = ("eq", "lt", "le", "gt", "ge")
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    for name in ("neg", *comparisons, *arithmetic):
+        setattr(StepCount, f"__{name}__", forward(getattr(operator, name)))
+    for name in arithmetic:
+        setattr(StepCount, f"__r{name}__", backward(getattr(operator, name)))
+    for function in (float, bool, repr, format):
+        setattr(StepCount, f"__{function.__name__}__", forward(function))
+
+
+_add_operators()
+numbers.Integral.register(StepCount)

@@ -349,3 +349,35 @@ class _EpochReader:
                 f"Received: a tuple of {len(parts)}. Change decode."
             )
         return parts
+
+
+# Weights of surplus ranks.
+
+
+def weighted(
+    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool
+) -> Callable[[int], Any]:
+    """Return a reader with sample weights: the mean over all ranks is that over the active ones.
+
+    Weights of the first `active` ranks are multiplied by size / active, those of the others by 0.
+    If `read` returns no weights, they have shape (samples,), or (1,) without `weighs_samples`.
+    """
+    factor = size / active if rank < active else 0.0
+
+    def read_weighted(step: int) -> tuple:
+        batch = read(step)
+        if len(batch) < 2:
+            raise ConfigError(
+                'active_ranks="grow" weights the loss of surplus ranks with 0, which needs '
+                "targets. Received: data without y. Pass y, or use active_ranks='all'."
+            )
+        x, y = batch[:2]
+        if len(batch) == 3:
+            weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
+            return x, y, weight
+        # Keras broadcasts weights against the last axes of a loss, so (samples,) suits only losses
+        # of that shape.
+        count = len(keras.tree.flatten(x)[0]) if weighs_samples else 1
+        return x, y, np.full((count,), factor, dtype=keras.config.floatx())
+
+    return read_weighted
