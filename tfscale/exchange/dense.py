@@ -242,9 +242,6 @@ def require_own(gradient: Any, variable: Any) -> None:
 
     It may be cast, summed over several calls, and multiplied by constants. `use_of(variable)` is
     not "plain".
-
-    Raises:
-        PlanError: The gradient has other contributions.
     """
     graph = current_graph()
     assert graph is not None

@@ -48,13 +48,8 @@ _HINT = "Run the same code with the same settings on every rank."
 def begin(session: FitSession, params: dict[str, Any]) -> bool:
     """Compare the ranks' settings; return whether this is the first call of a `fit`. Collective.
 
-    `params` are Keras's: "steps" per epoch (None if unknown) and "epochs".
-
-    Raises:
-        ConfigError: A rank cannot use its data (raised on every rank), or no callback averages the
-            models of groups that train apart.
-        ExchangeError: Steps, epochs, global batches or another compared setting differ between
-            ranks; raised on every rank, with the values.
+    `params` are Keras's: "steps" per epoch (None if unknown) and "epochs". A difference, and data
+    that a rank cannot use, is an error on every rank, with the values.
     """
     if session.has_begun or runtime.is_single():
         return False

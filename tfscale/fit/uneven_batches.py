@@ -78,11 +78,7 @@ class Progress:
         self._is_new_epoch = True
 
     def begin(self, steps: Any, n_epochs: int, trains_apart: bool) -> None:
-        """Store the steps per epoch, None if unknown, and the number of epochs.
-
-        Raises:
-            ExchangeError: The number of steps must be known, but is not.
-        """
+        """Store the steps per epoch, None if unknown, and the number of epochs."""
         self.has_begun, self.trains_apart = True, trains_apart
         self._steps, self._n_epochs = steps, n_epochs
         self.asks_each_step = self._must_ask()

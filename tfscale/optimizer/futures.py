@@ -135,9 +135,6 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
 
     Functions that are traced in the block do not wait and have no ops of tfscale, so that saved
     functions (export, `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
-
-    Raises:
-        ExchangeError: A gather failed.
     """
     awaited = [v for v in variables if isinstance(v, Awaited)]
     drain(awaited)

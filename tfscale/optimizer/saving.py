@@ -119,9 +119,6 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
     Collective, unless the state was gathered before (`full_state`, save points of `fit`): then
     the rank that has it writes, and all others write nothing. `write` writes the file on a rank
     that has the complete state; `what` is the user's call, for messages.
-
-    Raises:
-        ExchangeError: Not all ranks take part, or one of them could not write.
     """
     states = sharded_states(model)
     if all(kept.is_gathered for kept in states):

@@ -223,9 +223,7 @@ class KeptState:
 
         If the root is not a member of the process set, its first rank takes its place. If no rank
         has loaded a state since the last update, nothing happens: the ranks' parts belong together.
-
-        Raises:
-            ExchangeError: Another rank has loaded a state, and the root has not.
+        It is an error if another rank has loaded a state, and the root has not.
         """
         ranks = process_set.group().ranks
         root = root_rank if root_rank in ranks else ranks[0]
