@@ -30,7 +30,7 @@ if __name__ == "__main__" and "--rank" not in sys.argv:
 
 MODELS = ("mlp", "cnn")
 EXCHANGES = ("allreduce", "chunked", "sharded")
-WAIT_S, BLOCK_STEPS, WARM_UP_STEPS = 300.0, 40, 30
+WAIT_S, BLOCK_STEPS, WARM_UP_STEPS = 300.0, 200, 30
 
 
 def build_model(name: str) -> Any:
@@ -65,7 +65,8 @@ def run_rank(cell: str, folder: Path) -> None:
     }[exchange]
     model = build_model(name)
     shape = model.input_shape[1:]
-    x = np.random.default_rng(0).normal(size=(64 * 8, *shape)).astype("float32")
+    # Long epochs: tf.data may take long to end one.
+    x = np.random.default_rng(0).random((64 * 2000, *shape), dtype="float32")
     y: Any = np.arange(len(x)) % 10
     model.compile(
         hvd.DistributedOptimizer(keras.optimizers.Adam(1e-4), exchange=strategy),
@@ -112,6 +113,9 @@ class Job:
         self._folder, self._n_ranks, self._n_blocks = folder, n_ranks, 0
         environment = {**os.environ, "PYTHONPATH": str(tree), "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment |= {"CUDA_VISIBLE_DEVICES": "-1", "TFSCALE_STALL_WARNING_S": "600"}
+        # As `tfscale run` sets them for one core per rank; more threads than cores take turns.
+        threads = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+        environment |= {**threads, "TF_NUM_INTEROP_THREADS": "2"}
         command = [*launcher, sys.executable, str(Path(__file__).resolve()), "--rank", cell]
         with (folder / "output").open("w") as output:
             self._process = subprocess.Popen(
