@@ -99,7 +99,6 @@ class Recorder(keras.callbacks.Callback):
         self.logs = dict(logs)
 
 
-@pytest.mark.timeout(120)
 def test_fit_and_evaluate_give_the_metrics_of_one_process():
     train, validation = data(sum(SHARES), 0), data(sum(VALIDATION_SHARES), 1)
     one = model_of(metrics(), activity=False)
@@ -164,7 +163,6 @@ def test_numbers_of_callbacks_are_averaged_and_objects_left_alone():
         assert history["note"] == [f"rank {rank}"]
 
 
-@pytest.mark.timeout(120)
 def test_multi_output_losses_and_metrics():
     def multi():
         keras.utils.set_random_seed(5)

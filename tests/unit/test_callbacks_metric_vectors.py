@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tests.unit.test_callbacks_metric_average import Recorder, in_two, shares
@@ -40,7 +39,6 @@ def fit(made, train, validation, callbacks):
     return made.fit(in_two(train), epochs=2, **options).history
 
 
-@pytest.mark.timeout(120)
 def test_f1_of_each_class_is_that_of_all_samples():
     train, validation = data(sum(SHARES), 0), data(sum(SHARES), 1)
     one = model()
