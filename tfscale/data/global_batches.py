@@ -21,7 +21,11 @@ from tfscale.data.slices import (
 )
 from tfscale.data.sources import ArraySource, BatchSource, RecordSource, weighted
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
-from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights
+from tfscale.internals.keras import (
+    begin_epoch_at,
+    class_weight_to_sample_weights,
+    leave_untuned,
+)
 from tfscale.internals.stack import current_pass
 
 logger = logging.getLogger("tfscale")
@@ -264,6 +268,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Start a pass; a training pass applies changed settings."""
         caller = current_pass()
         caller.keep_order()
+        leave_untuned(caller.epochs)
         if caller.caller == "predict":
             self._require_each_in_order()
         if not caller.is_training:

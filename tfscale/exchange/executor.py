@@ -101,11 +101,7 @@ class Executor:
         self._local.append(variable)
 
     def keep_layers_local(self, local_layers: Any) -> None:
-        """Do not exchange gradients of a layer, or a list of layers, built now or later.
-
-        Raises:
-            ConfigError: There are objects that are not Keras layers.
-        """
+        """Do not exchange gradients of a layer, or a list of layers, built now or later."""
         is_one = isinstance(local_layers, keras.layers.Layer)
         layers = [local_layers] if is_one else local_layers or []
         wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]

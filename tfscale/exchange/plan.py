@@ -274,15 +274,9 @@ def compile_plan(
 ) -> ExchangePlan:
     """Return a plan that scatters the gradients of cut parameters and sums all others.
 
-    Args:
-        table: The parameters.
-        choose: Returns the buckets of gradients that are summed whole.
-        segments: Buckets of the parameters that are cut, see `cut_parameters`.
-        overlap: False sends nothing before all gradients are ready.
-        sum_part: Creates the part for a bucket of `choose`.
-
-    Raises:
-        PlanError: Messages that the user chose overlap.
+    `choose` returns the buckets of gradients that are summed whole, `sum_part` a part for each;
+    `segments` are the buckets of `cut_parameters`. Without `overlap` all gradients are awaited
+    first. It is a PlanError if messages that the user chose overlap.
     """
     cut = {i for bucket in segments for i in bucket.indices}
     dense = [i for i in table.given("dense") if i not in cut]

@@ -300,6 +300,19 @@ def serve_again(epochs: Any) -> None:
     epochs._distributed_dataset = adapter.get_tf_dataset()
 
 
+def leave_untuned(epochs: Any) -> None:
+    """Turn tf.data's tuner off for batches that Python makes, where it has nothing to tune.
+
+    The tuner can miss the end of an iterator. Its deletion then waits, with Python's lock held,
+    until the tuner looks again: as long as the epoch took, up to 60 s.
+    """
+    dataset = getattr(epochs, "_distributed_dataset", None)
+    if isinstance(dataset, tf.data.Dataset) and dataset.options().autotune.enabled is not False:
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        epochs._distributed_dataset = dataset.with_options(options)
+
+
 def begin_epoch_at(
     epochs: Any, epoch: int, first_step: int, rest_of: Callable[[Any, int], Any]
 ) -> int:

@@ -64,6 +64,7 @@ class KerasPass:
     """One pass over data, which begins or ends."""
 
     adapter: Any = None  # Keras's adapter between the data and its loop; None if user code called
+    epochs: Any = None  # Keras's iterator of epochs, of the caller
     caller: str | None = None  # the innermost of "fit", "evaluate", "predict" that runs
     callbacks: tuple[Any, ...] = ()  # of the caller
     epoch: int | None = None  # Keras's number of the epoch; None outside of `fit`'s epoch loop
@@ -101,6 +102,7 @@ def current_pass() -> KerasPass:
         if name is not None:
             given = frame.f_locals
             found |= {"caller": name, "callbacks": _callbacks_in(given.get("callbacks"))}
+            found["epochs"] = given.get("epoch_iterator")
             if name == "fit":
                 found |= {"epoch": given.get("epoch"), "refused": _refused(given)}
             break

@@ -104,11 +104,7 @@ def assignment_hook(variable: Any) -> OnAssign | None:
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Wait for pending gathers, and make the futures among some variables ordinary again.
-
-    Raises:
-        ExchangeError: A gather failed; the variables are ordinary nevertheless.
-    """
+    """Wait for pending gathers, and make futures ordinary again, also if a gather failed."""
     awaited = [v for v in variables if isinstance(v, Awaited)]
     try:
         drain(awaited)
@@ -119,11 +115,7 @@ def release(variables: Sequence[Any]) -> None:
 
 
 def drain(variables: Sequence[Any]) -> None:
-    """Wait for the pending gathers of some variables; may be called from any thread.
-
-    Raises:
-        ExchangeError: A gather failed or was given up.
-    """
+    """Wait for the pending gathers of some variables; may be called from any thread."""
     awaited = [v for v in variables if isinstance(v, Awaited)]
     with tf.init_scope():
         _wait(awaited)
