@@ -23,7 +23,7 @@ from tfscale.callbacks import (
     MetricAverageCallback,
     Synchronize,
 )
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):

@@ -10,7 +10,7 @@ from tests.parallel.cases_equality import float64
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import Part
-from tfscale.checkpoints.snapshot import Reader
+from tfscale.checkpoints.snapshot_restore import Reader
 from tfscale.comm import runtime
 
 # Each run: steps after which it continues with other ranks. A first one has 15 steps, a growing 8.

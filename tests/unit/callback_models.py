@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.internals.keras import is_built
 
 

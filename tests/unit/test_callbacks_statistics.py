@@ -20,7 +20,7 @@ from tfscale.callbacks import (
     ConsistencyCheck,
     NonTrainableState,
 )
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.config import ConfigError, ExchangeError
 
 

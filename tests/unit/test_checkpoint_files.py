@@ -29,7 +29,7 @@ from tfscale.checkpoints.files import (
     write_part,
 )
 from tfscale.checkpoints.saver import Saver
-from tfscale.checkpoints.snapshot import Reader
+from tfscale.checkpoints.snapshot_restore import Reader
 
 RUN = "0123abcd"
 

@@ -16,7 +16,7 @@ from tests.unit.checkpoint_model import (
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.resumable import read_counters, restore_counters
-from tfscale.checkpoints.snapshot import Reader
+from tfscale.checkpoints.snapshot_restore import Reader
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 

@@ -11,7 +11,7 @@ from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.unit.callback_models import compiled, functional
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.config import ConfigError
 from tfscale.fit import agreement
 from tfscale.internals.optimizers import optimizers_of, unbuilt

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
 from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
-from tfscale.checkpoints.state import non_trainable_state
+from tfscale.checkpoints.variables import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.config import ConfigError

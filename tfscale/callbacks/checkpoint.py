@@ -12,8 +12,8 @@ from tfscale.checkpoints import preemption
 from tfscale.checkpoints.files import delete_all
 from tfscale.checkpoints.resumable import begun, restore_callbacks, restore_counters
 from tfscale.checkpoints.saver import Saver, Schedule, agree_on_end
-from tfscale.checkpoints.snapshot import Position, Reader, Restore, is_broken, take_snapshot
-from tfscale.checkpoints.state import group_of
+from tfscale.checkpoints.snapshot_restore import Position, Reader, Restore, is_broken, take_snapshot
+from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import count_active

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from tfscale.callbacks.base import Callback
-from tfscale.checkpoints.state import metric_states, metrics_of
+from tfscale.checkpoints.variables import metric_states, metrics_of
 from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ExchangeError
 from tfscale.fit.session import running_session

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.callbacks.base import BeforeValidation
 from tfscale.callbacks.synchronize import average_variables
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError
 from tfscale.optimizer.distributed import distributed_of

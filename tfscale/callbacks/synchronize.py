@@ -14,7 +14,7 @@ import numpy as np
 from tfscale.callbacks.base import BeforeValidation, Callback, Container, may_communicate
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.metric_average import MetricAverageCallback
-from tfscale.checkpoints import state as model_state
+from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, ExchangeError

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError
 from tfscale.checkpoints.resumable import kind_of, read_counters, resumables
-from tfscale.checkpoints.state import Variables, distinct, group_of, groups_of, metric_states
+from tfscale.checkpoints.variables import Variables, distinct, group_of, groups_of, metric_states
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError
