@@ -7,8 +7,9 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import float64
+from tfscale.comm import runtime
 
 
 def build(n_out=2):
@@ -65,6 +66,35 @@ def case_frozen_layers_leave_the_state():
         assert [v.shape for v in before] == [np.shape(v) for v in after]
         for own, expected in zip(model.layers[0].get_weights(), frozen, strict=True):
             np.testing.assert_array_equal(own, expected)
+
+
+@sizes(2, timeout_s=120)
+@engine_only("its messages are looked at")
+def case_frozen_layers_send_nothing():
+    """A gather that depends on no batch would also run in the step that finds no data."""
+    x, y = np.ones((16, 30), "float32"), np.ones((16, 2), "float32")
+    spec = tf.TensorSpec((4, 30)), tf.TensorSpec((4, 2))
+
+    def batches():
+        yield from ((x[i : i + 4], y[i : i + 4]) for i in range(0, 16, 4))
+
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    keras.utils.set_random_seed(5)
+    hidden = [keras.layers.Dense(30, "tanh", name=name) for name in ("first", "second")]
+    model = keras.Sequential([keras.Input((30,)), *hidden, keras.layers.Dense(2)])
+    exchange = tfscale.Sharded(bucket_mb=0, dense="weights")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
+    for is_trained in (True, False):
+        model.get_layer("second").trainable = is_trained
+        model.compile(optimizer, "mse")
+        runtime.backend().take_events()
+        model.fit(data, epochs=2, validation_data=(x, y), verbose=0, callbacks=[start()])
+        backend = runtime.backend()
+        events = [e for e in backend.take_events() if e.plan >= 0 and e.slot >= 0]
+        names = {backend.slot_name(e.plan, e.slot) for e in events}
+        assert any("parameters" in name and "first" in name for name in names), names
+        assert any("second" in name for name in names) == is_trained, names
+    require_equal_ranks(model.trainable_variables)
 
 
 @sizes(2, timeout_s=120)

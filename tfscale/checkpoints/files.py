@@ -244,13 +244,9 @@ class Found:
         return self.size > 0 and not self.missing
 
     def check(self, share: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
-        """Compare all manifests, and some of the files, with their checksums.
+        """Compare all manifests with their checksums; return them in rank order.
 
-        Args:
-            share: (i, n): check the i-th of n shares of the files.
-
-        Returns:
-            The manifests, in rank order.
+        With `share` (i, n) only the i-th of n shares of the files is compared.
 
         Raises:
             DamagedError: A file is missing, cut or changed, or parts do not belong together.

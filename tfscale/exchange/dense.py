@@ -249,10 +249,10 @@ def require_own(gradient: Any, variable: Any) -> None:
     seen, ahead = set(made), [values_of(gradient)]
     while ahead:
         tensor = ahead.pop()
-        if tensor.name in seen:
+        is_of_step = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
+        if is_of_step and tensor.name in seen:
             continue
-        seen.add(tensor.name)
-        made_of = _made_of(tensor) if tensor.graph is graph else []
+        made_of = _made_of(tensor) if is_of_step else []
         if not made_of:
             raise PlanError(
                 "The gradient of a layer that exchanges activations must be what back-propagation "
@@ -262,6 +262,7 @@ def require_own(gradient: Any, variable: Any) -> None:
                 "Chunked(replicated_dense=0), Sharded(dense='weights'); or use the optimizer's "
                 "weight_decay, clipnorm or global_clipnorm instead of in the train step."
             )
+        seen.add(tensor.name)
         ahead.extend(made_of)
 
 
@@ -282,9 +283,9 @@ def _made_of(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 def _is_constant(tensor: tf.Tensor) -> bool:
     op = tensor.op
-    while op.type in _SAME:
-        op = op.inputs[0].op
-    return op.type == "Const"
+    if op.type == "Const" or not op.inputs or op.op_def.is_stateful:
+        return op.type == "Const"
+    return all(map(_is_constant, op.inputs))
 
 
 class DenseCalls:

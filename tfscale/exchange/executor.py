@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,13 +300,13 @@ class Executor:
         targets = [self.shards.targets[place] for _, place, _ in useful]
         return Reduced([g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived)
 
-    def publish(self, waits: bool = True) -> None:
-        """Send the pieces to all ranks, if parameters are cut. Collective.
+    def publish(self, updated: Collection[int] | None = None, waits: bool = True) -> None:
+        """Send the pieces at some positions, or all, if parameters are cut. Collective.
 
         With `waits` the step, or this call, ends after all pieces have arrived.
         """
         if self.shards is not None:
-            self.shards.publish(waits)
+            self.shards.publish(waits, updated)
 
     def _running(self) -> Exchange:
         return self.strategy if self.may_shard else self.strategy.whole()

@@ -112,14 +112,21 @@ class Shards:
         own = tuple(names) if what == "gradients" else ()  # parameters are sent as one tensor
         return Call(self.group, f"{what} of {label_of(names)}", after, what, own)
 
-    def publish(self, waits: bool) -> None:
+    def buckets_with(self, updated: Collection[int] | None) -> list[SegmentedBucket]:
+        """Return the buckets with any of the given positions; all buckets for None."""
+        return [
+            b for b in self.segments if updated is None or not set(b.indices).isdisjoint(updated)
+        ]
+
+    def publish(self, waits: bool, updated: Collection[int] | None = None) -> None:
         """Send this rank's pieces to all ranks and receive theirs, in forward order. Collective.
 
-        Without `waits`, readers must wait (`optimizer.futures`).
+        Without `waits`, readers must wait (`optimizer.futures`). Buckets without a position in
+        `updated` are left out.
         """
         backend = runtime.backend()
         handles = []
-        for bucket in self.segments:
+        for bucket in self.buckets_with(updated):
             raw = [raw_variable(self.variables[i]) for i in bucket.indices]
             own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
             call = self.call("parameters", bucket.indices)

@@ -13,17 +13,12 @@ from tfscale.internals.keras import set_callbacks
 
 
 class FitSession(Progress):
-    """A `fit` on this rank. See `session_for`.
-
-    Attributes:
-        call: The arguments of `fit`; empty outside of a `fit`, where hooks are called by hand.
-        saves: The `SavePoints` of this `fit`, if there are any.
-    """
+    """A `fit` on this rank, see `session_for`; `call` is empty where hooks are called by hand."""
 
     def __init__(self, model: keras.Model, call: stack.FitCall) -> None:
         super().__init__(model)
         self.call = call
-        self.saves: Any = None
+        self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
         self._joined: list[Any] = []
         self._stops_together = False
 

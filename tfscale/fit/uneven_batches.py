@@ -237,11 +237,8 @@ def ask(own: Answer, step: int) -> set[Answer]:
     A step cannot be given up once it has begun if it is not traced, or if its backend has no marks;
     so all ranks begin it or none. `own` is "run" before a step, "end" at the end of an epoch,
     "stop" if training ends early. `step` counts the steps of this epoch with the one to begin.
-    "run" may come with "stop" (then no rank runs), never with "end".
-
-    Raises:
-        ExchangeError: Some ranks begin a step and others have no data for it, all have ended
-            their epoch after unequal steps, or a rank calls another collective; on every rank.
+    "run" may come with "stop" (then no rank runs), never with "end". Unequal steps, and another
+    collective of a rank, are errors on every rank.
     """
     headers = exchange_headers(Header(_ASKED, [own, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):

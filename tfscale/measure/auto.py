@@ -277,11 +277,11 @@ class AutoWatch(StepWatch):
         if choice.is_plain:
             text = f"Plain allreduce: {choice.reason}; {words}."
         elif not is_slower:
-            text = f"The plan is kept: {words}."
+            text = f"The plan is kept: {choice.name}; {words}."
         elif is_plain:
             text = f"Slower than planned, plain allreduce: {words}."
         else:
-            text = f"Slower, and kept as replan=False: {words}."
+            text = f"Slower, and kept as replan=False: {choice.name}; {words}."
         logger.log(logging.WARNING if is_slower else logging.INFO, text)
         predicted = choice.plain_predicted if is_plain else choice.predicted
         name, plan = (_PLAIN, choice.plain) if is_plain else (choice.name, choice.plan)

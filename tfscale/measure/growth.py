@@ -373,5 +373,5 @@ class GrowthControl:
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )
-        for name in state.keys() - {"sizes"}:
+        for name in vars(self).keys() - {"settings"}:
             setattr(self, name, copy.deepcopy(state[name]))

@@ -178,21 +178,32 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             _follow(reduced.targets)
         if self._self_groups is not None:
             self._self_groups.after_update(reduced, gradients)
-        self._publish()
+        with tf.control_dependencies(reduced.arrived):
+            self._publish([v for g, v in zip(gradients, variables, strict=True) if g is not None])
         stamp_updates(reduced.targets)
 
-    def _publish(self) -> None:
-        """Send the parameters that this rank has updated. Collective."""
+    def _publish(self, trained: Sequence[Any]) -> None:
+        """Send the parameters that this rank has updated. Collective.
+
+        Other buckets must not be sent: their gathers depend on no batch, and TensorFlow runs such
+        ops also in a step that finds no data.
+        """
         shards = self._self_executor.shards
-        for variable in () if shards is None else shards.cut:
+        if shards is None:
+            return
+        has_averages = update_rule(self.__wrapped__).use_ema
+        updated = None if has_averages else {shards.place(variable) for variable in trained}
+        for variable in (
+            shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
+        ):
             # Otherwise outdated values would overwrite the parts of another optimizer.
-            if shards is not None and futures.assignment_hook(variable) != shards.refresh:
+            if futures.assignment_hook(variable) != shards.refresh:
                 raise ConfigError(
                     "Sharded optimizers must be built on variables of their own. Received: two "
                     f"for {variable.path}. Call build(variables) on each, before tfscale.prepare "
                     "and fit, or give all but one exchange='allreduce'."
                 )
-        self._self_executor.publish(waits=not self._self_is_attached)
+        self._self_executor.publish(updated, waits=not self._self_is_attached)
 
     def _refuse(self, variables: Sequence[Any]) -> None:
         """Raise an error if ranks would skip different steps or scale them differently."""
@@ -537,7 +548,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Let `variables` hold complete values within a block, for reading only."""
         if self._self_kept:
             pairs = zip(self.__wrapped__.variables, self._self_kept.read(), strict=True)
-            self._self_shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
+            with tf.device("CPU:0"):  # complete state need not fit into a GPU
+                self._self_shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
         try:
             yield
         finally:

@@ -76,9 +76,7 @@ def build_segments(
         groups: Positions that form a bucket each, of any size; variables in no group get their
             own bucket. None groups by `bucket_bytes`.
 
-    Returns:
-        Each spec in exactly one bucket, whose segments are as equal in length as `whole` and
-        `by_rows` allow.
+    Returns each spec in exactly one bucket, with segments as equal in length as possible.
     """
     own = {i for group in by_rows for i in group}
     found: list[Sequence[int]] = []
