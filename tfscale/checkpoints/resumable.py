@@ -29,12 +29,7 @@ class Resumable(Protocol):
         """Return the state: JSON, and arrays in an optional list "arrays"."""
 
     def restore_state(self, state: State, epoch: int) -> None:
-        """Restore a state, before `on_train_begin` of a run that resumes.
-
-        Args:
-            state: The result of `backup_state`.
-            epoch: The first epoch that is trained, counted from 0.
-        """
+        """Restore a `backup_state`, before `on_train_begin`; training resumes with `epoch`."""
 
 
 @runtime_checkable

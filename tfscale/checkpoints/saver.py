@@ -149,6 +149,7 @@ class Saver:
             if not self.is_asynchronous:
                 error = self._job.exception()  # waits; `wait` reports it to all ranks
                 if error is not None and not isinstance(error, Exception):
+                    self._job = None
                     raise error
 
     def _write(self, folder: Path, parts: dict[int, Part]) -> None:

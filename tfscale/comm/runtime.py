@@ -159,9 +159,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    backend().remove_group(process_set.process_set_id)
+    group, process_set.process_set_id = process_set.process_set_id, None
     known_process_sets().remove(process_set)
-    process_set.process_set_id = None
+    backend().remove_group(group)
     return True
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.config import ConfigError, PlanError
+from tfscale.config import ConfigError
 from tfscale.files import has_matplotlib
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
@@ -128,7 +128,7 @@ def _plan(options: argparse.Namespace) -> int:
             return 0
         ranks = read_numbers(options.ranks, "--ranks")
         points = forecast(scenario, ranks, options.groups, options.interval)
-    except PlanError as error:  # the command line reports ConfigError
+    except ValueError as error:  # a PlanError, or of Keras; the command line reports ConfigError
         raise ConfigError(str(error)) from error
     text = report(scenario, points)
     sys.stdout.write(text)

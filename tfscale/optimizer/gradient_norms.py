@@ -30,7 +30,11 @@ class GradientNorms:
         self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
 
     def watch(self, model: keras.Model) -> None:
-        """Observe the gradients of a model from the next trace on."""
+        """Observe the gradients of a model from the next trace on.
+
+        Raises:
+            ConfigError: The model has no gradients of several ranks that can be compared.
+        """
         optimizer: Any = model.optimizer
         if runtime.size() < 2:
             raise ConfigError(
