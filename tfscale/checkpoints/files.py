@@ -222,21 +222,13 @@ def reading(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint in its directory.
-
-    Attributes:
-        path: Folder of the checkpoint.
-        step: Training steps before it, from the beginning of the run.
-        size: Number of ranks that wrote it; 0 if no part is readable.
-        missing: Ranks whose parts are not finished.
-        unreadable: Error of listing the folder; empty if it could be listed.
-    """
+    """A checkpoint in its directory."""
 
     path: Path
-    step: int
-    size: int
-    missing: tuple[int, ...]
-    unreadable: str = ""
+    step: int  # training steps before it, from the beginning of the run
+    size: int  # number of ranks that wrote it; 0 if no part is readable
+    missing: tuple[int, ...]  # ranks whose parts are not finished
+    unreadable: str = ""  # error of listing the folder
 
     @property
     def is_finished(self) -> bool:

@@ -47,6 +47,11 @@ def raw_variable(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def set_class(variable: keras.Variable, own_class: type) -> None:
+    """Turn a variable into one of another class, which keeps its attributes."""
+    variable.__class__ = own_class
+
+
 def layers_of(model: keras.Model) -> list[Any]:
     """Return a model and all layers inside it, each once."""
     return list(model._flatten_layers())

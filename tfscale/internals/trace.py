@@ -105,3 +105,8 @@ def drop_traces(variables: Sequence[Any]) -> list[str]:
                 thing._function_cache = FunctionCache()
             dropped.append(thing.name)
     return sorted(dropped)
+
+
+def set_attribute(op: tf.Operation, name: str, text: str) -> None:
+    """Give an op of a graph an attribute of one's own."""
+    op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))

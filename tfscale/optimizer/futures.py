@@ -24,7 +24,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Backend
 from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ExchangeError
-from tfscale.internals.keras import raw_variable, wrap_once
+from tfscale.internals.keras import raw_variable, set_class, wrap_once
 from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
 
 OnAssign = Callable[[Any, Any], None]
@@ -95,7 +95,7 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
     for variable in variables:
         object.__setattr__(variable, _FUTURE, future)
         if not isinstance(variable, Awaited):
-            variable.__class__ = _awaited_class(variable)
+            set_class(variable, _awaited_class(variable))
 
 
 def assignment_hook(variable: Any) -> OnAssign | None:
@@ -111,7 +111,7 @@ def release(variables: Sequence[Any]) -> None:
     finally:
         for variable in awaited:
             object.__delattr__(variable, _FUTURE)
-            variable.__class__ = _plain_class(variable)
+            set_class(variable, _plain_class(variable))
 
 
 def drain(variables: Sequence[Any]) -> None:
@@ -131,12 +131,12 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
     awaited = [v for v in variables if isinstance(v, Awaited)]
     drain(awaited)
     for variable in awaited:
-        variable.__class__ = _plain_class(variable)
+        set_class(variable, _plain_class(variable))
     try:
         yield
     finally:
         for variable in awaited:
-            variable.__class__ = _awaited_class(variable)
+            set_class(variable, _awaited_class(variable))
 
 
 def attach(

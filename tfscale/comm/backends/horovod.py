@@ -18,6 +18,7 @@ from tfscale import config
 from tfscale.comm.backends.base import Backend, Call, MarkKind, ReduceOp, Reduction, Rows, Tensors
 from tfscale.comm.backends.slots import COUNT, EAGER, Slots
 from tfscale.config import ConfigError, ExchangeError, Settings
+from tfscale.internals.trace import set_attribute
 
 # Dtypes that Horovod's data ops accept; others are sent as bytes.
 _MOVABLE = (
@@ -134,8 +135,7 @@ class NamedOps:
         name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
         with tf.control_dependencies([] if call.after else [_marker()]):
             outputs = list(start([_unknown_until_run(t) for t in inputs], name))
-        slot = tf.compat.v1.AttrValue(s=name.encode())
-        outputs[0].op._set_attr("_tfscale_slot", slot)
+        set_attribute(outputs[0].op, "_tfscale_slot", name)
         _keep(outputs[0])
         return outputs
 
