@@ -1,4 +1,4 @@
-"""Whether training steps leak memory: `make leaks`, or `measure` in a test.
+"""Memory leaks of training steps: `make leaks`, or `measure` in a test.
 
 tfscale run -np 2 python -m tests.faults.leaks --steps 2000
 """

@@ -1,4 +1,4 @@
-"""What ranks do together after a stop, and data that they were not given alike."""
+"""Collectives of ranks after a stop, and data that differs between ranks."""
 
 from __future__ import annotations
 

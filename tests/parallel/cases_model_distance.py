@@ -71,7 +71,7 @@ def case_an_outer_optimizer_does_not_count():
 
 @sizes(2, timeout_s=120)
 def case_averaged_gradients_of_sgd():
-    """Where no mean of models is formed, all continue with what equals it under SGD."""
+    """If models are not averaged, all ranks continue with values that equal the mean under SGD."""
     with float64():
         record = ModelDistance()
         strategy = tfscale.LocalSGD(GROUPS, 5, average="gradients")

@@ -1,4 +1,4 @@
-"""What sharded ranks save is complete and plain Keras, whichever rank has the saving callback."""
+"""Sharded ranks save complete, plain Keras files, whichever rank has the saving callback."""
 
 from __future__ import annotations
 

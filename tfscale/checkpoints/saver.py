@@ -190,7 +190,7 @@ def _sent_by_rank_zero(found: Found, parts: list[Part]) -> list[Part]:
 
 
 def _from_rank_zero(path: Path, read: Callable[[], Any], name: str) -> Any:
-    """Return what rank 0 reads; if it cannot, raise on all ranks. Collective."""
+    """Read on rank 0 and return the result on all ranks, or raise on all. Collective."""
     result: Any = None
     error = ""
     if runtime.rank() == 0:

@@ -301,10 +301,7 @@ class Executor:
         return Reduced([g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived)
 
     def publish(self, updated: Collection[int] | None = None, waits: bool = True) -> None:
-        """Send the pieces at some positions, or all, if parameters are cut. Collective.
-
-        With `waits` the step, or this call, ends after all pieces have arrived.
-        """
+        """Send the pieces at some positions, or all; with `waits` until they arrive. Collective."""
         if self.shards is not None:
             self.shards.publish(waits, updated)
 

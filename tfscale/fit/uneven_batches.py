@@ -22,8 +22,13 @@ from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ExchangeError
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.internals.optimizers import optimizer_of, optimizers_of
-from tfscale.optimizer.distributed import DistributedOptimizer, accumulators, distributed_of
+from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of
+from tfscale.optimizer.distributed import (
+    DistributedOptimizer,
+    accumulators,
+    distributed_of,
+    distributed_optimizers,
+)
 
 logger = logging.getLogger("tfscale")
 
@@ -57,7 +62,6 @@ class Progress:
     several batches do the same if they stop in the middle of a cycle.
 
     Attributes:
-        model: The model that is trained.
         trains_apart: Whether the ranks exchange no gradients, but average parameters.
         has_begun: Whether a callback has called `begin`.
         is_over: Whether the ranks have agreed to run no further step.
@@ -97,7 +101,7 @@ class Progress:
 
     @property
     def has_groups(self) -> bool:
-        """Whether groups of ranks train apart."""
+        """True if groups of ranks train apart."""
         return self._optimizer is not None and isinstance(self._optimizer.strategy, LocalSGD)
 
     @property
@@ -113,12 +117,12 @@ class Progress:
 
     @property
     def asks_before_epochs(self) -> bool:
-        """Whether ranks ask each other before each epoch, so that all begin it or none."""
+        """True if ranks ask each other before each epoch, so that all begin it or none."""
         return self._is_apart and not runtime.is_single()
 
     @property
     def is_given_up(self) -> bool:
-        """Whether a step of this epoch was given up."""
+        """True if a step of this epoch was given up."""
         return runtime.num_given_up() > self._n_given_up
 
     @property
@@ -224,8 +228,9 @@ class Progress:
     def drop_cycles(self, every: list[list[int]]) -> None:
         """Drop the batches since the last exchange if `cycles` differ between ranks."""
         if any(own != every[0] for own in every):
-            for accumulator in accumulators(self.model):
-                accumulator.drop_cycle()
+            for optimizer in distributed_optimizers(self.model):
+                if optimizer.accumulator is not None:
+                    optimizer.accumulator.drop_cycle(iterations_of(optimizer))
             logger.info(
                 "Gradients of batches since the last exchange are dropped: ranks have stopped."
             )

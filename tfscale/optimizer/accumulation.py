@@ -62,7 +62,6 @@ class Accumulator:
         self.is_mean = is_mean
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
         self._current: _Cycle | None = None
-        self._iterations: Any = None  # of the optimizer, once it has added a batch
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
 
     @property
@@ -101,11 +100,9 @@ class Accumulator:
             return False
         return int(self._current.count.numpy()) % self.passes == self.passes - 1
 
-    def drop_cycle(self) -> None:
+    def drop_cycle(self, iterations: Any) -> None:
         """Drop the batches since the last exchange, also from the optimizer's `iterations`."""
-        n_dropped = sum(cycle.drop(self.passes) for cycle in self._cycles.values())
-        if n_dropped:
-            self._iterations.assign_sub(n_dropped)
+        iterations.assign_sub(sum(cycle.drop(self.passes) for cycle in self._cycles.values()))
 
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         key = tuple(map(id, variables))
@@ -133,7 +130,7 @@ class Accumulator:
         """
         self._current = cycle = self._cycle_of(gradients, variables)
         sums, count = cycle.sums, cycle.count
-        self._iterations = iterations = iterations_of(rule)
+        iterations = iterations_of(rule)
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         added = [s.assign_add(g) for s, g in zip(sums, dense, strict=True)]
         places = iter(sums)
