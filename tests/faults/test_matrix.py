@@ -56,7 +56,7 @@ IS_ALL = bool(os.environ.get("FAULTS_ALL"))
 def run(kind, exchange, folder):
     """Return the exit code and what was printed; None where the job did not end in time."""
     script = Path(__file__).with_name("job.py")
-    command = [sys.executable, "-u", str(script), exchange, kind]
+    command = [sys.executable, str(script), exchange, kind]
     started = start_job(["-np", "2"], command, LIMITS, folder / "output")
     deadline = time.monotonic() + DEADLINE_S
     try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 
-from tests.helpers.launching import start_job
+from tests.helpers.launching import start_job, write_script
 from tfscale.launcher.mpi_command import find_processes
 
 DEADLINE_S = 10  # from the death to the end of the job
@@ -28,11 +27,9 @@ class Job:
             prefix: Words before `tfscale run`.
             environ: Variables set in addition.
         """
-        script = folder / "script.py"
-        script.write_text(text)
         self._started = start_job(
             ["-np", "2", *options],
-            [sys.executable, "-u", str(script), *words],
+            [*write_script(folder / "script.py", text), *words],
             environ,
             folder / "output",
             prefix,

@@ -22,6 +22,15 @@ from tfscale.launcher.mpi_command import (
     new_job,
 )
 
+# With `python -u`, a call of print with two values writes four times, and ranks share the output.
+_WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
+
+
+def write_script(path: Path, text: str) -> list[str]:
+    """Write a script whose printed lines arrive whole; return the command that runs it."""
+    path.write_text(_WHOLE_LINES + text)
+    return [sys.executable, str(path)]
+
 
 @dataclass
 class Started:
@@ -138,11 +147,11 @@ def launch_script(
     words = [script_or_code] if isinstance(script_or_code, str) else list(script_or_code)
     with tempfile.TemporaryDirectory(prefix="tfscale-script-") as folder:
         if not words[0].endswith(".py") or "\n" in words[0]:
-            script = Path(folder) / "script.py"
-            script.write_text(words[0])
-            words[0] = str(script)
+            command = write_script(Path(folder) / "script.py", words[0])
+        else:
+            command = [sys.executable, "-u", words[0]]
+        command += words[1:]
         start = time.monotonic()
-        command = [sys.executable, "-u", *words]
         started = start_ranks(size, command, env, Path(folder) / "output")
         try:
             code: int | None = started.process.wait(timeout_s)
