@@ -108,6 +108,71 @@ def test_death_at_a_random_moment(tmp_path, seed):
     kill_at_a_random_moment(tmp_path, seed)
 
 
+ELSEWHERE = """
+import os, signal, sys, time
+import keras, numpy as np
+import tfscale, tfscale.keras as hvd
+from tfscale.data import GlobalBatches
+hvd.init()
+place, exchange, folder = sys.argv[1:]
+exchange = {"Chunked": tfscale.Chunked(first_chunk_layers=1, replicated_dense=0),
+            "LocalSGD": tfscale.LocalSGD(groups=2, interval=4), "auto": "auto"}[exchange]
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), exchange=exchange), loss="mse")
+x, y = np.ones((512, 4)), np.ones((512, 1))
+data = lambda: GlobalBatches(x, y, batch_size=8)
+
+def ready():
+    print(f"READY {hvd.rank()} {os.getpid()} {time.time()} .", flush=True)
+
+def die():
+    if hvd.rank() == 1:
+        ready()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Die(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        if place == "evaluate" and batch == 5:
+            die()
+    def on_predict_batch_end(self, batch, logs=None):
+        if batch == 5:
+            die()
+
+def watch(event, words):  # of Python itself: files that are opened to be written
+    if event == "open" and str(words[0]).startswith(folder) and "w" in (words[1] or ""):
+        die()
+
+if hvd.rank() == 0:
+    ready()
+callbacks = [tfscale.callbacks.Synchronize(), Die()]
+if place == "saving":
+    callbacks.insert(0, tfscale.callbacks.Checkpoint(folder, every_n_steps=10))
+    sys.addaudithook(watch)
+model.fit(data(), verbose=0, epochs=2, callbacks=callbacks, validation_data=data())
+if place == "predict":
+    model.predict(x, batch_size=8, verbose=0, callbacks=[Die()])
+    tfscale.allreduce(np.ones(1))
+"""
+CELLS = [
+    (place, exchange)
+    for place in ("evaluate", "predict", "saving")
+    for exchange in ("Chunked", "LocalSGD", "auto")
+]
+# Each place and each exchange once; all with FAULTS_ALL=1.
+IN_CI = CELLS if os.environ.get("FAULTS_ALL") else CELLS[::4]
+
+
+@pytest.mark.timeout(START_S + 60)
+@pytest.mark.parametrize(("place", "exchange"), IN_CI)
+def test_death_outside_of_steps(tmp_path, place, exchange):
+    with Job(tmp_path, ELSEWHERE, place, exchange, str(tmp_path / "saved")) as job:
+        pid, since = job.ready(1)
+        other, _ = job.ready(0)
+        assert job.end(since) == 137, job.output()
+        wait_for_end([pid, other], since)
+        assert job.last_lines()[0].startswith("tfscale: rank 1 on host"), job.output()
+
+
 @pytest.mark.timeout(START_S + 60)
 def test_launcher_killed(tmp_path):
     with Job(tmp_path, TRAINING, "wait") as job:

@@ -1,9 +1,13 @@
 """`tfscale run` when ranks, or it itself, end; TensorFlow plays no part in it."""
 
+import contextlib
 import os
+import re
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +87,74 @@ def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
         since = time.time()
         job.process.kill()
         wait_for_end(pids, since)
+
+
+@pytest.mark.timeout(START_S)
+@pytest.mark.parametrize("pause_s", [0.3, 1.0, 2.5])
+def test_a_stop_while_ranks_start(tmp_path, pause_s):
+    """Python of `tfscale run`, mpiexec, or TensorFlow of the ranks is being loaded."""
+    script = "import tensorflow, tfscale; tfscale.init(); import time; time.sleep(100)"
+    with Job(tmp_path, script, options=("--restarts", "3")) as job:
+        time.sleep(pause_s)
+        pids = [int(p) for p in os.listdir("/proc") if p.isdigit() and is_of(p, tmp_path)]
+        since = time.time()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end(since) in (-signal.SIGTERM, 128 + signal.SIGTERM), job.output()
+        wait_for_end(pids, since)
+        assert "restart 1" not in job.output()
+
+
+def is_of(pid, folder):
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+FLOOD = """
+import sys
+line = "x" * 99 + "\\n"
+for stream in (sys.stdout, sys.stderr):
+    for _ in range(200):
+        stream.write(line * 1000)
+    stream.write("y" * 20_000_000 + "\\n")
+    stream.flush()
+"""
+
+
+@pytest.mark.timeout(START_S)
+def test_a_flood_of_output(tmp_path):
+    """All of 160 MB, a quarter of them in lines of 20 MB, in a launcher that stays small."""
+    with Job(tmp_path, FLOOD) as job:
+        peak_mb = 0
+        while job.process.poll() is None:
+            with contextlib.suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{job.process.pid}/status").read_text()
+                peak_mb = max([peak_mb, *map(int, re.findall(r"VmHWM:\s+(\d+) kB", status))])
+            time.sleep(0.1)
+        assert job.process.returncode == 0
+        printed = Path(tmp_path / "output").read_bytes()
+    assert printed.count(b"x") >= 2 * 2 * 99 * 200_000
+    assert printed.count(b"y") >= 2 * 2 * 20_000_000
+    assert 0 < peak_mb < 200_000  # in units of 1024 bytes
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
+@pytest.mark.timeout(START_S)
+def test_the_launcher_is_process_1_of_a_container(tmp_path):
+    """It gets orphans, has no default handlers of signals, and its end is that of all."""
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    orphan = "import subprocess; subprocess.Popen(['sh', '-c', '(sleep 0.1 &)'])\n"
+    with Job(
+        tmp_path, orphan + PLAIN, "fails once", options=("--restarts", "1"), prefix=prefix
+    ) as job:
+        assert job.process.wait(START_S) == 0, job.output()
+        assert "tfscale: restart 1 of 1, with 2 ranks." in job.output()
+    with Job(tmp_path, PLAIN, "saves", prefix=prefix) as job:
+        job.ready(0), job.ready(1)
+        inside = int(Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text())
+        os.kill(inside, signal.SIGTERM)
+        assert job.process.wait(START_S) == 75, job.output()
 
 
 @pytest.mark.quick

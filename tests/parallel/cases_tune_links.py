@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Iterator
 
 import tfscale
@@ -42,7 +43,7 @@ def case_links_are_measured_alike_on_all_ranks():
     machine = measured()
     assert all(other == machine for other in tfscale.allgather_object(machine))
     assert machine.ranks_per_host == tfscale.size()
-    assert machine.link(2).bytes_per_s == machine.host_bytes_per_s
+    assert math.isclose(machine.link(2).bytes_per_s, machine.host_bytes_per_s)  # rounded: x * 3 / 3
     # Between a slow Ethernet and the fastest memory there is.
     assert 1e6 < machine.host_bytes_per_s < 1e12
     assert 0 <= machine.host_latency_s < 1

@@ -1,5 +1,6 @@
 """The callback Checkpoint in one process: when it saves, and how a run continues."""
 
+import os
 import threading
 
 import keras
@@ -42,6 +43,20 @@ def test_rhythms(tmp_path):
         fit(Checkpoint(tmp_path / name, **options))
         assert steps_in(tmp_path / name) == steps, name
         assert not [p for p in (tmp_path / name).iterdir() if not p.name.startswith("step-")]
+
+
+def test_no_more_than_one_checkpoint_above_keep(tmp_path, monkeypatch):
+    """Also while one is written: disks are planned for it."""
+    seen = []
+    make = os.mkdir
+
+    def counted(path, *words, **options):
+        make(path, *words, **options)
+        seen.append(len(list(tmp_path.glob("step-*"))))
+
+    monkeypatch.setattr(os, "mkdir", counted)
+    fit(Checkpoint(tmp_path, 1, keep=2))
+    assert max(seen) == 3
 
 
 @pytest.mark.parametrize("stop", [3, 4, 7, 11])
