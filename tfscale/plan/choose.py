@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tfscale.files import sha256
 from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
@@ -15,6 +14,7 @@ from tfscale.plan.parts import (
     LayerPart,
     LayerPlan,
     bucketed,
+    cheap_partial_layers,
     chunked,
     dense_layers,
     kinds_for,
@@ -27,7 +27,8 @@ from tfscale.plan.simulate import Prediction, simulate
 _CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of buckets that are tried
 _FEW_CUTS = (1, 3, 8)  # tried while the exchange of dense layers is chosen
 _TRIED_CHUNKS = 10
-_MEBIBYTES = (1, 4, 16, 64)  # bucket sizes that `recommend` tries
+PLAIN = "tfscale.Allreduce()"
+_MEBIBYTES = (1, 4, 16, 64)  # bucket sizes of `written_exchanges`
 _MOST_REPLICATED = 3
 
 
@@ -94,7 +95,7 @@ def best_first_chunk(
 
 # A plan must be predicted to be this much faster than plain allreduce: a smaller gain is within the
 # error of the prediction, and plain allreduce has the fewest surprises.
-_LEAST_GAIN = 0.03
+LEAST_GAIN = 0.03
 _TRIED_DENSE = 8  # largest dense layers whose exchange is chosen one by one
 _TRIED_PARTS = 24  # parts that are switched one by one
 
@@ -122,7 +123,7 @@ class Choice:
 
 
 def plain_plan(scenario: Scenario) -> LayerPlan:
-    """Return the plan of `tfscale.Allreduce()`."""
+    """Return the plan of `PLAIN`."""
     table = scenario.table
     return bucketed(table, auto_bucket_bytes(specs_of(table)))
 
@@ -144,7 +145,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
     plain_s, best_s = search.step_s(plain), search.step_s(best)
     gain = 1 - best_s / plain_s
     reason = f"{plain_s / best_s:.2f} times faster than plain allreduce"
-    if gain < _LEAST_GAIN:
+    if gain < LEAST_GAIN:
         best = plain
         reason = f"the best other plan would be {100 * gain:.1f} % faster: less than it must be"
     known, words = search.known, _describe(best, is_plain=best == plain)
@@ -211,36 +212,34 @@ def _switch_parts(search: _Search, plan: LayerPlan) -> LayerPlan:
     return plan
 
 
-class Recommendation(NamedTuple):
-    """A strategy, its plan and prediction."""
+def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
+    """Return the exchanges that a user can choose: for each kind, plans by what to write in Python.
 
-    words: str  # in Python, such as "tfscale.Sharded(bucket_mb=4)"
-    plan: LayerPlan
-    predicted: Prediction
-
-
-def recommend(scenario: Scenario) -> Recommendation:
-    """Return the fastest strategy with options; `Allreduce()` unless another is 3 % faster."""
-    options = [("tfscale.Allreduce()", plain_plan(scenario))]
-    options += _options(scenario) if scenario.n_ranks > 1 else ()
-    usual, *tried = (Recommendation(w, plan, simulate(scenario, plan)) for w, plan in options)
-    best = min(tried, key=lambda one: one.predicted.step_s, default=usual)
-    is_better = best.predicted.step_s <= (1 - _LEAST_GAIN) * usual.predicted.step_s
-    return best if is_better else usual
-
-
-def _options(scenario: Scenario) -> Iterator[tuple[str, LayerPlan]]:
+    Each kind has the options that are worth trying; the first one is `PLAIN`.
+    """
     table, dense = scenario.table, dense_layers(scenario.table)
-    for size in _MEBIBYTES:
-        yield f"tfscale.Allreduce(bucket_mb={size})", bucketed(table, size * 2**20)
-    n_layers = sum(1 for layer in table.layers if layer.weights)
-    for n_replicated in range(min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
+
+    def chunks(n_replicated: int) -> dict[str, LayerPlan]:
         first = best_first_chunk(scenario, 2, n_replicated, n_tried=12)
         more = f", replicated_dense={n_replicated}" if n_replicated else ""
-        words = f"tfscale.Chunked(first_chunk_layers={first}{more})"
-        yield words, chunked(table, first, 2, n_replicated)
-    for mode in ("weights", "partial") if dense else ("weights",):
-        special: dict[int, Kind] = dict.fromkeys(dense, "partial") if mode == "partial" else {}
-        for size in _MEBIBYTES:
-            words = f'tfscale.Sharded(bucket_mb={size}, dense="{mode}")'
-            yield words, bucketed(table, size * 2**20, "sharded", special)
+        plan = chunked(table, first, 2, n_replicated)
+        return {f"tfscale.Chunked(first_chunk_layers={first}{more})": plan}
+
+    def buckets(start: str, end: str, kind: Kind, special: dict[int, Kind]) -> dict[str, LayerPlan]:
+        plans = {size: bucketed(table, size * 2**20, kind, special) for size in _MEBIBYTES}
+        return {f"tfscale.{start}(bucket_mb={size}{end}": plan for size, plan in plans.items()}
+
+    found = {
+        "allreduce": {PLAIN: plain_plan(scenario), **buckets("Allreduce", ")", "allreduce", {})},
+        "one allreduce per layer": {'tfscale.Chunked(chunks="per_layer")': bucketed(table, None)},
+        "chunked": chunks(0),
+        "chunked, replicated dense": {},
+        "sharded": buckets("Sharded", ', dense="weights")', "sharded", {}),
+    }
+    n_layers = sum(1 for layer in table.layers if layer.weights)
+    for n_replicated in range(1, min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
+        found["chunked, replicated dense"] |= chunks(n_replicated)
+    if dense:
+        end, special = f", global_batch={scenario.global_batch})", cheap_partial_layers(scenario)
+        found["sharded, partial dense"] = buckets("Sharded", end, "sharded", special)
+    return {kind: plans for kind, plans in found.items() if plans}

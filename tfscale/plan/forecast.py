@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tfscale.config import ConfigError
 from tfscale.plan.buckets import auto_bucket_bytes
-from tfscale.plan.choose import Choice, best_first_chunk, choose, plain_plan, recommend
+from tfscale.plan.choose import LEAST_GAIN, PLAIN, Choice, choose, plain_plan, written_exchanges
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     KINDS,
@@ -16,9 +16,6 @@ from tfscale.plan.parts import (
     LayerPart,
     LayerPlan,
     bucketed,
-    cheap_partial_layers,
-    chunked,
-    dense_layers,
     kinds_for,
     lower_bound_s,
     memory_bytes,
@@ -62,41 +59,13 @@ class Point:
     predicted: Prediction
     speedup: float  # relative to one rank with as many samples per step
     memory: float  # bytes that a rank holds besides activations
-    made_of: str = ""  # the planner's choice in words; empty for fixed exchanges
-
-
-def _chunks(scenario: Scenario, n_replicated: int = 0) -> LayerPlan:
-    """Return two chunks with the best boundary."""
-    first = best_first_chunk(scenario, 2, n_replicated, n_tried=16)
-    return chunked(scenario.table, first, 2, n_replicated)
-
-
-def _chunks_with_dense(scenario: Scenario) -> LayerPlan:
-    n_dense = len(dense_layers(scenario.table))
-    plans = [_chunks(scenario, n) for n in range(min(n_dense, 3) + 1)]
-    return min(plans, key=lambda plan: simulate(scenario, plan).step_s)
-
-
-def _sharded(scenario: Scenario, special: dict[int, Kind] | None = None) -> LayerPlan:
-    n_bytes = auto_bucket_bytes(specs_of(scenario.table))
-    return bucketed(scenario.table, n_bytes, "sharded", special)
-
-
-# The exchanges that a user can choose by name, each with its best parameters.
-FIXED: dict[str, Callable[[Scenario], LayerPlan]] = {
-    "allreduce": plain_plan,
-    "one allreduce per layer": lambda scenario: bucketed(scenario.table, None),
-    "chunked": _chunks,
-    "chunked, replicated dense": _chunks_with_dense,
-    "sharded": _sharded,
-    "sharded, partial dense": lambda s: _sharded(s, cheap_partial_layers(s)),
-}
+    words: str = ""  # what to write in Python; for "auto", the planner's choice
 
 
 def forecast(
     scenario: Scenario, ranks: Sequence[int], n_groups: int = 0, interval: int = 8
 ) -> list[Point]:
-    """Predict a model's step for each number of ranks and each exchange.
+    """Predict a model's step for each number of ranks and each exchange, with its best options.
 
     Exchanges of dense layers are left out for models that have none. Local SGD is left out for 0
     groups, and where the groups do not divide the number of ranks or samples.
@@ -108,23 +77,22 @@ def forecast(
     for n_ranks in ranks:
         at = replace(scenario, n_ranks=n_ranks)
         found: list[tuple[str, Scenario, LayerPlan, Prediction, str]] = []
-        for name, build in FIXED.items():
-            if "dense" in name and not dense_layers(scenario.table):
-                continue
-            plan = build(at)
-            found.append((name, at, plan, simulate(at, plan), ""))
+        for name, plans in written_exchanges(at).items():
+            tried = [(name, at, plan, simulate(at, plan), words) for words, plan in plans.items()]
+            found.append(min(tried, key=lambda one: one[3].step_s))
         choice = choose(at)
         found.append((AUTO, at, choice.plan, choice.predicted, choice.name))
         is_divided = n_groups > 0 and n_ranks % n_groups == 0
         if is_divided and scenario.global_batch % n_groups == 0:
             n_own, batch = n_ranks // n_groups, scenario.global_batch // n_groups
             group = replace(at, n_ranks=n_own, global_batch=batch)
-            plan = _sharded(group)
+            n_bytes = auto_bucket_bytes(specs_of(scenario.table))
+            plan = bucketed(scenario.table, n_bytes, "sharded")
             predicted = simulate_local_sgd(group, plan, n_groups, interval)
             found.append((LOCAL_SGD, group, plan, predicted, ""))
-        for name, of, plan, predicted, made_of in found:
+        for name, of, plan, predicted, words in found:
             speedup, memory = base_s / predicted.step_s, memory_bytes(of, plan)
-            points.append(Point(name, n_ranks, predicted, speedup, memory, made_of))
+            points.append(Point(name, n_ranks, predicted, speedup, memory, words))
     return points
 
 
@@ -183,12 +151,12 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
     body = []
     for n_ranks, best in winners(points).items():
         auto, at = autos[n_ranks], replace(scenario, n_ranks=n_ranks)
-        said = recommend(at)
-        times = (best.predicted, said.predicted, auto.predicted)
-        best_ms, said_ms, auto_ms = (f"{1e3 * one.step_s:.2f}" for one in times)
-        bound_ms = f"{1e3 * lower_bound_s(at):.2f}"
-        row = [n_ranks, best.exchange, best_ms, said.words, said_ms, auto_ms, bound_ms]
-        body.append([*row, auto.made_of])
+        best_s, plain_s = best.predicted.step_s, simulate(at, plain_plan(at)).step_s
+        is_better = best_s <= (1 - LEAST_GAIN) * plain_s
+        words, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
+        times = (words_s, auto.predicted.step_s, lower_bound_s(at))
+        row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", words]
+        body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.words])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
 
 
