@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 
@@ -19,6 +20,24 @@ class PlanError(ValueError):
 
 class ExchangeError(RuntimeError):
     """Communication cannot start, failed, or would give a wrong result."""
+
+
+def require(fits: bool, name: str, requirement: str, value: Any, remedy: str = "") -> None:
+    """Raise a ConfigError about an argument or setting unless it fits."""
+    if not fits:
+        text = f"{name} must be {requirement}. Received: {name}={value!r}."
+        raise ConfigError(f"{text} {remedy}".rstrip())
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return whether a value is an integer of `least` or more."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Return `value` as an int of at least `least`, or raise a ConfigError."""
+    require(is_count(value, least), name, f"a whole number of at least {least}", value)
+    return int(value)
 
 
 class exit_codes:
@@ -73,11 +92,8 @@ class Settings:
     timeline: str = ""
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigError(
-                f"TFSCALE_BACKEND must be one of {', '.join(BACKENDS)}. "
-                f"Received: {self.backend!r}. Unset it to choose automatically."
-            )
+        known, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."
+        require(self.backend in BACKENDS, "TFSCALE_BACKEND", known, self.backend, remedy)
         for name, low, high in (
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
@@ -87,12 +103,9 @@ class Settings:
             ("reduce_threads", 0, 1024),
             ("pin_core", -1, 4095),
         ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(
-                    f"{variable_name(name)} must lie in [{low}, {high}]. Received: {value}. "
-                    f"The default is {getattr(Settings, name)}."
-                )
+            value, remedy = getattr(self, name), f"The default is {getattr(Settings, name)}."
+            fits = low <= value <= high
+            require(fits, variable_name(name), f"in [{low}, {high}]", value, remedy)
 
 
 def variable_name(field: str) -> str:
@@ -120,7 +133,7 @@ def _parse(name: str, text: str, kind: type) -> object:
             return True
         if text.lower() in ("0", "false", "no", "off"):
             return False
-        raise ConfigError(f"{name} must be 1 or 0. Received: {text!r}.")
+        require(False, name, "1 or 0", text)
     try:
         return kind(text)
     except ValueError as error:

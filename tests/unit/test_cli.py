@@ -80,7 +80,9 @@ def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_hos
 def test_threads_are_left_alone_where_the_user_says_so_or_a_rank_is_alone():
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": "0"}) == {}
     assert thread_variables(FOUR, {"TFSCALE_SET_THREADS": ""}) == thread_variables(FOUR, {})
-    with pytest.raises(ConfigError, match="TFSCALE_SET_THREADS must be 1 or 0. Received: 'two'"):
+    with pytest.raises(
+        ConfigError, match="TFSCALE_SET_THREADS must be 1 or 0. Received: TFSCALE_SET_THREADS='two'"
+    ):
         thread_variables(FOUR, {"TFSCALE_SET_THREADS": "two"})
     assert thread_variables(LaunchSpec(("x",), 1, n_cores=8), {}) == {}
 
@@ -179,7 +181,7 @@ def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, 
         (["run", "-np", "3", "-H", "a:2", "python"], "1 too few"),
         (["run", "-np", "3", "-H", "a:2", "--hostfile", "f", "python"], "come from one place"),
         (["run", "-np", "3", "--hostfile", "/no", "--restarts", "1", "python"], "readable"),
-        (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts -1"),
+        (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts=-1"),
         (["run", "-np", "3", "--min-np", "4", "python"], r"in [1, 3]"),
         (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
     ],

@@ -58,16 +58,20 @@ def test_words_for_yes_and_no(text, value):
     ("name", "text", "message"),
     [
         ("TFSCALE_BACKEND", "mpi", "TFSCALE_BACKEND must be one of auto, engine, horovod, single."),
-        ("TFSCALE_SET_THREADS", "maybe", "TFSCALE_SET_THREADS must be 1 or 0. Received: 'maybe'."),
+        (
+            "TFSCALE_SET_THREADS",
+            "maybe",
+            "TFSCALE_SET_THREADS must be 1 or 0. Received: TFSCALE_SET_THREADS='maybe'.",
+        ),
         ("TFSCALE_PIN_CORE", "a", "TFSCALE_PIN_CORE must be a int. Received: 'a'."),
         ("TFSCALE_CHUNK_BYTES", "1e6", "TFSCALE_CHUNK_BYTES must be a int. Received: '1e6'."),
-        ("TFSCALE_CHUNK_BYTES", "1", "TFSCALE_CHUNK_BYTES must lie in [64, "),
-        ("TFSCALE_PIN_CORE", "4096", "Received: 4096. The default is -1."),
-        ("TFSCALE_STALL_WARNING_S", "0", "TFSCALE_STALL_WARNING_S must lie in [0.01, inf]."),
-        ("TFSCALE_STALL_SHUTDOWN_S", "nan", "TFSCALE_STALL_SHUTDOWN_S must lie in"),
-        ("TFSCALE_WINDOW_BYTES", "0", "TFSCALE_WINDOW_BYTES must lie in [1, "),
-        ("TFSCALE_REDUCE_THREADS", "-1", "TFSCALE_REDUCE_THREADS must lie in [0, 1024]."),
-        ("TFSCALE_PIN_CORE", "-2", "TFSCALE_PIN_CORE must lie in [-1, 4095]."),
+        ("TFSCALE_CHUNK_BYTES", "1", "TFSCALE_CHUNK_BYTES must be in [64, "),
+        ("TFSCALE_PIN_CORE", "4096", "Received: TFSCALE_PIN_CORE=4096. The default is -1."),
+        ("TFSCALE_STALL_WARNING_S", "0", "TFSCALE_STALL_WARNING_S must be in [0.01, inf]."),
+        ("TFSCALE_STALL_SHUTDOWN_S", "nan", "TFSCALE_STALL_SHUTDOWN_S must be in"),
+        ("TFSCALE_WINDOW_BYTES", "0", "TFSCALE_WINDOW_BYTES must be in [1, "),
+        ("TFSCALE_REDUCE_THREADS", "-1", "TFSCALE_REDUCE_THREADS must be in [0, 1024]."),
+        ("TFSCALE_PIN_CORE", "-2", "TFSCALE_PIN_CORE must be in [-1, 4095]."),
     ],
 )
 def test_errors_name_the_variable(name, text, message):

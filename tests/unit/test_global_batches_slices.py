@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfscale.config import ConfigError
-from tfscale.data.slices import BatchSlices, check_integer, check_slices, epoch_order
+from tfscale.config import ConfigError, check_integer
+from tfscale.data.slices import BatchSlices, check_slices, epoch_order
 
 SIZES = st.integers(1, 9)
 

@@ -36,7 +36,7 @@ SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
         ({"groups": -1}, "Received: num_groups=-1, groups=None."),
         ({"groups": "dense"}, "or lists of variables that are sent together."),
         ({"groups": ["dense"]}, "or lists of variables that are sent together."),
-        ({"process_set": [0]}, "process_set must be a ProcessSet. Received: [0]."),
+        ({"process_set": [0]}, "process_set must be a ProcessSet. Received: process_set=[0]."),
         ({"exchange": "fast"}, "exchange must be one of 'allreduce'"),
         ({"exchange": tfscale.Allreduce}, "or a strategy such as tfscale.Allreduce(bucket_mb=4)."),
     ],

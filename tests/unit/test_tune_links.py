@@ -37,8 +37,8 @@ def test_the_command_starts_ranks():
     "words, text",
     [
         (["--input-shape", "48x48", "--model", "a:b"], "--input-shape must be numbers"),
-        (["--batch", "0"], "--batch must be 1 or more. Received: --batch 0"),
-        (["--max-spread", "-1"], "--max-spread must be 0 or more. Received: --max-spread -1"),
+        (["--batch", "0"], "--batch must be 1 or more. Received: --batch=0"),
+        (["--max-spread", "-1"], "--max-spread must be 0 or more. Received: --max-spread=-1"),
         (["--output", "a_file/machine.json"], "--output must name a file that can be written"),
         (
             ["--output", "."],

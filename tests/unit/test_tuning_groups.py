@@ -132,7 +132,7 @@ def test_numbers_of_groups():
 
 def test_a_learning_rate_is_above_0(capsys):
     assert cli.main(["tune", "groups", "--learning-rate", "-0.1", __file__]) == 2
-    assert "Received: --learning-rate -0.1" in capsys.readouterr().err
+    assert "Received: --learning-rate=-0.1" in capsys.readouterr().err
 
 
 def test_each_group_gets_the_batches_of_the_script():

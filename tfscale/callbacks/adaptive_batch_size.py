@@ -14,7 +14,7 @@ from tfscale.callbacks.checkpoint import BackupAndRestore
 from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import AdaptiveRate, LearningRateScheduleCallback
 from tfscale.comm import runtime
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, require
 from tfscale.data.global_batches import GlobalBatches, put_back_settings, use_active_ranks
 from tfscale.data.slices import count_active
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
@@ -171,11 +171,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
             decay_epochs=tuple(decay_epochs),
             warmup_epochs=warmup_epochs,
         )
-        if active_ranks not in ("all", "grow"):
-            raise ConfigError(
-                "active_ranks must be 'all' or 'grow'. Received: "
-                f"active_ranks={active_ranks!r}. Use 'all' if in doubt."
-            )
+        fits = active_ranks in ("all", "grow")
+        require(fits, "active_ranks", "'all' or 'grow'", active_ranks, "Use 'all' if in doubt.")
         self._has_surplus = active_ranks == "grow"
         self._momentum_correction = momentum_correction
         self.log_path = log_path

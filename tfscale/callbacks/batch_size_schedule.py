@@ -9,9 +9,8 @@ from typing import Any
 import keras
 
 from tfscale.callbacks.base import Callback
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches, keep_settings, put_back_settings
-from tfscale.data.slices import check_integer
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import own_of
 

@@ -15,9 +15,8 @@ from tfscale.checkpoints.saver import Saver, Schedule, agree_on_end
 from tfscale.checkpoints.snapshot_restore import Position, Reader, Restore, is_broken, take_snapshot
 from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
-from tfscale.config import PREEMPTED, ConfigError
+from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.data.slices import check_integer
 from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import build, build_from_data
 from tfscale.fit.session import running_session, session_for
@@ -297,8 +296,7 @@ class BackupAndRestore(Checkpoint):
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
     ) -> None:
-        if not backup_dir:
-            raise ConfigError(f"backup_dir must name a folder. Received: {backup_dir!r}.")
+        require(bool(backup_dir), "backup_dir", "the name of a folder", backup_dir)
         is_epoch = save_freq == "epoch"
         super().__init__(
             backup_dir,

@@ -13,7 +13,7 @@ from tfscale.callbacks.base import Callback
 from tfscale.comm import events as recorder
 from tfscale.comm import objects, runtime, timeline
 from tfscale.comm.events import ClockMap, clock_ns
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, check_integer
 from tfscale.files import append_json_lines, write_json_lines
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
@@ -53,13 +53,9 @@ class CommunicationReport(Callback):
 
     def __init__(self, directory: str | Path, every_n_steps: int = 10) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ConfigError(
-                f"every_n_steps must be 1 or more. Received: every_n_steps={every_n_steps}."
-            )
         self.directory = Path(directory)
         self._path = self.directory / FILE_NAME
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._before: dict[int, dict[Key, frozenset[Key]]] = {}  # by plan
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from tfscale.callbacks.base import BeforeValidation
 from tfscale.callbacks.synchronize import average_variables
 from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, runtime
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, is_count, require
 from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
@@ -40,8 +40,7 @@ class DistanceWeights:
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if not self.lam >= 0:
-            raise ConfigError(f"lam must be 0 or more. Received: lam={self.lam}.")
+        require(self.lam >= 0, "lam", "0 or more", self.lam)
 
     def of(self, common: np.ndarray, own: np.ndarray) -> float:
         """Return a rank's weight, in (0, 1]."""
@@ -65,8 +64,7 @@ class Divergence:
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if not self.threshold >= 0:
-            raise ConfigError(f"threshold must be 0 or more. Received: {self.threshold}.")
+        require(self.threshold >= 0, "threshold", "0 or more", self.threshold)
 
 
 class ParameterAveraging(BeforeValidation):
@@ -106,15 +104,10 @@ class ParameterAveraging(BeforeValidation):
         when: Divergence | None = None,
     ) -> None:
         super().__init__()
-        if every_n_epochs != "end" and not (isinstance(every_n_epochs, int) and every_n_epochs > 0):
-            raise ConfigError(
-                "every_n_epochs must be 1 or more, or 'end'. "
-                f"Received: every_n_epochs={every_n_epochs!r}."
-            )
-        if weights != "uniform" and not isinstance(weights, DistanceWeights):
-            raise ConfigError(
-                f"weights must be 'uniform' or DistanceWeights(lam). Received: {weights!r}."
-            )
+        fits = every_n_epochs == "end" or is_count(every_n_epochs)
+        require(fits, "every_n_epochs", "1 or more, or 'end'", every_n_epochs)
+        fits = weights == "uniform" or isinstance(weights, DistanceWeights)
+        require(fits, "weights", "'uniform' or DistanceWeights(lam)", weights)
         self.every_n_epochs = every_n_epochs
         self.weights = DistanceWeights(0.0) if weights == "uniform" else weights
         self.when = when

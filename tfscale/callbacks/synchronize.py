@@ -17,7 +17,7 @@ from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
 from tfscale.optimizer.distributed import distributed_of, passes_per_update, process_set_of
@@ -93,11 +93,8 @@ class Synchronize(Container):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, after the callbacks before this one have restored their state."""
         Callback.on_train_begin(self, logs)
-        if not 0 <= self.root_rank < runtime.size():
-            raise ConfigError(
-                f"root_rank must be a rank of this job, 0 to {runtime.size() - 1}. "
-                f"Received: root_rank={self.root_rank}. Pass 0 if in doubt."
-            )
+        fits, known = 0 <= self.root_rank < runtime.size(), f"a rank, 0 to {runtime.size() - 1}"
+        require(fits, "root_rank", known, self.root_rank, "Pass 0 if in doubt.")
         if runtime.size() > 1:
             build(self.model)
             _broadcast(self.model, self.root_rank, self.local_variables)
@@ -221,11 +218,8 @@ class NonTrainableState(BeforeValidation):
         local_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise ConfigError(
-                f"non_trainable must be one of {', '.join(map(repr, MODES))}. Received: "
-                f"non_trainable={mode!r}. Use 'average' if in doubt."
-            )
+        known, remedy = f"one of {', '.join(map(repr, MODES))}", "Use 'average' if in doubt."
+        require(mode in MODES, "non_trainable", known, mode, remedy)
         self.mode = mode
         self.root_rank = root_rank
         self.local_variables = list(local_variables or ())

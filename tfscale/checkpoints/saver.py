@@ -31,8 +31,7 @@ from tfscale.checkpoints.files import (
     write_part,
 )
 from tfscale.comm import collectives, objects, runtime
-from tfscale.config import ConfigError, ExchangeError
-from tfscale.data.slices import check_integer
+from tfscale.config import ConfigError, ExchangeError, check_integer, require
 
 logger = logging.getLogger("tfscale")
 
@@ -243,8 +242,7 @@ class Schedule:
             n_epochs = 1
         self._n_steps = None if n_steps is None else check_integer("every_n_steps", n_steps, 1)
         self._n_epochs = None if n_epochs is None else check_integer("every_n_epochs", n_epochs, 1)
-        if seconds is not None and not seconds > 0:
-            raise ConfigError(f"every_seconds must be above 0. Received: every_seconds={seconds}.")
+        require(seconds is None or seconds > 0, "every_seconds", "above 0", seconds)
         self._seconds = seconds
         self.restart()
 

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import keras
 
 from tfscale.comm import runtime
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, check_integer
 from tfscale.data.slices import (
     BatchSlices,
     StepCount,
-    check_integer,
     check_slices,
     count_active,
 )

@@ -77,19 +77,6 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
-def check_integer(name: str, value: Any, minimum: int) -> int:
-    """Return `value` as an int of at least `minimum`, or raise ConfigError."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or number < minimum:
-        raise ConfigError(
-            f"{name} must be a whole number of at least {minimum}. Received: {name}={value!r}."
-        )
-    return number
-
-
 def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
     """Return `slices` unchanged if all ranks can share the batches, else raise.
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.exchange.base import Exchange, require
+from tfscale.config import require
+from tfscale.exchange.base import Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, auto_bucket_bytes, build_buckets
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, require
 from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, require
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.exchange.sharded import dense_kind
 from tfscale.plan import parts as simulated

@@ -6,7 +6,6 @@ import abc
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, ClassVar, Literal, Protocol
 
 from tfscale.comm.backends.base import Group
@@ -94,17 +93,6 @@ class Watch(Protocol):
         `data` and `callbacks` are those of the `fit`; None and empty outside of `fit`.
         """
         ...
-
-
-def require(fits: bool, name: str, requirement: str, value: Any) -> None:
-    """Raise a ConfigError about an option of a strategy unless it fits."""
-    if not fits:
-        raise ConfigError(f"{name} must be {requirement}. Received: {name}={value!r}.")
-
-
-def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether a value is an integer of `least` or more."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def resolve(exchange: Any) -> Exchange:

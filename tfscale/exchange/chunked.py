@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError, PlanError
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, is_count, require
+from tfscale.config import ConfigError, PlanError, is_count, require
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks
 from tfscale.plan.layers import is_replicated_cheaper

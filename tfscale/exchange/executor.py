@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import ProcessSet
-from tfscale.config import ConfigError, PlanError
+from tfscale.config import ConfigError, PlanError, require
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
 from tfscale.exchange.plan import (
@@ -58,11 +58,8 @@ class Executor:
         With `scale_local_gradients`, gradients of local variables are divided by the number of
         ranks.
         """
-        if not isinstance(process_set, ProcessSet):
-            raise ConfigError(
-                f"process_set must be a ProcessSet. Received: {process_set!r}. "
-                "Make one with tfscale.add_process_set(ranks)."
-            )
+        fits, remedy = isinstance(process_set, ProcessSet), "Use tfscale.add_process_set(ranks)."
+        require(fits, "process_set", "a ProcessSet", process_set, remedy)
         self.strategy = strategy
         self.options = options
         self.process_set = process_set  # all other ranks keep their own gradients

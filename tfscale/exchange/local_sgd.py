@@ -9,8 +9,8 @@ from typing import Any, Literal
 import keras
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError
-from tfscale.exchange.base import Exchange, is_count, require, resolve
+from tfscale.config import ConfigError, is_count, require
+from tfscale.exchange.base import Exchange, resolve
 from tfscale.exchange.plan import ExchangePlan, Table
 from tfscale.exchange.sharded import Sharded
 

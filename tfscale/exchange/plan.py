@@ -19,7 +19,7 @@ from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, require
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, row_cuts
@@ -47,23 +47,16 @@ class GradientOptions:
         if isinstance(self.groups, int):
             object.__setattr__(self, "num_groups", self.groups)  # the dataclass is frozen
             object.__setattr__(self, "groups", None)
-        if self.op not in (runtime.Average, runtime.Sum):
-            raise ConfigError(f"op must be Average or Sum for gradients. Received: op={self.op!r}.")
+        fits = self.op in (runtime.Average, runtime.Sum)
+        require(fits, "op", "Average or Sum for gradients", self.op)
         if self.predivide != 1.0 and self.op != runtime.Average:
             raise ConfigError(
                 "gradient_predivide_factor needs op=Average. "
                 f"Received: gradient_predivide_factor={self.predivide}, op={self.op}."
             )
-        if not self.predivide > 0:
-            raise ConfigError(
-                "gradient_predivide_factor must be greater than 0. "
-                f"Received: gradient_predivide_factor={self.predivide}."
-            )
-        if not hasattr(self.compression, "compress"):
-            raise ConfigError(
-                "compression must be Compression.none, Compression.fp16 or Compression.bf16. "
-                f"Received: compression={self.compression!r}."
-            )
+        require(self.predivide > 0, "gradient_predivide_factor", "greater than 0", self.predivide)
+        known = "Compression.none, Compression.fp16 or Compression.bf16"
+        require(hasattr(self.compression, "compress"), "compression", known, self.compression)
         groups = [] if self.groups is None else self.groups
         is_list = isinstance(groups, list | tuple)
         if (

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfscale.comm.backends.base import Group
+from tfscale.config import is_count, require
 from tfscale.exchange.allreduce import Allreduce, require_bucket_mb
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange, is_count, require
+from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.layers import is_partial_cheaper

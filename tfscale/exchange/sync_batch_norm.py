@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ConfigError
+from tfscale.config import require
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -39,11 +39,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         Raises:
             ConfigError: `fused` is not False.
         """
-        if fused is not False:
-            raise ConfigError(
-                "Statistics of several ranks need the plain kernels of Keras. Received: "
-                f"fused={fused}. Leave it out."
-            )
+        reason = "Leave it out: statistics of several ranks need the plain kernels of Keras."
+        require(fused is False, "fused", "False", fused, reason)
         super().__init__(**options)
         self._process_set = self._own_set = process_set
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfscale.comm.process import STOP_VARIABLE
-from tfscale.config import PREEMPTED, ConfigError
+from tfscale.config import PREEMPTED, ConfigError, require
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -43,18 +43,12 @@ class RestartRule:
 
 def check_rule(rule: RestartRule, spec: LaunchSpec) -> None:
     """Raise ConfigError for numbers outside of their range, and for --min-np under Slurm."""
-    if rule.restarts < 0 or rule.grace_s < 0:
-        raise ConfigError(
-            "--restarts and --grace-s must be 0 or more. Received: "
-            f"--restarts {rule.restarts}, --grace-s {rule.grace_s:g}."
-        )
+    require(rule.restarts >= 0, "--restarts", "0 or more", rule.restarts)
+    require(rule.grace_s >= 0, "--grace-s", "0 or more", rule.grace_s)
     if rule.min_ranks is None:
         return
-    if not 1 <= rule.min_ranks <= spec.size:
-        raise ConfigError(
-            f"--min-np must lie in [1, {spec.size}], the number of ranks. "
-            f"Received: {rule.min_ranks}."
-        )
+    known = f"in [1, {spec.size}], the number of ranks"
+    require(1 <= rule.min_ranks <= spec.size, "--min-np", known, rule.min_ranks)
     if spec.is_slurm:
         raise ConfigError(
             "Slurm decides where ranks run. Received: --min-np with --slurm. Leave it out, and let "

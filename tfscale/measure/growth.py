@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, require
 
 Rule = Literal["robust", "thesis", "peak"]
 RateRule = Literal["linear", "sqrt", "none"]
@@ -23,15 +23,10 @@ _RATE_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "none")
 _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
-def _check(settings: Any, *checks: tuple[str, str | tuple[str, ...], bool]) -> None:
+def _check(settings: Any, *checks: tuple[str, str, bool]) -> None:
     """Raise a ConfigError for the first setting whose check is not fulfilled."""
-    for name, wanted, is_right in checks:
-        if not is_right:
-            wanted = f"one of {wanted}" if isinstance(wanted, tuple) else wanted
-            raise ConfigError(
-                f"{name} must be {wanted}. Received: {name}={vars(settings)[name]!r}. "
-                "Leave it out for the default."
-            )
+    for name, wanted, fits in checks:
+        require(fits, name, wanted, vars(settings)[name], "Leave it out for the default.")
 
 
 # The signals: theta and the gradient noise scale
@@ -92,7 +87,7 @@ class IntervalRule:
         is_ordered = self.high is None or self.high >= self.low
         _check(
             self,
-            ("rule", _RULES, self.rule in _RULES),
+            ("rule", f"one of {_RULES}", self.rule in _RULES),
             ("tolerance", "a relative change greater than 0", self.tolerance > 0),
             ("low", "an interval of at least 1 epoch", self.low >= 1),
             ("high", f"an interval of at least low={self.low} epochs", is_ordered),
@@ -174,8 +169,8 @@ class GrowthSettings:
     def __post_init__(self) -> None:
         _check(
             self,
-            ("learning_rate_rule", _RATE_RULES, self.learning_rate_rule in _RATE_RULES),
-            ("signal", _SIGNALS, self.signal in _SIGNALS),
+            ("learning_rate_rule", f"one of {_RATE_RULES}", self.learning_rate_rule in _RATE_RULES),
+            ("signal", f"one of {_SIGNALS}", self.signal in _SIGNALS),
             ("interval", "at least 1 epoch, or None", self.interval is None or self.interval >= 1),
             ("saturation", "0 or more, or None", self.saturation is None or self.saturation >= 0),
             ("window", "at least 1 epoch", self.window >= 1),
@@ -190,8 +185,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
 
     They are rounded down to whole samples, and the last factor may be smaller.
     """
-    if not factor > 1:
-        raise ConfigError(f"factor must be greater than 1. Received: factor={factor!r}. Use 2.")
+    require(factor > 1, "factor", "greater than 1", factor, "Use 2.")
     if start > maximum:
         raise ConfigError(
             "The batch grows from start_batch_size to max_batch_size. Received: "

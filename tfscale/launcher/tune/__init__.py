@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, require
 from tfscale.launcher.plan import read_input_shape, read_numbers
 
 _SIZES = "16,32,64,128,256,512,1024"
@@ -96,10 +96,8 @@ def _tune_groups(options: argparse.Namespace) -> int:
             "A probe must hold two averages or more. Received: "
             f"--steps {options.steps} --interval {options.interval}. Use more steps."
         )
-    if options.learning_rate is not None and not options.learning_rate > 0:
-        raise ConfigError(
-            f"--learning-rate must be above 0. Received: --learning-rate {options.learning_rate:g}."
-        )
+    rate = options.learning_rate
+    require(rate is None or rate > 0, "--learning-rate", "above 0", rate)
     if not Path(options.script).is_file():
         raise ConfigError(f"There must be a training script. Received: {options.script}.")
     probes = []
@@ -165,13 +163,9 @@ def _tune_links(options: argparse.Namespace) -> int:
     """Start the ranks, after checks that would otherwise fail when everything is measured."""
     if options.size < 2:
         raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
-    if options.batch < 1:
-        raise ConfigError(f"--batch must be 1 or more. Received: --batch {options.batch}. Use 32.")
-    if options.max_spread < 0:
-        raise ConfigError(
-            f"--max-spread must be 0 or more. Received: --max-spread {options.max_spread:g}. "
-            "Use 0.3."
-        )
+    require(options.batch >= 1, "--batch", "1 or more", options.batch, "Use 32.")
+    spread = options.max_spread
+    require(spread >= 0, "--max-spread", "0 or more", spread, "Use 0.3.")
     read_input_shape(options)
     path = Path(options.output)
     try:
