@@ -2,13 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import compare as program
+import pytest
 from compare import compare
 
 
@@ -29,38 +25,28 @@ def test_compare_tells_slower_from_noise():
 
 @pytest.mark.parametrize(
     ("suite", "case", "is_ours"),
-    [
-        ("single", "tfscale", True),
-        ("single", "keras", False),
-        ("report", "with", True),
-        ("report", "without", True),
-    ],
+    [("single", "tfscale", True), ("single", "keras", False), ("report", "without", True)],
 )
 def test_compare_knows_ours_in_suites_that_measure_both(suite, case, is_ours):
-    def content(seconds):
-        run = {"suite": suite, "group": "vgg", "system": "both", "samples": {case: [seconds]}}
-        return {"runs": [run]}
-
-    lines, is_worse = compare(content(1.0), content(2.0), 0.1)
+    old, new = (
+        {"runs": [{"suite": suite, "group": "g", "system": "both", "samples": {case: [seconds]}}]}
+        for seconds in (1.0, 2.0)
+    )
+    lines, is_worse = compare(old, new, 0.1)
     assert lines[0].endswith("SLOWER")
     assert is_worse is is_ours
 
 
-def test_compare_names_what_is_missing():
-    old = {"runs": _content([1.0])["runs"] + _content([1.0], "horovod")["runs"]}
-    lines, is_worse = compare(old, _content([1.0]), 0.1)
-    assert is_worse
-    assert [line.split() for line in lines[:1]] == [["step", "g", "vgg", "horovod", "MISSING"]]
-    assert compare(_content([1.0]), old, 0.1)[1] is False  # more than there was
-
-
-def test_compare_names_what_failed():
-    old, new = _content([1.0]), _content([1.0])
+def test_compare_names_what_is_missing_and_what_failed():
+    new = _content([1.0])
+    old = {"runs": new["runs"] + _content([1.0], "horovod")["runs"]}
+    lines, is_worse = compare(old, new, 0.1)
+    assert is_worse and lines[0].split() == ["step", "g", "vgg", "horovod", "MISSING"]
+    assert compare(new, old, 0.1)[1] is False  # more than there was
     failed = {"suite": "step", "group": "g", "system": "tfscale-allreduce", "error": "killed"}
     for runs in ([failed], [*new["runs"], failed]):  # all rounds, and one of them
-        lines, is_worse = compare(old, {"runs": runs}, 0.1)
-        assert is_worse
-        assert [line for line in lines if "MISSING" in line] == []
+        lines, is_worse = compare(new, {"runs": runs}, 0.1)
+        assert is_worse and not any("MISSING" in line for line in lines)
         assert lines[0].split() == ["step", "g", "tfscale-allreduce", "FAILED"]
 
 

@@ -21,16 +21,18 @@ def test_spread():
     assert (five.low, five.median, five.high, five.n) == (2.0, 3.0, 4.0, 5)
 
 
-def test_paired_ratio_sees_through_a_load_that_slows_both():
-    ours = {0: [1.0, 1.0], 1: [10.0, 10.0], 2: [3.0, 3.0]}
-    theirs = {0: [2.0, 2.0], 1: [20.0, 20.0], 2: [6.0, 6.0]}
-    assert paired_ratio(theirs, ours) == Ratio(2.0, 2.0, 2.0, 3, is_range=True)
-
-
-def test_paired_ratio_is_of_the_rounds_that_both_have():
-    ours, theirs = {0: [1.0], 2: [100.0]}, {0: [2.0], 1: [20.0], 2: [200.0]}
-    assert paired_ratio(theirs, ours) == Ratio(2.0, 2.0, 2.0, 2, is_range=True)
-    assert paired_ratio({0: [1.0]}, {1: [1.0]}) is None
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ([2.0, 20.0, 6.0], [1.0, 10.0, 3.0], Ratio(2.0, 2.0, 2.0, 3, is_range=True)),  # a load
+        ([2.0, 20.0, 200.0], [1.0, None, 100.0], Ratio(2.0, 2.0, 2.0, 2, is_range=True)),
+        ([1.0, 2.0, 3.0, 4.0], [1.0] * 4, Ratio(2.5, 1.0, 4.0, 4, is_range=True)),
+        ([1.0, None], [None, 1.0], None),
+    ],
+)
+def test_paired_ratio_is_of_the_rounds_that_both_have(theirs, ours, expected):
+    rounds = ({n: [s, s] for n, s in enumerate(every) if s} for every in (theirs, ours))
+    assert paired_ratio(*rounds) == expected
 
 
 def test_paired_ratio_has_an_interval_around_its_median():
@@ -41,15 +43,9 @@ def test_paired_ratio_has_an_interval_around_its_median():
     assert not ratio.is_range
 
 
-def test_too_few_rounds_have_a_range():
-    theirs = dict(enumerate([[1.0], [2.0], [3.0], [4.0]]))
-    ratio = paired_ratio(theirs, dict(enumerate([[1.0]] * 4)))
-    assert ratio == Ratio(2.5, 1.0, 4.0, 4, is_range=True)
-
-
-def test_bus_bandwidth_is_that_of_nccl_tests():
-    assert bus_bandwidth(1000, 4, 1.0) == 1500
-    assert bus_bandwidth(1000, 2, 0.5) == 2000
+@pytest.mark.parametrize(("given", "expected"), [((1000, 4, 1.0), 1500), ((1000, 2, 0.5), 2000)])
+def test_bus_bandwidth_is_that_of_nccl_tests(given, expected):
+    assert bus_bandwidth(*given) == expected
 
 
 def test_a_dense_layer_may_exchange_less_than_its_gradient():

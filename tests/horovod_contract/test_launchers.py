@@ -60,23 +60,11 @@ def horovodrun(launch, *command):
 @pytest.mark.skipif(
     not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is missing"
 )
-def test_resnet_trains(launch, tmp_path):
-    horovodrun(launch, ROOT / "recipes" / "resnet.py", "--smoke", "--run-dir", tmp_path)
-    check_resnet(tmp_path)
-
-
-@pytest.mark.skipif(
-    not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is missing"
-)
-def test_resnet_trains_sharded(launch, tmp_path):
-    options = ["--smoke", "--run-dir", tmp_path, "--exchange", "sharded"]
-    horovodrun(launch, ROOT / "recipes" / "resnet.py", *options)
-    check_resnet(tmp_path)
-
-
-def check_resnet(run_dir):
-    """The recipe ran on two ranks and learned something."""
-    folder = run_dir / "resnet"
+@pytest.mark.parametrize("options", [[], ["--exchange", "sharded"]], ids=["plain", "sharded"])
+def test_resnet_trains(launch, tmp_path, options):
+    recipe = ROOT / "recipes" / "resnet.py"
+    horovodrun(launch, recipe, "--smoke", "--run-dir", tmp_path, *options)
+    folder = tmp_path / "resnet"
     assert json.loads((folder / "run.json").read_text())["ranks"] == 2
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val_accuracy"] > 0.3  # Guessing gives 0.1.

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tfscale.comm.process import Launch, discover
+from tfscale.comm.process import Launch
 from tfscale.comm.start import Machine, choose_backend, own_gpu
 from tfscale.config import ConfigError
 
@@ -50,16 +50,3 @@ def test_each_rank_of_a_host_has_a_gpu_of_its_own():
     assert own_gpu(0, 1, 8) is None  # alone: all of them
     assert own_gpu(1, 4, 1) is None  # the launcher shows each rank its own
     assert own_gpu(1, 4, 0) is None
-
-
-def test_horovodrun_over_gloo_is_discovered():
-    environ = {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_RANK": "3",
-        "HOROVOD_SIZE": "4",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-    }
-    assert discover(environ) == Launch(3, 4, 1, 2, "gloo")
-    # Horovod's own variables for jobs of MPI do not make it a job of Gloo.
-    assert discover({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}) is None

@@ -29,51 +29,47 @@ def line(mpi, size=4, command=TRAIN, **fields):
     return " ".join(build_command(LaunchSpec(command, size, **fields), mpi))
 
 
+OPENMPI_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=0"
+    " OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_RANK=2"
+)
+SLURM_VARIABLES = (
+    "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2"
+    " SLURM_STEP_TASKS_PER_NODE=2(x3),1"
+)
+GLOO_VARIABLES = (
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_RANK=3 HOROVOD_SIZE=4"
+    " HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
+)
+
+
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("variables", "expected"),
     [
-        ({}, None),
-        ({"PMI_RANK": "1"}, None),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch(0, 1, None, None, "mpich")),
+        ("", None),
+        ("PMI_RANK=1", None),
+        ("PMI_RANK=0 PMI_SIZE=1", Launch(0, 1, None, None, "mpich")),
         (
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
             Launch(3, 4, 1, 2, "mpich"),
         ),
-        (
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "I_MPI_HYDRA_TOPOLIB": "hwloc"},
-            Launch(3, 4, None, None, "intel"),
-        ),
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "2",
-                "OMPI_COMM_WORLD_SIZE": "3",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-                "PMIX_RANK": "2",
-            },
-            Launch(2, 3, 0, 1, "openmpi"),
-        ),
-        (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_STEP_NUM_TASKS": "7",
-                "SLURM_LOCALID": "1",
-                "SLURM_NODEID": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-            },
-            Launch(5, 7, 1, 2, "srun"),
-        ),
+        ("PMI_RANK=3 PMI_SIZE=4 I_MPI_HYDRA_TOPOLIB=hwloc", Launch(3, 4, None, None, "intel")),
+        (OPENMPI_VARIABLES, Launch(2, 3, 0, 1, "openmpi")),
+        (SLURM_VARIABLES, Launch(5, 7, 1, 2, "srun")),
         # The batch script itself runs outside any step.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, None),
+        ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0", None),
         # Inside an allocation, mpiexec's word is the one that counts.
         (
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
             Launch(1, 2, None, None, "mpich"),
         ),
+        (GLOO_VARIABLES, Launch(3, 4, 1, 2, "gloo")),
+        # Horovod's own variables for jobs of MPI do not make it a job of Gloo.
+        ("HOROVOD_RANK=3 HOROVOD_SIZE=4", None),
     ],
 )
-def test_discover(environ, expected):
-    assert discover(environ) == expected
+def test_discover(variables, expected):
+    assert discover(dict(word.split("=") for word in variables.split())) == expected
 
 
 def test_expand_counts():
@@ -155,17 +151,25 @@ def test_impossible_launches_are_refused():
         line(MPICH, command=())
 
 
-def test_hosts_are_read_and_filled():
-    assert spread(parse_places("a:2,b:2"), 4) == (("a", 2), ("b", 2))
-    assert spread(parse_places("a:2,b:2"), 3) == (("a", 2), ("b", 1))
-    assert spread(parse_places("a:2,b:2"), 2) == (("a", 2),)
-    assert spread(parse_places("a,b"), 2) == (("a", 1), ("b", 1))
-    with pytest.raises(ConfigError, match="1 too few"):
-        spread(parse_places("a:2,b"), 4)
-    with pytest.raises(ConfigError, match="Received: a:x"):
-        spread(parse_places("a:x"), 1)
-    with pytest.raises(ConfigError, match="Received: a:0"):
-        spread(parse_places("a:0"), 1)
+@pytest.mark.parametrize(
+    ("text", "size", "expected"),
+    [
+        ("a:2,b:2", 4, (("a", 2), ("b", 2))),
+        ("a:2,b:2", 3, (("a", 2), ("b", 1))),
+        ("a:2,b:2", 2, (("a", 2),)),
+        ("a,b", 2, (("a", 1), ("b", 1))),
+        ("a,a,b,b", 3, (("a", 2), ("b", 1))),
+        ("a:2,b", 4, "1 too few"),
+        ("a:x", 1, "Received: a:x"),
+        ("a:0", 1, "Received: a:0"),
+    ],
+)
+def test_hosts_are_read_and_filled(text, size, expected):
+    if isinstance(expected, tuple):
+        assert spread(parse_places(text), size) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            spread(parse_places(text), size)
 
 
 def test_host_files():
@@ -182,10 +186,8 @@ def test_host_files():
 
 
 def test_a_host_that_is_named_again_has_more_places():
-    pbs = "a\na\nb\n"
-    assert parse_places(pbs) == (("a", 2), ("b", 1))
+    assert parse_places("a\na\nb\n") == (("a", 2), ("b", 1))  # as PBS writes it
     assert parse_places("a:2,b,a slots=3,b") == (("a", 5), ("b", 2))
-    assert spread(parse_places("a,a,b,b"), 3) == (("a", 2), ("b", 1))
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,18 @@ from tfscale.fit.session import FitSession
         ({"groups": 2, "start": "later"}, "start must be 'immediately', 'after_first_decay'"),
         ({"groups": 2, "outer": "sgd"}, "outer must be a Keras optimizer or None"),
         ({"groups": 2, "within": tfscale.LocalSGD(2)}, "within must be an exchange inside"),
+        (
+            {"groups": 2, "average": "gradients", "outer": keras.optimizers.SGD(0.7)},
+            "Leave one out",
+        ),
     ],
 )
 def test_bad_options(options, text):
     with pytest.raises(ConfigError) as error:
         tfscale.LocalSGD(**options)
     assert text in str(error.value)
-
-
-def test_outer_and_gradients_exclude_each_other():
-    with pytest.raises(ConfigError, match="Leave one out"):
-        tfscale.LocalSGD(2, average="gradients", outer=keras.optimizers.SGD(0.7))
+    with pytest.raises(ConfigError, match="start >= least >= 1"):
+        tfscale.AdaptiveInterval(start=1, least=2)
 
 
 def test_groups_are_consecutive_ranks():
@@ -42,22 +43,19 @@ def test_groups_are_consecutive_ranks():
         tfscale.LocalSGD(4).members(6)
 
 
-def test_interval_follows_the_root_of_the_loss():
-    rule = tfscale.AdaptiveInterval(start=64)
-    assert rule.after(64, loss=0.25, first_loss=1.0) == 32
-    assert rule.after(32, loss=0.01, first_loss=1.0) == 7
-
-
-def test_interval_shrinks_where_the_loss_does_not():
-    rule = tfscale.AdaptiveInterval(start=64, shrink=0.5, least=3)
-    assert rule.after(64, loss=1.0, first_loss=1.0) == 32
-    assert rule.after(4, loss=1.0, first_loss=1.0) == 3
-    assert rule.after(16, loss=float("nan"), first_loss=1.0) == 16
-
-
-def test_bad_interval():
-    with pytest.raises(ConfigError, match="start >= least >= 1"):
-        tfscale.AdaptiveInterval(start=1, least=2)
+@pytest.mark.parametrize(
+    ("options", "before", "losses", "after"),
+    [
+        ({}, 64, (0.25, 1.0), 32),  # the root of their ratio
+        ({}, 32, (0.01, 1.0), 7),
+        ({"shrink": 0.5, "least": 3}, 64, (1.0, 1.0), 32),  # where the loss does not shrink
+        ({"shrink": 0.5, "least": 3}, 4, (1.0, 1.0), 3),
+        ({"shrink": 0.5, "least": 3}, 16, (float("nan"), 1.0), 16),
+    ],
+)
+def test_the_interval_follows_the_loss(options, before, losses, after):
+    rule = tfscale.AdaptiveInterval(start=64, **options)
+    assert rule.after(before, loss=losses[0], first_loss=losses[1]) == after
 
 
 def test_one_process_trains_as_plain_keras():

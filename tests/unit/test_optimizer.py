@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale import Compression, DistributedGradientTape, DistributedOptimizer
+from tfscale import Compression, DistributedOptimizer
 from tfscale.optimizer.distributed import PartialDistributedOptimizer, distributed_of
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
@@ -147,13 +147,6 @@ def test_partial_optimizer_marks_the_layers_variables():
     assert [optimizer.is_local_var(v) for v in model.trainable_variables] == [False] * 2 + [
         True
     ] * 2
-
-
-def test_tape_in_one_process_is_the_tape():
-    variable = tf.Variable([1.0, 2.0])
-    with DistributedGradientTape(tf.GradientTape()) as tape:
-        loss = tf.reduce_sum(variable * variable)
-    np.testing.assert_array_equal(tape.gradient(loss, variable).numpy(), [2.0, 4.0])
 
 
 def test_loss_scaling_around_ours_works_in_one_process():

@@ -55,16 +55,54 @@ def test_options_that_do_not_fit(wrap, options, text):
     assert text in str(error.value)
 
 
+REPLICATED = (tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partial"))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("make", "text"),
     [
-        (("sgd",), "optimizer must be a Keras optimizer. Received: str."),
-        ((SGD,), "for example keras.optimizers.SGD(0.1)."),
+        (lambda: DistributedOptimizer("sgd"), "must be a Keras optimizer. Received: str."),
+        (lambda: DistributedOptimizer(SGD), "for example keras.optimizers.SGD(0.1)."),
+        *(
+            (lambda w=w: DistributedOptimizer(w()), "An optimizer must be wrapped once")
+            for w in (
+                lambda: DistributedOptimizer(SGD()),
+                lambda: LSO(DistributedOptimizer(SGD())),
+            )
+        ),
+        *(
+            (
+                lambda n=n: DistributedOptimizer(SGD(), backward_passes_per_step=n),
+                "backward_passes_per_step must be 1 or more",
+            )
+            for n in (0, -1, 1.5)
+        ),
+        *(
+            (
+                lambda e=e: DistributedOptimizer(SGD(), exchange=e, backward_passes_per_step=2),
+                "exchange activations in every backward pass",
+            )
+            for e in (*REPLICATED, *(tfscale.LocalSGD(2, within=e) for e in REPLICATED))
+        ),
+        (
+            lambda: DistributedOptimizer(
+                LSO(SGD(gradient_accumulation_steps=4)), backward_passes_per_step=2
+            ),
+            "Received: both, the latter 4. Multiply",
+        ),
+        (
+            lambda: PartialDistributedOptimizer(SGD(), local_layers=["dense"]),
+            "local_layers must be Keras layers. Received: str.",
+        ),
+        *(
+            (lambda n=n: tfscale.Allreduce(bucket_mb=n), "must be 'auto' or a number of MiB")
+            for n in (-1, "all", None)
+        ),
     ],
 )
-def test_what_cannot_be_wrapped(arguments, text):
+def test_what_cannot_be(make, text):
     with pytest.raises(ConfigError) as error:
-        DistributedOptimizer(*arguments)
+        make()
     assert text in str(error.value)
 
 
@@ -92,42 +130,6 @@ def test_keras_on_another_library_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ConfigError, match="Received: the Keras backend 'jax'. Set KERAS_BACKEND="):
         DistributedOptimizer(SGD())
-
-
-def test_wrapped_once_only():
-    optimizer = DistributedOptimizer(SGD())
-    for twice in (optimizer, LSO(DistributedOptimizer(SGD()))):
-        with pytest.raises(ConfigError, match="An optimizer must be wrapped once"):
-            DistributedOptimizer(twice)
-
-
-@pytest.mark.parametrize("passes", [0, -1, 1.5])
-def test_cycle_without_batches(passes):
-    with pytest.raises(ConfigError, match="backward_passes_per_step must be 1 or more"):
-        DistributedOptimizer(SGD(), backward_passes_per_step=passes)
-
-
-@pytest.mark.parametrize("is_within", [False, True])
-@pytest.mark.parametrize(
-    "exchange", [tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partial")], ids=str
-)
-def test_cycles_without_replicated_layers(exchange, is_within):
-    exchange = tfscale.LocalSGD(2, within=exchange) if is_within else exchange
-    with pytest.raises(ConfigError, match="exchange activations in every backward pass"):
-        DistributedOptimizer(SGD(), exchange=exchange, backward_passes_per_step=2)
-
-
-def test_local_layers_are_layers():
-    with pytest.raises(ConfigError) as error:
-        PartialDistributedOptimizer(SGD(), local_layers=["dense"])
-    assert "local_layers must be Keras layers. Received: str." in str(error.value)
-    assert "use register_local_var(variable)" in str(error.value)
-
-
-def test_bucket_size():
-    for wrong in (-1, "all", None):
-        with pytest.raises(ConfigError, match="bucket_mb must be 'auto' or a number of MiB"):
-            tfscale.Allreduce(bucket_mb=wrong)
 
 
 def test_arguments_that_change_nothing(tmp_path):

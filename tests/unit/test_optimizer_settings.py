@@ -12,7 +12,6 @@ from tests.unit.callback_models import compiled, functional
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import variables as model_state
-from tfscale.config import ConfigError
 from tfscale.fit import agreement
 from tfscale.internals.optimizers import optimizers_of, unbuilt
 
@@ -78,11 +77,6 @@ def test_a_cycle_whose_update_is_skipped_leaves_no_trace(is_traced, way, when):
         np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-12)
         own, expected = (o._model_variables_moving_average[0].numpy() for o in (inner, plain))
         np.testing.assert_allclose(own, expected, rtol=1e-12)
-
-
-def test_gradients_are_added_up_in_one_place():
-    with pytest.raises(ConfigError, match="Received: both, the latter 4. Multiply"):
-        DistributedOptimizer(LSO(SGD(gradient_accumulation_steps=4)), backward_passes_per_step=2)
 
 
 def test_accumulators_of_reduced_gradients_are_equal_on_all_ranks():

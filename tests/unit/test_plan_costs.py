@@ -80,25 +80,18 @@ def test_averaging_shards_moves_less():
         assert found == pytest.approx(2 * n_bytes * 7 / 8 * 0.1)
 
 
-@given(N_BYTES, N_BYTES, N_RANKS, machines())
-def test_costs_grow_with_bytes(a, b, n_ranks, machine):
-    fewer, more = (every_cost(n, n_ranks, machine) for n in sorted((a, b)))
-    assert all(x <= y * (1 + 1e-12) for x, y in zip(fewer, more, strict=True))
-
-
-@given(N_BYTES, N_RANKS, N_RANKS, machines())
-def test_costs_grow_with_ranks(n_bytes, a, b, machine):
-    fewer, more = (every_cost(n_bytes, n, machine) for n in sorted((a, b)))
-    assert all(x <= y * (1 + 1e-12) for x, y in zip(fewer, more, strict=True))
-
-
-@given(N_BYTES, N_RANKS, st.floats(0, 1e-2), machines())
-def test_costs_grow_with_latency(n_bytes, n_ranks, more_s, machine):
+@given(N_BYTES, N_BYTES, N_RANKS, N_RANKS, st.floats(0, 1e-2), machines())
+def test_costs_grow_with_bytes_ranks_and_latency(n_bytes, other, n_ranks, m_ranks, more_s, machine):
     slower = dataclasses.replace(machine, latency_s=machine.latency_s + more_s)
     if slower.host_latency_s is not None:
         slower = dataclasses.replace(slower, host_latency_s=slower.host_latency_s + more_s)
-    before, after = (every_cost(n_bytes, n_ranks, m) for m in (machine, slower))
-    assert all(x <= y for x, y in zip(before, after, strict=True))
+    least = every_cost(min(n_bytes, other), min(n_ranks, m_ranks), machine)
+    for more in (
+        every_cost(max(n_bytes, other), min(n_ranks, m_ranks), machine),
+        every_cost(min(n_bytes, other), max(n_ranks, m_ranks), machine),
+        every_cost(min(n_bytes, other), min(n_ranks, m_ranks), slower),
+    ):
+        assert all(x <= y * (1 + 1e-12) for x, y in zip(least, more, strict=True))
 
 
 def test_ranks_of_a_host_share_its_link():
@@ -112,8 +105,8 @@ def test_ranks_of_a_host_share_its_link():
 def test_a_machine_survives_its_file(tmp_path):
     times = {"model": LayerTimes(4, {"a": 1.0}, {"a": 2.0}, 0.1)}
     machine = dataclasses.replace(SIMPLE, layer_times=times, spread={"latency_s": 0.2})
-    machine.save(tmp_path / "machine.json")
-    assert find_machine(str(tmp_path / "machine.json")) == machine
+    machine.save(tmp_path / "made" / "machine.json")
+    assert find_machine(str(tmp_path / "made" / "machine.json")) == machine
     assert find_machine("cori-haswell") is PRESETS["cori-haswell"]
 
 

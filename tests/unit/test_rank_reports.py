@@ -57,6 +57,8 @@ def test_reports_are_taken_out():
         text, reports = read(b"first\n" + prefix + line + b"last")
         assert text == b"first\nlast", prefix
         assert reports == [KILLED]
+    beats = encode(Beat(1, "b")) + encode(Start(1, "b", 7, 2))  # signs of life
+    assert read(b"a\n" + beats + b"z") == (b"a\nz", [])
 
 
 def test_reports_in_pieces():
@@ -241,15 +243,12 @@ def test_lines_for_people():
     assert (
         "exit status 0 before tfscale.shutdown()" in Report(1, "a", 0, None, True, True).describe()
     )
+    unnamed = Report(1, "node7", None, signal.SIGRTMAX - 6, True, True).describe()
+    assert f"killed by signal {signal.SIGRTMAX - 6} (a real-time signal)" in unnamed
     failed = Report(1, "a", 3, None, True, False).describe()
     assert failed.splitlines() == [
         "tfscale: rank 1 on host a failed with exit status 3, before tfscale.init().",
     ]
-
-
-def test_signs_of_life_are_taken_out():
-    line = encode(Beat(1, "b")) + encode(Start(1, "b", 7, 2))
-    assert read(b"a\n" + line + b"z") == (b"a\nz", [])
 
 
 def beat(pulse, now, *hosts):
@@ -280,26 +279,15 @@ def test_a_blocked_launcher_hears_nobody():
     assert all(pulse.find_lost(100.3 + i / 10) is None for i in range(30))
 
 
-def test_a_rank_that_ended_is_not_missed():
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_a_rank_that_ended_or_is_on_a_host_that_is_heard_is_not_missed(host):
     pulse = Pulse()
-    beat(pulse, 0, A, B)
-    pulse.forget(1)
+    beat(pulse, 0, A, (1, host))
+    if host == "b":
+        pulse.forget(1)
     for now in range(1, 60):
         beat(pulse, now, A)
         assert pulse.find_lost(now) is None
-
-
-def test_one_host_alone_is_never_lost():
-    pulse = Pulse()
-    beat(pulse, 0, A, (1, "a"))
-    for now in range(1, 60):
-        beat(pulse, now, A)
-        assert pulse.find_lost(now) is None
-
-
-def test_a_signal_without_a_name():
-    report = Report(1, "node7", None, signal.SIGRTMAX - 6, True, True)
-    assert f"killed by signal {signal.SIGRTMAX - 6} (a real-time signal)" in report.describe()
 
 
 @pytest.mark.parametrize(

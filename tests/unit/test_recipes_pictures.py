@@ -1,19 +1,14 @@
 """CIFAR-10, HDF5, generated pictures, augmentation and fixed shares."""
 
 import pickle
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+import datasets
 import h5py
 import keras
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import datasets
-from datasets import cifar10, generated, hdf5, shards
+from datasets import cifar10, generated, hdf5
 from datasets.pictures import LabelledPictures, PictureSets, augmented_batches
 
 from tests.helpers.picture_files import striped, write_cifar10
@@ -150,22 +145,3 @@ def test_augmented_batches_of_ranks_are_those_of_one_process():
 
     for whole, *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), whole)
-
-
-@pytest.mark.parametrize("order", shards.ORDERS)
-def test_fixed_shards_keep_their_samples_and_shuffle_inside(order, monkeypatch):
-    data = LabelledPictures(np.arange(12)[:, None], np.arange(12) % 2)
-    monkeypatch.setattr(shards.tfscale, "size", lambda: 2)
-    monkeypatch.setattr(shards.tfscale, "rank", lambda: 1)
-    own = shards.FixedShards(data, 4, 0, order)
-    epochs = []
-    for epoch in range(3):
-        caller = SimpleNamespace(epoch=epoch, keep_order=lambda: None)
-        monkeypatch.setattr(shards, "current_pass", lambda caller=caller: caller)
-        own.on_epoch_begin()
-        epochs.append(np.concatenate([own[step][0][:, 0] for step in range(len(own))]))
-    expected = {1, 3, 5, 7, 9, 11} if order == "sorted_shards" else {6, 7, 8, 9, 10, 11}
-    assert len(own) == 3 and all(set(epoch) == expected for epoch in epochs)
-    assert (epochs[0] != epochs[1]).any()
-    with pytest.raises(ValueError, match="multiple of the number of ranks"):
-        shards.FixedShards(data, 3, 0, order)

@@ -2,14 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
 import provenance
+import pytest
 
 
 def test_the_machine_is_told_without_names_of_hosts_or_folders():

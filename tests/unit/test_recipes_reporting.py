@@ -2,23 +2,15 @@
 
 import json
 import os
-import runpy
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import keras
 import numpy as np
-import pytest
-from absl import flags
-from absl.testing import flagsaver
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
 import plots
+import pytest
 import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
+from absl import flags
 from command_line import flags_parser
-from datasets import phantom
 from metrics import psnr, psnr_of_enlarged
 from run_folder import RunFolder
 
@@ -72,17 +64,6 @@ def _size_of_png(path):
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
-
-
-def test_learning_curve_has_one_panel_per_metric(tmp_path):
-    line = {"epoch": 1, "seconds": 2.0, "learning_rate": 0.1, "loss": 0.5, "val_loss": 0.6}
-    plots.learning_curve([line], tmp_path / "one.png")
-    lines = [{**line, "epoch": e, "psnr": 20.0 + e, "val_psnr": 19.0 + e} for e in (1, 2, 3)]
-    plots.learning_curve(lines, tmp_path / "two.png", {"psnr": 20.17})
-    (one, height), (two, same_height) = (
-        _size_of_png(tmp_path / name) for name in ("one.png", "two.png")
-    )
-    assert two == 2 * one and height == same_height
 
 
 def test_a_metric_that_some_epochs_lack_leaves_a_gap(tmp_path, monkeypatch):
@@ -162,19 +143,6 @@ def test_a_run_whose_picture_fails_is_whole_all_the_same(tmp_path, monkeypatch, 
     assert "learning_curve.png was not drawn: KeyError: 'model_distance'." in caplog.text
 
 
-def test_edsr_goes_on_where_its_picture_fails(tmp_path, monkeypatch, caplog):
-    def fail(rows, path):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(plots, "restorations", fail)
-    whole = np.zeros((1, 256, 256, 1), np.float32)
-    model = SimpleNamespace(predict=lambda x, **_: x)
-    with flagsaver.flagsaver():  # which forgets the recipe's own flags afterwards
-        edsr = runpy.run_path(str(Path(plots.__file__).with_name("edsr.py")))
-    edsr["show_restored"](model, phantom.Pairs(whole, whole), tmp_path / "restored.png")
-    assert "restored.png was not drawn: OSError: no space left." in caplog.text
-
-
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
 def test_files_of_a_run_are_whole_whatever_ends_it(tmp_path, monkeypatch, name):
     _fit(tmp_path, epochs=2)
@@ -214,18 +182,12 @@ def test_flags_may_have_dashes_and_their_values_keep_theirs(values, argv):
     assert (values.batch_size, values.run_name) == (4, "a-b")
 
 
-def test_smoke_shrinks_what_the_command_line_does_not_set(values):
-    flags_parser({"batch_size": 2, "run_name": "small"}, values)(
-        ["recipe", "--smoke", "--run-name", "mine"]
-    )
-    assert (values.batch_size, values.run_name) == (2, "mine")
-
-
-def test_without_smoke_nothing_shrinks(values):
-    flags_parser({"batch_size": 2}, values)(["recipe"])
-    assert values.batch_size == 16
-
-
-def test_a_wrong_flag_exits_and_says_so(values):
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], (16, "name")), (["--smoke", "--run-name", "mine"], (2, "mine")), (["--smoke"], (2, "x"))],
+)
+def test_smoke_shrinks_what_the_command_line_does_not_set(values, words, expected):
+    flags_parser({"batch_size": 2, "run_name": "x"}, values)(["recipe", *words])
+    assert (values.batch_size, values.run_name) == expected
     with pytest.raises(SystemExit, match=r"(?s)bach_size.*--helpshort"):
         flags_parser({}, values)(["recipe", "--bach-size", "4"])

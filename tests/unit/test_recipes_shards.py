@@ -1,15 +1,10 @@
 """Fixed shares of the data: who has which samples, and their order in each epoch."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
 from datasets.pictures import LabelledPictures
 from datasets.shards import FixedShards
 

@@ -2,17 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
 import provenance
+import pytest
 import study_metadata
 import study_report
 import study_runs
@@ -102,45 +100,21 @@ def test_notes_without_parts_are_read(run, tmp_path, monkeypatch):
     assert parts == [{"commit": "old", "load": "1"}, provenance.describe()]
 
 
-@pytest.mark.parametrize("text", ["", '{"key": "2 reci', "[]", '{"commit": "abc"}', None])
+@pytest.mark.parametrize(
+    "text", ["", '{"key": "2 reci', "[]", '{"commit": "abc"}', None, "a folder"]
+)
 def test_a_folder_is_not_replaced_where_its_flags_are_unknown(run, tmp_path, monkeypatch, text):
     _fail(run, tmp_path, monkeypatch, "first")
     path = run.folder / "study.json"
     path.unlink()
-    if text is not None:
+    if text == "a folder":
+        path.mkdir()  # an OSError, for root as well
+    elif text is not None:
         path.write_text(text)
     for refuse in (study_runs.finish, study_runs.is_finished):
         with pytest.raises(SystemExit, match=r"Received: .*study\.json: .*Restore .* or move"):
             refuse(run)
     assert (run.folder / "backup").exists()
-
-
-def test_a_note_that_cannot_be_read_is_no_other_key(run, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    (run.folder / "study.json").unlink()
-    (run.folder / "study.json").mkdir()  # an OSError, for root as well
-    with pytest.raises(SystemExit, match="Is a directory"):
-        study_runs.finish(run)
-    assert (run.folder / "backup").exists()
-
-
-def test_the_note_is_whole_while_it_is_written(run, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    before = (run.folder / "study.json").read_text()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        study_runs.finish(run)
-    assert (run.folder / "study.json").read_text() == before
-    monkeypatch.undo()
-    (run.folder / "study.json").unlink()  # as if it had been the first one
-    for path in run.folder.iterdir():
-        path.rmdir() if path.is_dir() else path.unlink()
-    (run.folder / "study.json.unfinished").write_text(before[:9])  # as a kill leaves it
-    assert study_metadata.read(run.folder) == {}
 
 
 def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
@@ -149,11 +123,51 @@ def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
     assert study_runs.finish(run) and not (run.folder / "backup").exists()
 
 
-def test_only_one_study_works_in_a_folder(tmp_path):
-    with study_subprocess.only_one(tmp_path / "new"), pytest.raises(SystemExit, match="at a time"):
-        study_subprocess.only_one(tmp_path / "new").__enter__()
-    with study_subprocess.only_one(tmp_path / "new"):
-        pass
+def _study(tmp_path, *words):
+    script = [sys.executable, str(RECIPES / "study.py"), fake_study.write(tmp_path), *words]
+    done = subprocess.run(
+        [*script, f"--run_dir={tmp_path / 'runs'}", f"--results_dir={tmp_path / 'results'}"],
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stderr
+
+
+def test_study_refuses_what_is_not_there_second_studies_and_unreadable_notes(tmp_path):
+    code, said = _study(tmp_path, "--only", "typo")
+    assert code == 1 and "Choose from: small batch; Large: 16" in said
+    with study_subprocess.only_one(tmp_path / "runs" / "mine"):
+        code, said = _study(tmp_path)
+    assert code == 1 and "Only one study.py may run in" in said
+    folder = tmp_path / "runs" / "mine" / "large-16-seed2"  # the last one: told before the first
+    folder.mkdir()
+    (folder / "study.json").write_text("")
+    code, said = _study(tmp_path)
+    assert code == 1 and "large-16-seed2/study.json" in said
+    assert not (folder.parent / "small-batch-seed1").exists()
+
+
+def test_only_what_the_results_lack_is_run_when_they_are_kept(study, tmp_path):
+    every = list(study_runs.runs(study, tmp_path / "runs" / "mine"))
+    assert all(study_runs.finish(run) for run in every)
+    (tmp_path / "results").mkdir()
+    path = tmp_path / "results" / "mine.json"
+    kept, own = every[:2], every[2]
+    outcomes = study_runs.outcomes(study, tmp_path / "runs" / "mine")
+    study_report.write(study, outcomes[:2], path.with_suffix(""), "")
+    for run in every:
+        if run != own:
+            shutil.rmtree(run.folder)
+
+    # study.py has no recipe of this name, so that whatever it runs fails.
+    assert _study(tmp_path, "--keep", "--seeds", "1")[0] == 0
+    rows = json.loads(path.read_text())["runs"]
+    assert [row["command"][-1] for row in rows] == ["1", "1", "2"]
+    assert not any(run.folder.exists() for run in kept)
+    code, said = _study(tmp_path, "--keep")
+    assert code == 1 and "1 runs failed, 3 are there." in said
+    code, said = _study(tmp_path, "--draw")
+    assert code == 0 and len(json.loads(path.read_text())["runs"]) == 1
 
 
 def _wait_for(condition):

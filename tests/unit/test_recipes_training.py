@@ -1,18 +1,12 @@
 """What recipes share: exchanges named by flags, rates, callbacks, precision."""
 
-import sys
-from pathlib import Path
-
+import batch_growth
 import keras
 import numpy as np
 import pytest
+import training
 from absl import flags
 from absl.testing import flagsaver
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import batch_growth
-import training
 from models.lenet import lenet5
 
 import tfscale
@@ -30,12 +24,12 @@ def parsed():
 
 
 def test_exchanges_are_named_by_class_and_arguments():
-    assert isinstance(training.parse_exchange("allreduce"), tfscale.Allreduce)
-    assert isinstance(training.parse_exchange("sharded"), tfscale.Sharded)
+    assert type(training.parse_exchange("allreduce")) is tfscale.Allreduce
+    assert type(training.parse_exchange("sharded")) is tfscale.Sharded
     chunked = training.parse_exchange("chunked:replicated_dense=2, chunks=per_layer,overlap=False")
-    expected = tfscale.Chunked(replicated_dense=2, chunks="per_layer", overlap=False)
-    assert vars(chunked).items() >= {"replicated_dense": 2, "chunks": "per_layer"}.items()
-    assert type(chunked) is type(expected)
+    assert type(chunked) is tfscale.Chunked
+    options = {"replicated_dense": 2, "chunks": "per_layer", "overlap": False}
+    assert vars(chunked).items() >= options.items()
 
 
 @pytest.mark.parametrize("name", ["nonsense", "", "average", "DistributedOptimizer"])
@@ -134,12 +128,8 @@ def test_mixed_precision_ends_in_float32_and_scales_the_loss_inside(precision):
     tfscale.shutdown()
 
 
-def test_without_mixed_precision_the_model_stays_as_it_is():
-    model = lenet5()
-    assert training.with_float_outputs(model) is model
-
-
-def test_with_averaging_the_optimizer_is_keras_own():
-    optimizer = keras.optimizers.SGD(0.1)
+def test_without_mixed_precision_and_with_averaging_nothing_is_wrapped():
+    model, optimizer = lenet5(), keras.optimizers.SGD(0.1)
     FLAGS.average_every = 2
+    assert training.with_float_outputs(model) is model
     assert training.distributed(optimizer) is optimizer

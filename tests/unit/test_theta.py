@@ -50,47 +50,45 @@ def test_the_ten_percent_test_does_not_give_the_published_intervals(published):
     assert found(hill(published, 200), rule="thesis")[1] < published
 
 
-def test_thesis_is_the_letter_of_algorithm_3():
-    assert found([1.0, 0.95], rule="thesis") == (2, 2)
-    assert found([1.0, 0.5, 0.45], rule="thesis") == (3, 3)
-    assert found([1.0, 1.1000000001, 2.0], rule="thesis") is None
-    assert found([-1.0, -1.05], rule="thesis") == (2, 2)  # no guard against a rising cost
-    assert found([NAN, 1.0, NAN, 1.0], rule="thesis") is None
-    assert found([0.0, 1.0, 0.5], rule="thesis") is None
-    assert found([1.0] * 5, rule="thesis", low=4, high=9) == (2, 2)  # nor limits
+DECAY = [n**-0.42 for n in range(1, 20)]
 
 
-def test_robust_wants_two_small_changes_in_a_row():
-    assert found([1.0, 0.95, 0.91], rule="robust") == (3, 3)
-    assert found([1.0, 0.95, 0.7, 0.68, 0.66], rule="robust") == (5, 5)
-    assert found([1.0, 0.5, 0.48], rule="robust") is None
-    decay = [n**-0.42 for n in range(1, 20)]
-    assert found(decay, rule="robust")[0] > found(decay, rule="thesis")[0]
+@pytest.mark.parametrize(
+    ("rule", "thetas", "limits", "expected"),
+    [
+        # The letter of algorithm 3: no guard against a rising cost, nor limits.
+        ("thesis", [1.0, 0.95], {}, (2, 2)),
+        ("thesis", [1.0, 0.5, 0.45], {}, (3, 3)),
+        ("thesis", [1.0, 1.1000000001, 2.0], {}, None),
+        ("thesis", [-1.0, -1.05], {}, (2, 2)),
+        ("thesis", [NAN, 1.0, NAN, 1.0], {}, None),
+        ("thesis", [0.0, 1.0, 0.5], {}, None),
+        ("thesis", [1.0] * 5, {"low": 4, "high": 9}, (2, 2)),
+        ("thesis", DECAY, {}, (5, 5)),
+        # Two small changes in a row.
+        ("robust", DECAY, {}, (6, 6)),
+        ("robust", [1.0, 0.95, 0.91], {}, (3, 3)),
+        ("robust", [1.0, 0.95, 0.7, 0.68, 0.66], {}, (5, 5)),
+        ("robust", [1.0, 0.5, 0.48], {}, None),
+        ("robust", [1.0] * 3, {"low": 5}, (3, 5)),
+        ("robust", [NAN] * 9, {"high": 4}, (4, 4)),
+        ("robust", [1.0] * 9, {"high": 2}, (2, 2)),
+        ("peak", [1.0, 2.0, 1.5, 3.0, 2.9], {}, None),  # it rises: there is no peak yet
+        ("peak", [1.0, 2.0, 1.5, 3.0, 2.9, 2.8], {}, (6, 4)),
+        ("peak", hill(5, 20), {"high": 3}, (3, 3)),  # taken although nothing was found
+    ],
+)
+def test_rules(rule, thetas, limits, expected):
+    assert found(thetas, rule=rule, **limits) == expected
 
 
 @pytest.mark.parametrize("bad", [NAN, 0.0, -1.0])
-def test_robust_starts_anew_behind_a_theta_without_meaning(bad):
+def test_a_theta_without_meaning(bad):
     assert found([1.0, 1.0, bad, 1.0, 1.0], rule="robust", high=9) is None
     assert found([bad, 1.0, 1.0, 1.0], rule="robust") == (4, 4)
     assert found([bad] * 8, rule="robust") is None
-
-
-@pytest.mark.parametrize("bad", [NAN, 0.0, -1.0])
-def test_peaks_are_positive(bad):
     assert found([bad] * 8, rule="peak") is None
     assert found([bad, 1.0, bad, bad], rule="peak") == (4, 2)
-
-
-def test_a_theta_that_rises_has_no_peak_yet():
-    assert found([1.0, 2.0, 1.5, 3.0, 2.9], rule="peak") is None
-    assert found([1.0, 2.0, 1.5, 3.0, 2.9, 2.8], rule="peak") == (6, 4)
-
-
-def test_limits():
-    assert found([1.0] * 3, rule="robust", low=5) == (3, 5)
-    assert found(hill(5, 20), rule="peak", high=3) == (3, 3)  # taken although nothing was found
-    assert found([NAN] * 9, rule="robust", high=4) == (4, 4)
-    assert found([1.0] * 9, rule="robust", high=2) == (2, 2)
 
 
 def test_reasons():

@@ -10,9 +10,7 @@ import pytest
 
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
-from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
-from tfscale.internals.traits import show_averages
 from tfscale.launcher import cli
 from tfscale.launcher.tune import check_groups
 from tfscale.launcher.tune.scripts import (
@@ -36,12 +34,9 @@ def test_doubling_is_accepted_while_the_distance_doubles():
     assert advise(probes(1.0, 1.8, 2.5)).groups == 4
     assert advise(probes(1.0, 1.6)).groups == 2
     assert advise(probes(1.0, 2.0, 4.0)).groups == 8
+    assert GroupProbe(2, 8, 0.1, (0.1, 0.2, 1.0, 1.2), 0.0).distance == 1.1  # of settled epochs
     # Read off [L]'s curves for CIFAR-10: 0.8 to 0.9, 1.9 to 2.0, 3 to 3.4; published choice: 4.
     assert advise(probes(0.85, 1.95, 3.2)).groups == 4
-
-
-def test_the_settled_distance_counts():
-    assert GroupProbe(2, 8, 0.1, (0.1, 0.2, 1.0, 1.2), 0.0).distance == 1.1
 
 
 def test_text_and_files(tmp_path):
@@ -124,13 +119,10 @@ def test_what_show_averages_is_known():
     assert not show_averages([tfscale.callbacks.MetricAverageCallback()])
 
 
-def test_numbers_of_groups():
+def test_what_the_command_takes(capsys):
     assert check_groups([1, 2, 4]) == [2, 4]
     with pytest.raises(ConfigError, match="must double from one to the next"):
         check_groups([2, 3])
-
-
-def test_a_learning_rate_is_above_0(capsys):
     assert cli.main(["tune", "groups", "--learning-rate", "-0.1", __file__]) == 2
     assert "Received: --learning-rate=-0.1" in capsys.readouterr().err
 
@@ -176,30 +168,19 @@ def require_equal(model, plain):
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
 
 
-def test_a_rate_that_was_changed_counts():
-    rule = keras.optimizers.SGD(0.3, momentum=0.5)
-    rule.learning_rate = 0.1
-    require_equal(regrouped(rule), keras.optimizers.SGD(0.2, momentum=0.5))
-
-
-def test_a_rate_that_is_asked_for_comes_before_that_of_the_script():
-    require_equal(regrouped(keras.optimizers.SGD(0.3), 0.1), keras.optimizers.SGD(0.2))
-
-
-def test_a_schedule_gives_way_to_the_rate_that_is_asked_for():
-    model = regrouped(keras.optimizers.SGD(SCHEDULE, momentum=0.5), 0.1)
-    assert float(np.asarray(model.optimizer.learning_rate)) == pytest.approx(0.2)
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "changed", "asked"),
+    [(0.3, 0.1, None), (0.3, 0.3, 0.1), (SCHEDULE, None, 0.1)],
+    ids=["changed by the script", "asked for", "asked for instead of a schedule"],
+)
+def test_rates(rate, changed, asked, is_scaled):
+    rule = keras.optimizers.SGD(rate, momentum=0.5)
+    if changed:
+        rule.learning_rate = changed
+    model = regrouped(keras.optimizers.LossScaleOptimizer(rule) if is_scaled else rule, asked)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) == is_scaled
     require_equal(model, keras.optimizers.SGD(0.2, momentum=0.5))
-    with pytest.raises(ConfigError, match="Received: a ExponentialDecay. Pass --learning-rate"):
-        regrouped(keras.optimizers.SGD(SCHEDULE))
-
-
-@pytest.mark.parametrize(("rate", "asked"), [(0.1, None), (0.3, 0.1), (SCHEDULE, 0.1)])
-def test_loss_scaling_stays_inside(rate, asked):
-    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
-    model = regrouped(scaling, asked)
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    require_equal(model, keras.optimizers.SGD(0.2))
 
 
 def test_variables_excluded_from_weight_decay_stay_excluded():
@@ -213,12 +194,11 @@ def test_variables_excluded_from_weight_decay_stay_excluded():
     assert np.all(bias < [0.9, 1.9])
 
 
-def test_the_reduction_stays():
+def test_other_optimizers_are_refused_and_the_reduction_stays():
     model = regrouped(keras.optimizers.SGD(0.1), op=tfscale.Sum)
     assert model.optimizer.executor.options.op == tfscale.Sum
-
-
-def test_other_optimizers_are_refused():
+    with pytest.raises(ConfigError, match="Received: a ExponentialDecay. Pass --learning-rate"):
+        regrouped(keras.optimizers.SGD(SCHEDULE))
     settings = {"groups": 2, "interval": 3, "rate_rule": "none", "learning_rate": None}
     with pytest.raises(ConfigError, match="Received: SGD. Wrap the optimizer"):
         _regroup(compiled(keras.optimizers.SGD(0.1)), settings)
