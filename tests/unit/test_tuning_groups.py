@@ -11,6 +11,7 @@ import pytest
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
+from tfscale.internals.traits import show_averages
 from tfscale.launcher import cli
 from tfscale.launcher.tune import check_groups
 from tfscale.launcher.tune.scripts import (
