@@ -10,6 +10,7 @@ import pytest
 
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
+from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
 from tfscale.internals.traits import show_averages
 from tfscale.launcher import cli
