@@ -167,17 +167,8 @@ _NOISE = re.compile(
     rb"(?:failed call to cuInit|Unable to register cu\w+ factory)).*\n",
     re.MULTILINE,
 )
-# Their beginnings, with 0 for every digit.
-_NOISE_HEADS = (b"WARNING: All", b"To enable", b"I0000 ", b"E0000 ", b"0000-00-")
-_CUT_PREFIX = re.compile(rb"\[\d*(?:,\d*)?(?:\](?:<\w*>?:?)? ?)?|\d+:? ?")
-
-
-def _may_be_noise(beginning: bytes) -> bool:
-    """Return whether a line with this beginning, which may end inside a word, may be noise."""
-    if _CUT_PREFIX.fullmatch(beginning):
-        return True
-    head = re.sub(rb"\d", b"0", re.sub(rb"^" + _PREFIX, b"", beginning))
-    return any(noise.startswith(head) or head.startswith(noise) for noise in _NOISE_HEADS)
+# Seconds for which the beginning of a line is held back, as it may be one of these.
+_HELD_S = 0.2
 
 
 def encode(message: Message) -> bytes:
@@ -312,7 +303,11 @@ class ReportReader(threading.Thread):
         poll.register(self._source, select.POLLIN)
         try:
             while True:
-                for descriptor, _ in poll.poll():
+                ready = poll.poll(1000 * _HELD_S if self._rest else None)
+                if not ready and _START not in self._rest:  # a prompt or a progress bar
+                    self._write(self._rest)
+                    self._rest = b""
+                for descriptor, _ in ready:
                     if descriptor != self._source:
                         poll.unregister(descriptor)
                         self._gone.append(self._beside[descriptor])
@@ -332,16 +327,12 @@ class ReportReader(threading.Thread):
 
     def _feed(self, chunk: bytes) -> None:
         text = self._rest + chunk
-        self._rest = text[(end := self._end_of_whole(text)) :]
-        text = _LINE.sub(self._take, text[:end])
+        end = text.rfind(b"\n") + 1
+        is_held = self._is_quiet or _START in text[end:]
+        if not is_held or len(text) - end > 2 * _MAX_BYTES:
+            end = len(text)
+        text, self._rest = _LINE.sub(self._take, text[:end]), text[end:]
         self._write(_NOISE.sub(b"", text) if self._is_quiet else text)
-
-    def _end_of_whole(self, text: bytes) -> int:
-        """Return the begin of an incomplete line that must be read as a whole, or the length."""
-        start = text.rfind(b"\n") + 1
-        is_held = _START in text[start:]
-        is_held |= self._is_quiet and _may_be_noise(text[start:])
-        return start if is_held and len(text) - start <= 2 * _MAX_BYTES else len(text)
 
     def _take(self, found: re.Match[bytes]) -> bytes:
         message = _decode(found.group(1))
