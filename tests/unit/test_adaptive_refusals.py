@@ -14,7 +14,6 @@ from tfscale.callbacks import (
     BatchSizeSchedule,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
-    MetricAverageCallback,
 )
 from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY, check_compared
 from tfscale.callbacks.batch_size_schedule import check_sizes
@@ -103,22 +102,9 @@ def test_two_callbacks_that_set_the_rate(other):
     assert type(other).__name__ in text and "Remove it" in text
 
 
-@pytest.mark.parametrize("before", [[], [MetricAverageCallback()]])
-def test_early_stopping_before_metric_averaging(before, monkeypatch):
-    from tfscale.callbacks import adaptive_batch_size as adaptive_checks
-
-    stop = keras.callbacks.EarlyStopping(monitor="loss")
-    monkeypatch.setattr(adaptive_checks.runtime, "size", lambda: 2)
-    own = object()
-    if before:
-        adaptive_checks._check_order(own, [*before, own, stop], 0)
-    with pytest.raises(ConfigError, match="EarlyStopping before MetricAverageCallback"):
-        adaptive_checks._check_order(own, [own, stop, *before], 0)
-
-
 def test_a_backup_behind(tmp_path):
-    assert "Put BackupAndRestore first" in refused(
-        "BackupAndRestore after", BackupAndRestore(str(tmp_path / "backup"))
+    assert "Put it first" in refused(
+        "BackupAndRestore comes before", BackupAndRestore(str(tmp_path / "backup"))
     )
 
 

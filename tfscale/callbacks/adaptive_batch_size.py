@@ -10,7 +10,6 @@ from typing import Any, Literal
 import keras
 
 from tfscale.callbacks.batch_size_schedule import ChangingBatchSize, check_data, check_sizes
-from tfscale.callbacks.checkpoint import BackupAndRestore
 from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import AdaptiveRate, LearningRateScheduleCallback
 from tfscale.comm import runtime
@@ -21,14 +20,11 @@ from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
 from tfscale.fit.session import FitSession
 from tfscale.internals.keras import (
-    batch_spec_of,
     is_built,
     print_msg,
     serve_again,
     steps_until,
-    symbol_of,
 )
-from tfscale.internals.traits import judge_before_averages
 from tfscale.measure.growth import (
     GrowthControl,
     GrowthSettings,
@@ -200,7 +196,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         if not is_built(self.model):  # the first parameters must be known
             build(self.model)
         rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
-        _check_order(self, self.session.callbacks, settings.warmup_epochs)
+        _check_rate_is_free(self, self.session.callbacks, settings.warmup_epochs)
         with self._take_over(self.data):
             if self._has_surplus:
                 begin_with_surplus(self.session)
@@ -351,18 +347,10 @@ def check_compared(sizes: Sequence[int]) -> None:
         )
 
 
-def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
-    judge = judge_before_averages(callbacks)
-    if runtime.size() > 1 and judge is not None:
-        raise ConfigError(
-            "What stops or slows training must see metrics of all ranks, or ranks decide "
-            f"differently. Received: {judge} before MetricAverageCallback. Put "
-            "MetricAverageCallback before it."
-        )
-    is_later = False
+def _check_rate_is_free(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
+    """Refuse other callbacks that set the learning rate, but for a warm-up."""
     for callback in callbacks:
-        is_later, name = is_later or callback is own, type(callback).__name__
-        is_setter = isinstance(callback, SETTERS)
+        is_setter, name = isinstance(callback, SETTERS), type(callback).__name__
         if isinstance(callback, LearningRateScheduleCallback):  # a warm-up may set it
             is_setter = callback.end_epoch is None or callback.end_epoch > warmup_epochs
         if is_setter:
@@ -370,11 +358,6 @@ def _check_order(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None
                 f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "
                 "Remove it; use decay_epochs or saturation for decays, warmup_epochs for epochs "
                 "in which another callback may set the rate."
-            )
-        if isinstance(callback, BackupAndRestore) and is_later:
-            raise ConfigError(
-                "A backup must be restored before training begins. Received: BackupAndRestore "
-                f"after {type(own).__name__}. Put BackupAndRestore first."
             )
 
 
@@ -385,8 +368,7 @@ def begin_with_surplus(session: FitSession) -> None:
     """
     _check_exchange(session)
     _check_weights(session)
-    is_wide = has_wide_losses(session.model, session.call.epochs)
-    use_active_ranks(session.data, weighs_samples=not is_wide)
+    use_active_ranks(session.data)
     if session.call.epochs is not None:
         serve_again(session.call.epochs)
 
@@ -421,13 +403,3 @@ def _check_weights(session: FitSession) -> None:
                 f"weights: those of the ranks that rest are 0. Received: reduction={reduction!r} "
                 f"of {loss.name!r}. Use reduction='sum_over_batch_size', or active_ranks='all'."
             )
-
-
-def has_wide_losses(model: keras.Model, epochs: Any) -> bool:
-    """Return whether losses have more than one value per sample, as for sequences or images."""
-    outputs = getattr(model, "outputs", None)
-    if not outputs:  # subclassed: they follow from a batch of `epochs`, Keras's iterator
-        batch = batch_spec_of(epochs)
-        x = batch[0] if isinstance(batch, tuple) else batch
-        outputs = model.compute_output_spec(keras.tree.map_structure(symbol_of, x))
-    return any(len(output.shape) > 2 for output in keras.tree.flatten(outputs))

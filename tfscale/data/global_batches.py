@@ -18,7 +18,7 @@ from tfscale.data.slices import (
     check_slices,
     count_active,
 )
-from tfscale.data.sources import ArraySource, BatchSource, RecordSource, weighted
+from tfscale.data.sources import ArraySource, RecordSource, weighted
 from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.internals.keras import (
     begin_epoch_at,
@@ -146,7 +146,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def _set_up(
         self,
-        source: BatchSource,
+        source: ArraySource | RecordSource,
         is_shuffled: bool,
         drop_remainder: bool,
         batch_size: int,
@@ -157,7 +157,6 @@ class GlobalBatches(keras.utils.PyDataset):
         self._is_shuffled, self._drop_remainder = is_shuffled, drop_remainder
         self._seed, self._number = check_integer("seed", seed, 0), 0
         self._has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
-        self._weighs_samples = True  # sample weights: one for each sample, or one for the batch
         self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
         self._steps = StepCount()  # of the epoch being served
         self._open: OpenEpoch | None = None  # the epoch being served, also to tf.data's threads
@@ -314,7 +313,7 @@ class GlobalBatches(keras.utils.PyDataset):
             read = self._source.open_epoch(*key)
             if self._has_surplus_ranks:
                 rank, size = self._place()
-                read = weighted(read, rank, slices.size, size, self._weighs_samples)
+                read = weighted(read, rank, slices.size, size)
             self._open = OpenEpoch(*key, read)
             self._steps.value = slices.steps
         return self._open
@@ -377,14 +376,9 @@ def put_back_settings(data: GlobalBatches) -> None:
         data._open = None
 
 
-def use_active_ranks(data: GlobalBatches, weighs_samples: bool = True) -> None:
-    """Share batches among `count_active` ranks only, from the next pass on.
-
-    Data with targets serves sample weights then: one for each sample, or without `weighs_samples`
-    one for the whole batch, which suits losses of any shape.
-    """
-    data._has_surplus_ranks, data._weighs_samples = True, weighs_samples
-    data._open = None
+def use_active_ranks(data: GlobalBatches) -> None:
+    """Share batches among `count_active` ranks only, with weights, from the next pass on."""
+    data._has_surplus_ranks, data._open = True, None
 
 
 # The rest of an epoch that was interrupted.
@@ -425,11 +419,11 @@ def continue_epoch(epochs: Any, epoch: int, first_step: int) -> int:
     `GlobalBatches` does not read the batches before it; other data is read and dropped up to there.
     See `begin_epoch_at`; `epochs` is None outside of a `fit`.
     """
-    return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, _rest_of)
 
+    def rest_of(data: Any, first_step: int) -> _Rest | None:
+        return _Rest(data, first_step) if isinstance(data, GlobalBatches) else None
 
-def _rest_of(data: Any, first_step: int) -> _Rest | None:
-    return _Rest(data, first_step) if isinstance(data, GlobalBatches) else None
+    return first_step if epochs is None else begin_epoch_at(epochs, epoch, first_step, rest_of)
 
 
 class _Rest(keras.utils.PyDataset):

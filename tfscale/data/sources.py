@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,20 +20,6 @@ from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.internals.keras import drawn_with, inputs_of
 
 logger = logging.getLogger("tfscale")
-
-
-class BatchSource(Protocol):
-    """A source of samples: `ArraySource` or `RecordSource`."""
-
-    @property
-    def samples(self) -> int:
-        """Number of samples of an epoch, over all ranks."""
-
-    def probe(self) -> list[Any]:
-        """Return a few samples for comparison: all ranks must have the same data."""
-
-    def open_epoch(self, seed: int, epoch: int, slices: BatchSlices) -> Callable[[int], Any]:
-        """Return the function that reads this rank's slice of a step."""
 
 
 # Arrays
@@ -354,13 +340,12 @@ class _EpochReader:
 # Weights of surplus ranks.
 
 
-def weighted(
-    read: Callable[[int], Any], rank: int, active: int, size: int, weighs_samples: bool
-) -> Callable[[int], Any]:
+def weighted(read: Callable[[int], Any], rank: int, active: int, size: int) -> Callable[[int], Any]:
     """Return a reader with sample weights: the mean over all ranks is that over the active ones.
 
     Weights of the first `active` ranks are multiplied by size / active, those of the others by 0.
-    If `read` returns no weights, they have shape (samples,), or (1,) without `weighs_samples`.
+    If `read` returns no weights, there is one for the whole batch, which suits losses of any shape:
+    Keras broadcasts weights against the last axes of a loss.
     """
     factor = size / active if rank < active else 0.0
 
@@ -375,9 +360,6 @@ def weighted(
         if len(batch) == 3:
             weight = keras.tree.map_structure(lambda w: w * factor, batch[2])
             return x, y, weight
-        # Keras broadcasts weights against the last axes of a loss, so (samples,) suits only losses
-        # of that shape.
-        count = len(keras.tree.flatten(x)[0]) if weighs_samples else 1
-        return x, y, np.full((count,), factor, dtype=keras.config.floatx())
+        return x, y, np.array([factor], dtype=keras.config.floatx())
 
     return read_weighted
