@@ -81,6 +81,7 @@ def test_best_weights_that_are_put_back_in_front(tmp_path):
 def test_a_state_that_would_come_too_late_is_refused(tmp_path):
     for restore, early, name in (
         (Checkpoint, Begins(), "Begins"),
+        (BackupAndRestore, Count(), "Count"),
         (BackupAndRestore, ParameterAveraging(), "ParameterAveraging"),
         (BackupAndRestore, RankZero(Begins()), "RankZero"),
         (BackupAndRestore, BroadcastGlobalVariablesCallback(0), "BroadcastGlobalVariables"),
@@ -90,15 +91,6 @@ def test_a_state_that_would_come_too_late_is_refused(tmp_path):
             fit([early, restore(tmp_path)])
     with pytest.raises(ConfigError, match="no other one is with it. Received: BackupAndRestore"):
         fit([Checkpoint(tmp_path), BackupAndRestore(tmp_path)])
-
-
-def test_a_state_that_does_not_come_too_late(tmp_path):
-    """Some do nothing when training begins."""
-    for restore in (Checkpoint, BackupAndRestore):
-        for act in (Act(9, interrupt), None):
-            count = Count()
-            fit([count, restore(tmp_path / restore.__name__)], act)
-        assert (count.n, count.restored_at) == (3, 2)
 
 
 def test_the_order_on_another_rank_is_refused_on_all(tmp_path, monkeypatch):

@@ -10,7 +10,12 @@ from typing import Any
 from tfscale.callbacks.base import Callback
 from tfscale.checkpoints import preemption
 from tfscale.checkpoints.files import delete_all
-from tfscale.checkpoints.resumable import begun, restore_callbacks, restore_counters
+from tfscale.checkpoints.resumable import (
+    kind_of,
+    restore_callbacks,
+    restore_counters,
+    resumables,
+)
 from tfscale.checkpoints.saver import Saver, Schedule, agree_on_end
 from tfscale.checkpoints.snapshot_restore import Position, Reader, Restore, is_broken, take_snapshot
 from tfscale.checkpoints.variables import group_of
@@ -128,7 +133,7 @@ class Checkpoint(Callback):
             self.session.put_first(self)
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
-        return own or begun(before)
+        return own or [kind_of(c) for c in resumables(before)]
 
     def _require_order(self, early: list[str]) -> None:
         every = objects.allgather_object(early, name="order of callbacks")

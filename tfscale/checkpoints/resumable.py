@@ -72,15 +72,6 @@ def kind_of(callback: Resumable) -> str:
     return type(callback).__name__
 
 
-def begun(callbacks: Sequence[Any]) -> list[str]:
-    """Return the classes of callbacks that use their state when training begins."""
-    plain = keras.callbacks.Callback.on_train_begin
-    inner = [(c.callback if isinstance(c, OnRankZero) else c, c) for c in resumables(callbacks)]
-    return [
-        kind_of(c) for own, c in inner if getattr(type(own), "on_train_begin", plain) is not plain
-    ]
-
-
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
     """Restore the states of callbacks, and the arrays that the `leader` of this group wrote."""
     own = resumables(callbacks)
