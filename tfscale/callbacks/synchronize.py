@@ -25,7 +25,7 @@ from tfscale.optimizer.distributed import distributed_of, passes_per_update, pro
 logger = logging.getLogger("tfscale")
 
 _NAMES_SHOWN = 3
-MODES = ("average", "root", "local")
+MODES = ("average", "local")
 
 
 class Synchronize(Container):
@@ -78,7 +78,7 @@ class Synchronize(Container):
         self.local_variables = list(local_variables or ())
         self.companions = [
             LocalModels(),
-            NonTrainableState(non_trainable, root_rank, self.local_variables),
+            NonTrainableState(non_trainable, self.local_variables),
             *([ConsistencyCheck(local_variables=self.local_variables)] if check else ()),
             *([MetricAverageCallback()] if metrics else ()),
         ]
@@ -202,9 +202,8 @@ class NonTrainableState(BeforeValidation):
     `BroadcastGlobalVariablesCallback` contain one.
 
     Args:
-        mode: `"average"` takes the mean over the ranks whose values are finite, `"root"` the values
-            of `root_rank`, `"local"` keeps each rank's own values.
-        root_rank: The rank whose values are used with `"root"`.
+        mode: `"average"` takes the mean over the ranks whose values are finite, `"local"` keeps
+            each rank's own values.
         local_variables: Variables that stay different on every rank.
 
     Raises:
@@ -214,14 +213,12 @@ class NonTrainableState(BeforeValidation):
     def __init__(
         self,
         mode: str = "average",
-        root_rank: int = 0,
         local_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
         super().__init__()
         known, remedy = f"one of {', '.join(map(repr, MODES))}", "Use 'average' if in doubt."
         require(mode in MODES, "non_trainable", known, mode, remedy)
         self.mode = mode
-        self.root_rank = root_rank
         self.local_variables = list(local_variables or ())
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -246,10 +243,7 @@ class NonTrainableState(BeforeValidation):
         state = [v for v in model_state.non_trainable_state(self.model) if id(v) in ids]
         if not state or not members.included():
             return
-        if self.mode == "root":
-            objects.broadcast_variables(state, self.root_rank, process_set=members)
-        else:
-            _average(state, members)
+        _average(state, members)
         self._united = [(variable, np.array(variable.numpy())) for variable in state]
 
 
