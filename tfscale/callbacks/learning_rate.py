@@ -14,6 +14,7 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.internals.keras import print_msg
 from tfscale.internals.optimizers import n_updates, rate_of, update_rule
+from tfscale.measure.growth import RATE_RULES, RateRule
 from tfscale.optimizer.lars import LARS
 from tfscale.optimizer.scalable_schedule import ScalableSchedule
 
@@ -25,7 +26,6 @@ _VELOCITIES: dict[type, str] = {
     keras.optimizers.RMSprop: "_momentums",
     LARS: "velocities",
 }
-_SCALING = {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 
 
 class LearningRateScheduleCallback(Callback):
@@ -208,17 +208,17 @@ class LearningRateScaling(LearningRateScheduleCallback):
         initial_lr: float,
         base_batch_size: int,
         batch_size: int,
-        rule: str = "linear",
+        rule: RateRule = "linear",
         warmup_epochs: int = 5,
         decay_epochs: Sequence[int] = (),
     ) -> None:
-        if rule not in _SCALING or warmup_epochs < 0 or base_batch_size < 1 or batch_size < 1:
+        if rule not in RATE_RULES or warmup_epochs < 0 or base_batch_size < 1 or batch_size < 1:
             raise ConfigError(
                 "rule must be 'linear', 'sqrt' or 'none', batch sizes at least 1 and "
                 f"warmup_epochs at least 0. Received: rule={rule!r}, batch_size={batch_size}, "
                 f"base_batch_size={base_batch_size}, warmup_epochs={warmup_epochs}."
             )
-        target = _SCALING[rule](batch_size / base_batch_size)
+        target = RATE_RULES[rule](batch_size / base_batch_size)
 
         def multiplier(epoch: float) -> float:
             if epoch < warmup_epochs:

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,12 @@ Rule = Literal["robust", "thesis", "peak"]
 RateRule = Literal["linear", "sqrt", "none"]
 Signal = Literal["theta", "noise_scale"]
 _RULES: tuple[Rule, ...] = ("robust", "thesis", "peak")
-_RATE_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "none")
+# The factor of the learning rate, from that of the batch size.
+RATE_RULES: dict[RateRule, Callable[[float], float]] = {
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+    "none": lambda ratio: 1.0,
+}
 _SIGNALS: tuple[Signal, ...] = ("theta", "noise_scale")
 
 
@@ -167,9 +172,10 @@ class GrowthSettings:
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
+        rate_rules = tuple(RATE_RULES)
         _check(
             self,
-            ("learning_rate_rule", f"one of {_RATE_RULES}", self.learning_rate_rule in _RATE_RULES),
+            ("learning_rate_rule", f"one of {rate_rules}", self.learning_rate_rule in rate_rules),
             ("signal", f"one of {_SIGNALS}", self.signal in _SIGNALS),
             ("interval", "at least 1 epoch, or None", self.interval is None or self.interval >= 1),
             ("saturation", "0 or more, or None", self.saturation is None or self.saturation >= 0),
@@ -304,9 +310,7 @@ class GrowthControl:
         if not measures.fits:
             self.has_stopped = True
             return [f"the batch stays at {self.batch_size}: {size} is not expected to fit memory"]
-        ratio = size / self.batch_size
-        by = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
-        by_rule = by[self.settings.learning_rate_rule]
+        by_rule = RATE_RULES[self.settings.learning_rate_rule](size / self.batch_size)
         text = f"batch {self.batch_size} -> {size}, learning rate times {by_rule:g}: {why}"
         self.level += 1
         self.rate_scale *= by_rule

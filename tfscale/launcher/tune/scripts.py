@@ -32,6 +32,7 @@ from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import rate_of, set_rate, update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
+from tfscale.measure.growth import RATE_RULES
 
 logger = logging.getLogger("tfscale")
 
@@ -251,7 +252,7 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
             f"{type(optimizer).__name__}. Wrap the optimizer."
         )
     n = settings["groups"]
-    factor = {"linear": n, "sqrt": math.sqrt(n), "none": 1.0}[settings["rate_rule"]]
+    factor = RATE_RULES[settings["rate_rule"]](n)
     inner: Any = update_rule(optimizer)
     rate = settings["learning_rate"]
     if not rate:
