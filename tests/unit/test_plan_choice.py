@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.unit.test_plan_costs import machines
 from tests.unit.test_plan_simulation import require_fit, tables
 from tfscale.config import PlanError
-from tfscale.measure.auto import _has_times
 from tfscale.plan.choose import best_first_chunk, choose, written_exchanges
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import explain
@@ -51,7 +50,8 @@ def test_times_of_another_model_of_the_same_name_are_refused():
     for n_values, is_refused in ((0, False), (4, False), (5, True)):
         other = dataclasses.replace(times, n_values=n_values)
         machine = dataclasses.replace(scenario.machine, layer_times={"t": other})
-        assert _has_times(machine, scenario.table) is not is_refused
+        times = machine.layer_times[scenario.table.name]
+        assert bool(times.misfit(scenario.table)) is is_refused
         known = dataclasses.replace(scenario, machine=machine)
         if is_refused:
             with pytest.raises(PlanError, match="4 trainable values, and times of .* with 5"):

@@ -164,19 +164,11 @@ class Scenario:
 
     def _measured(self) -> LayerTimes | None:
         times = self.machine.layer_times.get(self.table.name)
-        if times is None:
-            return None
-        if times.n_values not in (0, self.table.n_values):
+        if times is not None and (reason := times.misfit(self.table)):
             raise PlanError(
                 f"Measured times must be those of the model. Received: {self.table.name} with "
-                f"{self.table.n_values} trainable values, and times of one of the same name with "
-                f"{times.n_values}. Measure again with tfscale tune links, or name models apart."
-            )
-        missing = [x.name for x in self.table.layers if x.name not in times.forward_s]
-        if missing:
-            raise PlanError(
-                f"Measured times must name the layers of {self.table.name}. Received: none for "
-                f"{', '.join(missing[:3])}. Measure again with tfscale tune links."
+                f"{self.table.n_values} trainable values, and {reason}. Measure again with "
+                "tfscale tune links, or name models apart."
             )
         return times
 

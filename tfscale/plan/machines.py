@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import PlanError
+from tfscale.plan.layers import LayerTable
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class LayerTimes:
     # rank's own rows, for all rows, and of a rank's part of the weight gradient for all rows.
     gradient_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
     n_values: int = 0  # trainable values of the model; 0 if unknown
+
+    def misfit(self, table: LayerTable) -> str:
+        """Return why these are not the times of a model, whose layers Keras may have renumbered."""
+        if self.n_values not in (0, table.n_values):
+            return f"times of one of the same name with {self.n_values}"
+        missing = [layer.name for layer in table.layers if layer.name not in self.forward_s]
+        return f"no times for {', '.join(missing[:3])}" if missing else ""
 
 
 @dataclass(frozen=True)
