@@ -35,7 +35,6 @@ def fit(action):
 LIMIT_S = 90  # starting TensorFlow on a loaded machine takes most of it
 
 ENDINGS = {
-    "exception": ("def fail():\n    raise ValueError('bad sample')\nfit(fail)", "bad sample"),
     "exit with work in flight": ("fit(lambda: sys.exit(3))", "rank 1 has left the job"),
     "os._exit": ("fit(lambda: os._exit(7))", ""),
     "kill -9": ("fit(lambda: os.kill(os.getpid(), signal.SIGKILL))", ""),

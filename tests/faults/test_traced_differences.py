@@ -46,6 +46,20 @@ CASES = {
         "call(lambda x: sparse(x, 5 + rank), tf.ones([1, 2]))",
         "dense shape [6, 2]",
     ),
+    "models": (
+        "train([keras.layers.Dense(3 + rank, name='odd'), keras.layers.Dense(1, name='last')])",
+        "last/kernel float32(4, 1)",
+    ),
+    "sharded models": (
+        "train([keras.layers.Dense(3 + rank, name='odd'), keras.layers.Dense(1, name='last')], "
+        "exchange='sharded')",
+        "odd/kernel float32(2, 4)",
+    ),
+    "rows of another width": ("call(tfscale.allgather, rows(4))", "rows of float32(4,)"),
+    "alltoall of another width": (
+        "call(lambda x: tfscale.alltoall(x, [2, 2])[0], rows(4))",
+        "rows of float32(4,)",
+    ),
     "dense shape known at run time": (
         "call(lambda x, n: sparse(x, n), tf.ones([1, 2]), tf.constant(5 + rank))",
         "rows of [6,2]",
@@ -93,9 +107,12 @@ def sparse(values, n_rows, **options):
     slices = tf.IndexedSlices(values, tf.constant([0]), shape)
     return tfscale.allreduce(slices, **options).values
 
-def train(**options):
+def rows(count):
+    return tf.zeros([count, 2 * (rank + 1)])
+
+def train(layers=None, **options):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((2,)), *(layers or [keras.layers.Dense(1)])])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options), "mse")
     return model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
 

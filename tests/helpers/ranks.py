@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,67 @@ def values_of(variables: Any) -> list[np.ndarray]:
     return [np.array(v.numpy()) for v in variables]
 
 
+def require_identical(found: Iterable[Any], expected: Iterable[Any], message: str = "") -> None:
+    """Require arrays or variables that are equal bit by bit, one by one."""
+    for mine, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(_array(mine), _array(wanted), err_msg=message)
+
+
+def require_close(
+    found: Iterable[Any],
+    expected: Iterable[Any],
+    *,
+    atol: float = 1e-10,
+    rtol: float = 0.0,
+    message: str = "",
+) -> None:
+    """Require arrays or variables that are equal within a tolerance, one by one."""
+    for mine, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            _array(mine), _array(wanted), rtol=rtol, atol=atol, err_msg=message
+        )
+
+
+def _array(value: Any) -> Any:
+    return value.numpy() if hasattr(value, "numpy") else value
+
+
 def require_equal_ranks(variables: Any) -> None:
     """Require values that are equal bit by bit on all ranks."""
     every = tfscale.allgather_object(values_of(variables))
     for theirs in every:
-        for first, other in zip(every[0], theirs, strict=True):
-            np.testing.assert_array_equal(other, first)
+        require_identical(theirs, every[0])
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stop training on one rank, by default the last one.
+
+    Args:
+        batch: After which of the epoch; None stops where the epoch ends.
+        epoch: Number of the epoch.
+        rank: Rank that stops; -1 is the last one.
+
+    Attributes:
+        epochs: Numbers of the epochs that this rank has begun.
+    """
+
+    def __init__(self, batch: int | None = None, epoch: int = 1, rank: int = -1) -> None:
+        super().__init__()
+        self._place, self._rank = (epoch, batch), rank % tfscale.size()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._stop(batch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._stop(None)
+
+    def _stop(self, batch: int | None) -> None:
+        if tfscale.rank() == self._rank and (self.epochs[-1], batch) == self._place:
+            self.model.stop_training = True
 
 
 @contextlib.contextmanager

@@ -11,10 +11,8 @@ INTENTS = {
         "optimizer:case_learning_rate_changes_between_traced_steps",
         "callback_errors:case_warmup_with_momentum_keeps_ranks_equal",
     ],
-    "sparse gradients made dense": ["horovod_keras_tests:case_sparse_as_dense"],
-    "sparse gradients with aggregation": [
-        "horovod_keras_tests:case_sparse_gradients_with_aggregation"
-    ],
+    "sparse gradients made dense": ["horovod:case_sparse_as_dense"],
+    "sparse gradients with aggregation": ["horovod:case_sparse_gradients_with_aggregation"],
     "infinity in aggregation": ["optimizer_cycles:case_infinity_of_one_cycle_is_gone_in_the_next"],
     "aggregation with exact values": ["optimizer_cycles:case_aggregation_is_exact"],
     "aggregation with local variables": [
@@ -27,16 +25,16 @@ INTENTS = {
         "callbacks:case_local_variables_stay_local",
     ],
     "load_model": [
-        "horovod_keras_tests:case_load_model_and_go_on",
-        "horovod_keras_tests:case_loaded_optimizer_weights_are_broadcast",
+        "horovod:case_load_model_and_go_on",
+        "horovod:case_loaded_optimizer_weights_are_broadcast",
     ],
     "process-set optimizer": [
-        "horovod_keras_tests:case_process_set_in_fit",
+        "horovod:case_process_set_in_fit",
         "optimizer_cycles:case_process_set_of_even_ranks",
     ],
     "fit leaves the ranks equal": [
-        "horovod_keras_tests:case_fit_leaves_the_ranks_equal",
-        "horovod_keras_tests:case_fit_leaves_ranks_equal_that_begin_differently",
+        "horovod:case_fit_leaves_the_ranks_equal",
+        "horovod:case_fit_leaves_ranks_equal_that_begin_differently",
     ],
     "metrics": [
         "callbacks:case_metrics_equal_one_process",

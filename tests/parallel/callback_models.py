@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-
 import keras
 import numpy as np
 
 import tfscale
-from tfscale.config import ExchangeError
+from tests.helpers.ranks import outcome
 
 
 class Deferred(keras.Model):
@@ -59,30 +56,7 @@ def own(samples=8):
     return data(samples, 100 + tfscale.rank())
 
 
-def require_equal_ranks(variables):
-    every = tfscale.allgather_object([np.asarray(v.numpy()) for v in variables])
-    for theirs in every:
-        for first, other in zip(every[0], theirs, strict=True):
-            np.testing.assert_array_equal(other, first)
-
-
 def require_error_everywhere(action, text):
-    try:
-        action()
-        message = "no error"
-    except ExchangeError as error:
-        message = str(error)
-    messages = tfscale.allgather_object(message)
-    assert all(text in item for item in messages), messages
+    messages = tfscale.allgather_object(outcome(action))
+    assert messages[0].startswith("ExchangeError") and text in messages[0], messages
     assert len(set(messages)) == 1, messages
-
-
-def shared_folder():
-    made = tempfile.mkdtemp() if tfscale.rank() == 0 else None
-    return tfscale.broadcast_object(made, root_rank=0)
-
-
-def remove_shared_folder(path):
-    tfscale.barrier()
-    if tfscale.rank() == 0:
-        shutil.rmtree(path)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_error
+from tests.helpers.ranks import require_close, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
@@ -54,8 +54,7 @@ def by_one_process(*scales):
 
 
 def require_near(model, expected):
-    for own, theirs in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-10)
+    require_close(model.get_weights(), expected)
 
 
 @sizes(2, 3)

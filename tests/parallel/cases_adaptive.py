@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
+from tests.helpers.ranks import require_equal_ranks, require_error, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
@@ -172,8 +172,7 @@ def check_resume(exchange, interruptions):
             backup = f"{folder}/backup-{at}" + ("" if runtime.rank() == 0 else "-not-there")
             fit(adam, path, extra=[BackupAndRestore(backup), InterruptIn(at)], **options)
             model, rest = fit(adam, path, extra=[BackupAndRestore(backup)], seed=50, **options)
-            for own, value in zip(model.get_weights(), whole.get_weights(), strict=True):
-                np.testing.assert_array_equal(own, value)
+            require_identical(model.get_weights(), whole.get_weights())
             assert rest["batch_size"] == history["batch_size"][at:]
             assert rest["theta"] == history["theta"][at:]
             tfscale.barrier()

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel import cases_adaptive
 from tests.parallel.cases_equality import float64
@@ -174,8 +174,7 @@ def case_ranks_join_as_the_batch_grows():
             alone, losses = by_hand(linear_model, batch_sizes, rate=0.01)
         assert tuple(history["batch_size"]) == batch_sizes
         np.testing.assert_allclose(history["loss"], losses, rtol=1e-9)
-        for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
-            np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+        require_close(model.get_weights(), alone.get_weights())
         require_equal_ranks(model.variables)
 
 
@@ -188,8 +187,7 @@ def case_resting_ranks_and_batch_normalization():
     with float64():
         model, _ = fit(norm_model, 2, 3, 1, rate=0.01, active_ranks="grow", interval=9)
         alone, _ = by_hand(norm_model, (2,), rate=0.01)
-    for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+    require_close(model.get_weights(), alone.get_weights())
     with float64():
         model, history = fit(norm_model, 2, 24, 5, rate=0.01, active_ranks="grow")
     assert history["batch_size"] == [2, 4, 8, 16, 24]

@@ -153,6 +153,12 @@ TABLE = {
         "the same tfscale callbacks. Received: number 0: nothing on rank 0 and "
         "number 0: MetricAverageCallback on rank {last}. ",
     ),
+    "order of callbacks": (
+        lambda: {"callbacks": [MetricAverageCallback(), BroadcastGlobalVariablesCallback(0)]},
+        lambda: {"callbacks": [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]},
+        "number 0: BroadcastGlobalVariablesCallback(averages_metrics=False, checks=True) on rank 0 "
+        "and number 0: MetricAverageCallback",
+    ),
     "scheduled sizes": (
         lambda: {**batches(1), "callbacks": [BatchSizeSchedule({1: 24})]},
         lambda: {**batches(1), "callbacks": [BatchSizeSchedule({1: 12})]},

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import float64
 from tfscale import Auto
@@ -79,8 +79,7 @@ def trained(exchange) -> keras.Model:
         alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
         fit(model, exchange)
     require_equal_ranks(model.trainable_variables)
-    for own, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+    require_close(model.get_weights(), alone.get_weights())
     return model
 
 
@@ -216,8 +215,7 @@ def case_a_loop_of_ones_own_calls_after_step():
             if optimizer.after_step():
                 step, n_traced = tf.function(body), n_traced + 1
     assert n_traced >= 4 and "wide" in gathering(agreed(model))
-    for mine, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-10)
+    require_close(model.get_weights(), alone.get_weights())
 
 
 @sizes(2, timeout_s=120)

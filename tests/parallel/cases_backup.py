@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_error, shared_folder
+from tests.helpers.ranks import StopAt, require_error, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
@@ -21,7 +21,6 @@ from tfscale.callbacks import (
 )
 from tfscale.checkpoints import list_checkpoints
 from tfscale.comm import runtime
-from tfscale.config import ConfigError
 
 BATCH = 12
 
@@ -82,8 +81,7 @@ def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
         expected = run(1)
         run(1, BackupAndRestore(own_folder), InterruptAfter(2))
         restored = run(50, BackupAndRestore(own_folder))
-    for own, value in zip(restored, expected, strict=True):
-        np.testing.assert_array_equal(own, value)
+    require_identical(restored, expected)
 
 
 @sizes(1, 2, 3, timeout_s=120)
@@ -129,27 +127,7 @@ def case_a_later_fit_goes_on_with_its_order():
         restored, rest = train_twice(own_folder, seed=9, is_first_run=False)
     assert numbers == [2, 3, 4, 5]
     assert rest == numbers[2:]
-    for own, value in zip(restored, expected, strict=True):
-        np.testing.assert_array_equal(own, value)
-
-
-class StopAlone(keras.callbacks.Callback):
-    """Stops training on the last rank: where the second epoch ends, or after its third step."""
-
-    def __init__(self, step=None):
-        super().__init__()
-        self.step, self.epochs = step, []
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epochs.append(epoch)
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epochs[-1], batch) == (1, self.step):
-            self.model.stop_training = runtime.rank() == runtime.size() - 1
-
-    def on_epoch_end(self, epoch, logs=None):
-        if (epoch, None) == (1, self.step):
-            self.model.stop_training = runtime.rank() == runtime.size() - 1
+    require_identical(restored, expected)
 
 
 @sizes(2, 3, timeout_s=120)
@@ -158,23 +136,20 @@ def case_one_rank_stops_where_a_backup_is_due():
     for step, save_freq in ((None, "epoch"), (2, 4)):
         folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
         backup = BackupAndRestore(folder, save_freq, delete_checkpoint=False)
-        train([backup, StopAlone(step)], 1)
+        train([backup, StopAt(step)], 1)
         found = list_checkpoints(folder)[0]
         # Training did not end in mid-epoch, or the last backup before that counts.
         assert (found.is_finished, found.step) == (True, 10 if step is None else 4)
-        again = StopAlone(99)
+        again = StopAt(99)
         train([BackupAndRestore(folder), again], 1)
         assert again.epochs == ([2, 3] if step is None else [0, 1, 2, 3])
 
 
 @sizes(2)
 def case_keras_own_backup_is_refused():
-    try:
-        train([keras.callbacks.BackupAndRestore(tempfile.mkdtemp())], seed=1)
-    except ConfigError as error:
-        assert "tfscale.callbacks.BackupAndRestore" in str(error)
-    else:
-        raise AssertionError("no error")
+    theirs = keras.callbacks.BackupAndRestore(tempfile.mkdtemp())
+    text = "tfscale.callbacks.BackupAndRestore"
+    require_error(lambda: train([theirs], seed=1), "ConfigError", text)
 
 
 class Count(keras.callbacks.Callback):

@@ -9,16 +9,14 @@ import numpy as np
 from keras.optimizers import SGD
 
 import tfscale
+from tests.helpers.ranks import StopAt, require_equal_ranks, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.callback_models import (
     compiled,
     fit,
     functional,
     own,
-    remove_shared_folder,
-    require_equal_ranks,
     require_error_everywhere,
-    shared_folder,
 )
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
@@ -76,39 +74,10 @@ def case_the_first_update_is_awaited_where_batches_are_added_up():
         assert check.noted == [("after the first update", True), ("at the end of epoch 1", True)]
 
 
-@sizes(2, 3)
-def case_callbacks_in_another_order_are_an_error_on_all():
-    callbacks = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-    if tfscale.rank() == 1:
-        callbacks.reverse()
-    model = compiled(functional(has_statistics=False))
-    text = (
-        "number 0: BroadcastGlobalVariablesCallback(averages_metrics=False, checks=True) on rank 0 "
-        "and number 0: MetricAverageCallback"
-    )
-    require_error_everywhere(lambda: fit(model, own(), callbacks), text)
-
-
-@sizes(2, 3, 4)
-def case_different_models_are_an_error_on_all():
-    keras.utils.set_random_seed(2)
-    units = 2 + (tfscale.rank() == 1)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units), keras.layers.Dense(1)])
-    compiled(model)
-    require_error_everywhere(
-        lambda: fit(model, own(), [BroadcastGlobalVariablesCallback(0)]), "on rank 1"
-    )
-
-
-class StopsOnce(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = epoch == 1
-
-
 def case_rank_zero_stops_all_ranks():
     model = compiled(functional())
     first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-    history = fit(model, own(), [*first, RankZero(StopsOnce())], epochs=6)
+    history = fit(model, own(), [*first, RankZero(StopAt(rank=0))], epochs=6)
     losses = tfscale.allgather_object(history["loss"])
     assert len(losses[0]) == 2 and {len(item) for item in losses} <= {2, 3}, losses
     for item in losses:
@@ -118,20 +87,11 @@ def case_rank_zero_stops_all_ranks():
 
 
 def case_a_rank_that_stops_within_an_epoch_stops_all():
-    class StopsAt(keras.callbacks.Callback):
-        def __init__(self, batch):
-            super().__init__()
-            self.batch = batch
-
-        def on_train_batch_end(self, batch, logs=None):
-            if tfscale.rank() == tfscale.size() - 1 and batch == self.batch:
-                self.model.stop_training = True
-
     # After the batch of the first epoch there may be one step more, which had begun.
     for batch, steps in ((0, 1), (0, 2), (1, 3), (2, 3)):
         model = compiled(functional())
         first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-        for callbacks in ([*first, StopsAt(batch)], [StopsAt(batch), *first]):
+        for callbacks in ([*first, StopAt(batch, epoch=0)], [StopAt(batch, epoch=0), *first]):
             before = int(model.optimizer.iterations)
             fit(model, own(12), callbacks, epochs=4, batch_size=12 // steps)
             require_equal_ranks([*model.weights, model.optimizer.iterations])
@@ -140,8 +100,7 @@ def case_a_rank_that_stops_within_an_epoch_stops_all():
 
 
 def case_checkpoints_of_all_ranks():
-    folder = shared_folder()
-    try:
+    with shared_folder() as folder:
         names = ["plain", "ours", "best"]
         plain, ours, best = (os.path.join(folder, name, "model.keras") for name in names)
         model = compiled(functional())
@@ -158,24 +117,7 @@ def case_checkpoints_of_all_ranks():
             assert os.listdir(os.path.join(folder, name)) == ["model.keras"]
             saved = keras.models.load_model(path)
             if name != "best":
-                for mine, stored in zip(model.get_weights(), saved.get_weights(), strict=True):
-                    np.testing.assert_array_equal(mine, stored)
-    finally:
-        remove_shared_folder(folder)
-
-
-def case_checkpoint_on_rank_zero_only():
-    folder = shared_folder()
-    try:
-        path = os.path.join(folder, "new", "model.keras")
-        callbacks = [BroadcastGlobalVariablesCallback(0)]
-        if tfscale.rank() == 0:
-            callbacks += [keras.callbacks.ModelCheckpoint(path), ModelCheckpoint(path + ".keras")]
-        fit(compiled(functional()), own(), callbacks)
-        tfscale.barrier()
-        assert len(os.listdir(os.path.join(folder, "new"))) == 2
-    finally:
-        remove_shared_folder(folder)
+                require_identical(model.get_weights(), saved.get_weights())
 
 
 def case_warmup_with_momentum_keeps_ranks_equal():

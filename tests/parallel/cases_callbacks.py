@@ -6,8 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfscale
+from tests.helpers.ranks import require_equal_ranks, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.callback_models import (
     Deferred,
@@ -16,14 +18,16 @@ from tests.parallel.callback_models import (
     fit,
     functional,
     own,
-    require_equal_ranks,
 )
+from tfscale import Chunked, DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
+    RankZero,
     Synchronize,
 )
 from tfscale.checkpoints import variables as model_state
+from tfscale.data import GlobalBatches
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):
@@ -51,8 +55,7 @@ def broadcast_from_last(model):
     fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
     every = tfscale.allgather_object(before.seen)
     for theirs in every:
-        for mine, wanted in zip(theirs, every[root], strict=True):
-            np.testing.assert_array_equal(mine, wanted)
+        require_identical(theirs, every[root])
     require_equal_ranks(model.weights)
     require_equal_ranks(model_state.optimizer_variables(model))
     return every[root]
@@ -88,8 +91,7 @@ def case_synchronize_is_the_broadcast_and_the_average_of_metrics():
     (before, score, weights), (history, evaluated, synchronized) = results
     assert history == before and evaluated == score and "loss" in history
     assert all(evaluated == theirs for theirs in tfscale.allgather_object(evaluated))
-    for mine, wanted in zip(synchronized, weights, strict=True):
-        np.testing.assert_array_equal(mine, wanted)
+    require_identical(synchronized, weights)
 
 
 @sizes(2, 3)
@@ -231,3 +233,55 @@ def case_ranks_with_opposite_scores_stop_and_slow_down_together():
     history = fit(model, own(), callbacks, epochs=6)
     np.testing.assert_allclose(history["score"], [5.0, 4.0, 3.0, 4.0])
     assert float(model.optimizer.learning_rate) == rate / 2
+
+
+N_EPOCHS, BATCH = 2, 12
+
+
+def _data(n_batches, **options):
+    rng = np.random.default_rng(n_batches)
+    x = rng.normal(size=(n_batches * BATCH, 3)).astype("float32")
+    return GlobalBatches(x, (x[:, :1] > 0).astype("float32"), batch_size=BATCH, **options)
+
+
+def _scalars(folder, tag):
+    """Return the steps and values of a scalar in the only file of a folder."""
+    assert len(list(folder.iterdir())) == 1
+    events = EventAccumulator(str(folder)).Reload().Tensors(tag)
+    return [event.step for event in events], [
+        float(tf.make_ndarray(event.tensor_proto)) for event in events
+    ]
+
+
+@sizes(2, 3, 4, timeout_s=100)
+def case_tensorboard_of_rank_0():
+    """Weights that it draws are whole under every exchange, read while parameters are gathered."""
+    for exchange in ("allreduce", Chunked(), Sharded()):
+        with shared_folder() as folder:
+            model = functional()
+            model.compile(
+                DistributedOptimizer(keras.optimizers.Adam(0.05), exchange=exchange),
+                "binary_crossentropy",
+            )
+            board = keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=1)
+            history = model.fit(
+                _data(3),
+                validation_data=_data(2, shuffle=False, drop_remainder=False),
+                epochs=N_EPOCHS,
+                verbose=0,
+                callbacks=[
+                    BroadcastGlobalVariablesCallback(0),
+                    MetricAverageCallback(),
+                    RankZero(board),
+                ],
+            ).history
+            tfscale.barrier()
+            if tfscale.rank() == 0:
+                epochs = list(range(N_EPOCHS))
+                for kind, key in (("train", "loss"), ("validation", "val_loss")):
+                    steps, values = _scalars(folder / kind, "epoch_loss")
+                    assert steps == epochs
+                    np.testing.assert_allclose(values, history[key], rtol=1e-6)
+                assert _scalars(folder / "train", "batch_loss")[0] == list(range(1, 7))
+                drawn = EventAccumulator(str(folder / "train")).Reload().Tags()["tensors"]
+                assert any("kernel" in tag for tag in drawn), drawn

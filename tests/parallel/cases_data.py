@@ -1,4 +1,4 @@
-"""GlobalBatches on real ranks: together they see exactly what one process sees."""
+"""GlobalBatches on real ranks see exactly what one process sees; what `fit` checks of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.ranks import require_close, require_error
 from tests.helpers.spawn import sizes
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, MetricAverageCallback
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
@@ -215,8 +216,7 @@ def check_equal_to_one_process(own_weights, fit_weights, by_hand):
                 alone.train_on_batch(x[rows], y[rows], None if by_hand is None else by_hand[rows])
     finally:
         keras.config.set_floatx("float32")
-    for got, wanted in zip(model.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+    require_close(model.get_weights(), alone.get_weights(), atol=1e-12)
     weights = tfscale.allgather_object([w.tobytes() for w in model.get_weights()])
     assert all(other == weights[0] for other in weights)
 
@@ -233,3 +233,105 @@ def case_sample_weight_equals_one_process():
 def case_class_weight_equals_one_process():
     classes = {0: 0.5, 1: 1.0, 2: 3.0}
     check_equal_to_one_process(None, classes, np.array([classes[label] for label in arrays()[1]]))
+
+
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+ORDERED = {"shuffle": False, "drop_remainder": False}
+
+
+def batches(rows=slice(None), batch_size=12, **options):
+    return GlobalBatches(X[rows], X[rows, :1], batch_size=batch_size, **options)
+
+
+class Trained(keras.callbacks.Callback):
+    """Notes that a step was run."""
+
+    is_so = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.is_so = True
+
+
+def fit(validation, train=None, seen=()):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    train = batches() if train is None else train
+    callbacks = [Callback(), *seen]
+    return model.fit(train, validation_data=validation, epochs=2, verbose=0, callbacks=callbacks)
+
+
+def require_refused(validation, *texts, train=None):
+    """Require the same error on all ranks, before the first step."""
+    seen = Trained()
+    require_error(lambda: fit(validation, train, [seen]), *texts)
+    assert not any(tfscale.allgather_object(seen.is_so))
+
+
+def is_last():
+    return tfscale.rank() == tfscale.size() - 1
+
+
+@sizes(2, 3)
+def case_shares_of_validation_data_are_refused():
+    """Each rank would validate on a share of its share."""
+    own = slice(tfscale.rank(), None, tfscale.size())
+    require_refused(
+        batches(own, **ORDERED),
+        "ExchangeError: All ranks must have all samples in the same order. Received: other "
+        "samples on rank 1 than on rank 0, as validation_data of fit. ",
+    )
+    seed = tfscale.rank()
+    require_refused(batches(seed=seed), "same global batches. Received: validation_data of fit")
+
+
+@sizes(2, 3)
+def case_data_that_one_rank_cannot_use_is_an_error_on_all():
+    """The others would wait for it, or learn of it an epoch later."""
+    unusable = batches(**ORDERED)
+    unusable._batch_size = 13  # as if made before init()
+    last = tfscale.size() - 1
+    texts = (
+        "ConfigError: All ranks must be able to use validation_data of fit. Received: ConfigError: "
+        "batch_size counts the samples of all ranks together",
+        f"(on rank {last}). ",
+    )
+    require_refused(unusable if is_last() else batches(**ORDERED), *texts)
+    require_refused(unusable if is_last() else None, *texts)
+    # As many steps as on the other ranks, but a last batch that cannot be shared out.
+    rows = slice(23) if is_last() else slice(None)
+    train = GlobalBatches(X[rows], X[rows, :1], batch_size=12, **ORDERED)
+    require_refused(None, "must be able to use x of fit. ", "Use drop_remainder=True", train=train)
+
+
+@sizes(2, 3)
+def case_validation_data_may_differ_in_kind():
+    """Given to one rank only, shared out by hand, or trained on already."""
+    fit(batches(**ORDERED) if is_last() else None)
+    rows = slice(tfscale.rank(), None, tfscale.size())
+    fit((X[rows], X[rows, :1]) if is_last() else batches(**ORDERED))
+    seen = batches()
+    seen.epoch = tfscale.rank()
+    assert len(fit(seen).history["val_loss"]) == 2
+
+
+@sizes(2)
+def case_another_order_of_records_is_refused():
+    """Names of files in the order of a set differ between processes."""
+    names = [f"file-{i}" for i in range(8)]
+    order = names if tfscale.rank() == 0 else names[::-1]
+
+    def batch_of(records):
+        return GlobalBatches.from_dataset(
+            tf.data.Dataset.from_tensor_slices(records),
+            batch_size=4,
+            decode=lambda name: (tf.ones(4), tf.ones(1)),
+        )
+
+    require_refused(None, "all samples in the same order. Received: other", train=batch_of(order))
+    fit(None, train=batch_of(names))
+    tf.random.set_seed(1 + tfscale.rank())
+    drawn = tf.data.Dataset.range(8).map(lambda i: tf.random.normal((4,)))
+    fit(
+        None,
+        train=GlobalBatches.from_dataset(drawn, batch_size=4, decode=lambda x: (x, x[:1])),
+    )

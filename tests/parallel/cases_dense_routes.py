@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.ranks import require_close, require_identical
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
@@ -129,8 +130,7 @@ def case_auto_follows_the_batch_size():
     data = tfscale.data.GlobalBatches(x, y, batch_size=12, shuffle=False)
     model.fit(data, verbose=0, epochs=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
     assert routes(model) == ["partial", "weights", "weights"]
-    for old, new in zip(before, model.optimizer.full_state(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    require_identical(before, model.optimizer.full_state())
     model.fit(data, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
     tfscale.prepare(model)  # outside of fit nothing changes back
     assert routes(model) == ["partial", "weights", "weights"]
@@ -240,5 +240,4 @@ def case_models_that_are_built_by_their_first_batch():
             model.fit(data, epochs=2, verbose=0, callbacks=[start])
             found.append((routes(model), model.get_weights()))
     assert [way for way, _ in found] == [["weights"] * 2, ["partial"] * 2]
-    for mine, other in zip(found[0][1], found[1][1], strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+    require_close(found[0][1], found[1][1], atol=1e-12)

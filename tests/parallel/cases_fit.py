@@ -1,4 +1,6 @@
-"""What happens around the steps of `fit`: overlap, delays, stopping, and data that runs out."""
+"""Around the steps of `fit`: overlap, delays, stopping, and data that runs out."""
+
+from __future__ import annotations
 
 import keras
 import numpy as np
@@ -6,7 +8,16 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.ranks import StopAt, require_equal_ranks, require_error
 from tests.helpers.spawn import engine_only, sizes
+from tests.parallel.callback_models import (
+    compiled,
+    functional,
+    own,
+    require_error_everywhere,
+)
+from tests.parallel.cases_local_sgd import agree
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.comm import runtime
 from tfscale.config import ExchangeError
 
@@ -64,27 +75,6 @@ def case_buckets_travel_during_back_propagation():
     assert max(n_ended) >= 1, (n_started, n_ended)
 
 
-class StopAt(keras.callbacks.Callback):
-    """Asks to stop on the last rank only, at a batch or at the end of an epoch."""
-
-    def __init__(self, batch: int | None = None, epoch: int = 0):
-        super().__init__()
-        self.batch, self.at_epoch, self.epoch = batch, epoch, 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def _stop(self, is_now: bool) -> None:
-        if is_now and self.epoch == self.at_epoch and runtime.rank() == runtime.size() - 1:
-            self.model.stop_training = True
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._stop(batch == self.batch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._stop(self.batch is None)
-
-
 def stop_somewhere(stop: StopAt, expected_steps: int, **options) -> None:
     """Train until one rank stops, then again."""
     model = small_model(**options)
@@ -100,21 +90,21 @@ def stop_somewhere(stop: StopAt, expected_steps: int, **options) -> None:
 
 @sizes(2, 3, 4, timeout_s=120)
 def case_one_rank_stops_in_the_middle_of_an_epoch():
-    stop_somewhere(StopAt(batch=2, epoch=1), expected_steps=5 + 3)
+    stop_somewhere(StopAt(2), expected_steps=5 + 3)
 
 
 @sizes(2, 3, timeout_s=120)
 def case_one_rank_stops_at_the_end_of_an_epoch():
-    stop_somewhere(StopAt(epoch=1), expected_steps=10)
+    stop_somewhere(StopAt(), expected_steps=10)
 
 
 @sizes(2, 3, timeout_s=120)
 def case_one_rank_stops_while_running_eagerly():
-    stop_somewhere(StopAt(batch=2, epoch=1), expected_steps=5 + 3, run_eagerly=True)
-    stop_somewhere(StopAt(epoch=1), expected_steps=10, run_eagerly=True)
+    stop_somewhere(StopAt(2), expected_steps=5 + 3, run_eagerly=True)
+    stop_somewhere(StopAt(), expected_steps=10, run_eagerly=True)
     tf.config.run_functions_eagerly(True)
     try:
-        stop_somewhere(StopAt(batch=2, epoch=1), expected_steps=5 + 3)
+        stop_somewhere(StopAt(2), expected_steps=5 + 3)
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -147,14 +137,11 @@ def case_terminate_on_nan():
 def case_different_numbers_of_batches_are_refused():
     model = small_model()
     x, y = samples(40 + 8 * runtime.rank())
-    try:
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks())
-    except ExchangeError as error:
-        expected = [5 + r for r in range(runtime.size())]
-        assert f"steps={expected}" in str(error), error
-        assert "GlobalBatches" in str(error)
-    else:
-        raise AssertionError("no error")
+    steps = [5 + r for r in range(runtime.size())]
+    require_error(
+        lambda: model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks()),
+        *("ExchangeError", f"steps={steps}", "GlobalBatches"),
+    )
 
 
 @sizes(2, 3)
@@ -164,12 +151,10 @@ def case_different_global_batches_are_refused():
     data = tfscale.data.GlobalBatches(
         x[:36], y[:36], batch_size=runtime.size() * 2, seed=runtime.rank()
     )
-    try:
-        small_model().fit(data, verbose=0, callbacks=callbacks())
-    except ExchangeError as error:
-        assert "same global batches" in str(error) and "'seed': 1" in str(error), error
-    else:
-        raise AssertionError("no error")
+    require_error(
+        lambda: small_model().fit(data, verbose=0, callbacks=callbacks()),
+        *("ExchangeError", "same global batches", "'seed': 1"),
+    )
 
 
 @sizes(2, 3)
@@ -196,3 +181,141 @@ def case_data_of_unknown_length_runs_out():
     again = small_model()
     again.fit(*samples(8), batch_size=4, verbose=0, callbacks=callbacks())
     assert_equal_on_all_ranks(weights(again))
+
+
+def _batches(n=24, **options):
+    x, y = own(n)  # the same on all ranks: shared out by GlobalBatches
+    x, y = tfscale.broadcast_object((x, y), 0)
+    return tfscale.data.GlobalBatches(x, y, batch_size=12, **options)
+
+
+@sizes(2, 3)
+def case_data_that_a_rank_stopped_reading_in_its_last_batch_trains_again():
+    for batch, epochs, eager in (
+        (0, 4, False),
+        (1, 4, False),
+        (None, 4, False),
+        (1, 2, True),
+        (1, 2, False),
+    ):
+        data, model = _batches(), compiled(functional())
+        model.run_eagerly = eager
+        first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[*first, StopAt(batch)])
+        model.fit(data, epochs=1, verbose=0, callbacks=first)
+        require_equal_ranks(model.weights)
+        numbers = tfscale.allgather_object(data.epoch)
+        assert set(numbers) == {numbers[0]}, numbers
+
+
+@sizes(2, 3)
+def case_steps_and_functions_outside_of_fit_go_on_together():
+    exchanges = ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(tfscale.size(), interval=2))
+    for exchange in exchanges:
+        for batch in (0, 1, None):
+            data, model = _batches(), functional(has_statistics=False)
+            optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(), exchange=exchange)
+            model.compile(optimizer, "mse")
+            first = [BroadcastGlobalVariablesCallback(0)]
+            model.fit(data, epochs=4, verbose=0, callbacks=[*first, StopAt(batch)])
+            before = int(model.optimizer.iterations)
+            total = tf.function(lambda: tfscale.allreduce(tf.ones(2), op=tfscale.Sum))
+            for _ in range(2):
+                model.train_on_batch(*own(4))
+                np.testing.assert_array_equal(total(), [tfscale.size()] * 2)
+            assert int(model.optimizer.iterations) == before + 2
+            if not isinstance(exchange, tfscale.LocalSGD):
+                require_equal_ranks(model.trainable_variables)
+            model.fit(data, epochs=1, verbose=0, callbacks=first)
+
+
+@sizes(2, 3)
+def case_evaluations_within_an_epoch_that_does_not_count():
+    """A rank that still runs it has none to average with: the last rank has left `fit`."""
+
+    class Test(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            average = [MetricAverageCallback()]
+            return self.model.evaluate(*own(), verbose=0, callbacks=average, return_dict=True)
+
+        def on_train_end(self, logs=None):
+            results.append(self.on_epoch_end(0))
+
+    results = []
+    model = compiled(functional())
+    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    model.fit(_batches(), epochs=4, verbose=0, callbacks=[*first, StopAt(), Test()])
+    assert tfscale.allgather_object(results) == [results] * tfscale.size()
+    kept = model.evaluate(*own(), verbose=0, callbacks=[MetricAverageCallback()], return_dict=True)
+    assert tfscale.allgather_object(kept) == [kept] * tfscale.size()
+
+
+@sizes(2)
+def case_a_last_batch_for_one_rank_only_says_what_to_do():
+    data = _batches(n=13, shuffle=False, drop_remainder=False)
+    callbacks = [BroadcastGlobalVariablesCallback(0)]
+    require_error(
+        lambda: compiled(functional()).fit(data, callbacks=callbacks),
+        *("ConfigError", "drop_remainder"),
+    )
+
+
+@sizes(2, 3)
+def case_shares_instead_of_all_samples_are_refused():
+    x, y = own(24)
+    x = x + tfscale.rank()
+    data = tfscale.data.GlobalBatches(x, y, batch_size=12)
+    require_error_everywhere(
+        lambda: compiled(functional()).fit(data, callbacks=[BroadcastGlobalVariablesCallback(0)]),
+        "all samples in the same order",
+    )
+
+
+N_BATCHES = 6
+
+
+class Seen(StopAt):
+    """Keeps the weights that each validation sees."""
+
+    def __init__(self, batch):
+        super().__init__(batch)
+        self.seen = []
+
+    def on_test_begin(self, logs=None):
+        self.seen.append([v.numpy() for v in self.model.weights])
+
+
+def data():
+    random = np.random.default_rng(tfscale.rank())
+    x = random.normal(size=(4 * N_BATCHES, 2)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+
+
+@sizes(2, 3, timeout_s=200)
+def case_one_rank_stops_amid_an_epoch():
+    """In a batch before the last ones, in the one before the last, in the last one."""
+    n = tfscale.size()
+    exchanges = ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(n, 4, "allreduce"))
+    for exchange in exchanges:
+        for batch in (1, N_BATCHES - 2, N_BATCHES - 1):
+            for given in (data(), data().filter(lambda x, y: True)):
+                keras.utils.set_random_seed(3)
+                layers = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
+                model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+                optimizer = tfscale.DistributedOptimizer(
+                    keras.optimizers.SGD(0.1), exchange=exchange
+                )
+                model.compile(optimizer, "mse")
+                stops = Seen(batch)
+                start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+                model.fit(
+                    given,
+                    validation_data=data(),
+                    epochs=4,
+                    verbose=0,
+                    callbacks=[start, hvd.callbacks.MetricAverageCallback(), stops],
+                )
+                # Ranks that begin a third epoch give it up, alone with themselves.
+                assert stops.epochs[-1] <= 2, (exchange, batch, stops.epochs)
+                assert all(agree(w) for seen in stops.seen[:2] for w in seen), (exchange, batch)
+                assert all(agree(v.numpy()) for v in model.weights), (exchange, batch)

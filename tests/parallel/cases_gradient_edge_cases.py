@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error, require_identical
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import EmbeddingModel, float64
 from tests.parallel.cases_sharded import check as check_sharded
@@ -80,8 +80,7 @@ def case_a_copy_forms_groups_of_its_own():
         model = trained(other, callbacks=START)
         assert other.groups == [[0], [1]], other.groups
         require_equal_ranks(model.trainable_variables)  # the average, which fit leaves
-        for own, expected in zip(model.get_weights(), first.get_weights(), strict=True):
-            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
+        require_close(model.get_weights(), first.get_weights(), atol=1e-6)
 
 
 @sizes(2, 3, timeout_s=120)
@@ -99,8 +98,7 @@ def case_local_layers_are_not_replicated():
             start = BroadcastGlobalVariablesCallback(0, consistency_check=False)
             model.fit(data, verbose=0, callbacks=[start])
             found.append(model.get_weights())
-        for own, expected in zip(found[1], found[0], strict=True):
-            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+        require_close(found[1], found[0])
         every = tfscale.allgather_object(found[1][0])
         assert not np.array_equal(every[0], every[1])
 
@@ -132,8 +130,7 @@ def case_a_local_gradient_that_is_not_finite_is_told_to_all():
     before = model.get_weights()
     step(*(tf.constant(a[:4], "float32") for a in arrays()))
     assert optimizer.n_skipped_steps == 1
-    for own, expected in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(own, expected)
+    require_identical(model.get_weights(), before)
 
 
 @sizes(2, timeout_s=120)
@@ -158,8 +155,7 @@ def case_vectorised_layers_send_weight_gradients():
             results.append(model.get_weights())
             assert "call" not in vars(inner) and not why_not(inner)
         for weights in results[1:]:
-            for own, expected in zip(weights, results[0], strict=True):
-                np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+            require_close(weights, results[0])
 
 
 @sizes(2, 3, timeout_s=60)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
@@ -79,8 +79,7 @@ def case_losses_of_sequences_equal_one_process_in_each_fit():
             assert tuple(history["batch_size"]) == SIZES
             assert data.batch_size == 24 and len(data[0]) == 2
             alone = by_hand(n_fits)
-            for own, single in zip(model.get_weights(), alone.get_weights(), strict=True):
-                np.testing.assert_allclose(own, single, rtol=0, atol=1e-10)
+            require_close(model.get_weights(), alone.get_weights())
         require_equal_ranks(model.variables)
 
 
@@ -90,8 +89,7 @@ def case_a_model_without_shapes_grows_as_one_with_them():
         model, deferred = compiled(), compiled(shape=None)
         expected, history = fit(model, make_data()), fit(deferred, make_data())
     assert history["batch_size"] == expected["batch_size"]
-    for own, other in zip(deferred.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
+    require_close(deferred.get_weights(), model.get_weights())
 
 
 @sizes(1, 2, 3, 4)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import shared_folder
+from tests.helpers.ranks import require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import InterruptAfter, interrupt_and_go_on, train
 from tests.parallel.cases_equality import float64
@@ -91,8 +91,7 @@ def case_a_backup_between_steps():
         assert not np.array_equal(every[0][0], every[1][0])
         since, weights = begun(folder, 2, 4)
         assert since == ends[7][0] == 1
-        for own, value in zip(weights, ends[7][1], strict=True):
-            np.testing.assert_array_equal(own, value)
+        require_identical(weights, ends[7][1])
 
 
 @sizes(4, timeout_s=120)
@@ -114,8 +113,7 @@ def case_another_exchange_inside_goes_on_in_mid_interval():
         folder, ends = interrupted("epoch")
         since, weights = begun(folder, 2, "epoch", within=tfscale.Sharded())
         assert since == ends[4][0] == 5
-        for own, value in zip(weights, ends[4][1], strict=True):
-            np.testing.assert_array_equal(own, value)
+        require_identical(weights, ends[4][1])
 
 
 @sizes(2, timeout_s=120)

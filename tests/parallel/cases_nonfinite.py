@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 
 import tfscale
-from tests.helpers.ranks import outcome, require_equal_ranks, require_error
+from tests.helpers.ranks import (
+    outcome,
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+)
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model, float64
+from tests.parallel.cases_equality import BATCH, dense_model, float64
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
 from tfscale.config import ConfigError
@@ -71,8 +77,7 @@ def check_skipped(names, **options):
             assert int(optimizer.iterations) == STEPS - 1, name
             require_equal_ranks(model.variables)
             mine = [*(v.numpy() for v in model.variables), *optimizer.full_state()]
-            for value, single in zip(mine, expected, strict=True):
-                np.testing.assert_allclose(value, single, rtol=0, atol=TOLERANCE, err_msg=name)
+            require_close(mine, expected, message=name)
 
 
 @sizes(1, 2, 3, timeout_s=120)
@@ -127,8 +132,7 @@ def case_a_group_of_local_sgd_skips_alone():
                     variable.assign(tfscale.allreduce(variable.value))
         assert optimizer.n_skipped_steps == group
         assert int(optimizer.iterations) == STEPS - group
-        for mine, wanted in zip(model.variables, reference.variables, strict=True):
-            np.testing.assert_allclose(mine.numpy(), wanted.numpy(), rtol=0, atol=TOLERANCE)
+        require_close(model.variables, reference.variables)
 
 
 @sizes(2, 3)
@@ -144,8 +148,7 @@ def case_local_variables_and_passes():
     batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     model.fit(batches, verbose=0, callbacks=[tfscale.callbacks.Callback()])
     assert optimizer.n_skipped_steps == 1
-    for value, start in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(value.numpy(), start)
+    require_identical(model.variables, before)
 
 
 @sizes(2)

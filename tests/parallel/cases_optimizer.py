@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error, values_of
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error, values_of
 from tests.helpers.spawn import sizes
 from tfscale import Compression, DistributedOptimizer, Sum
 
@@ -60,8 +60,7 @@ def check(make_optimizer, factor=None, steps=5, modes=(True, False), **options):
     for is_traced in modes:
         optimizer = DistributedOptimizer(make_optimizer(), **options)
         variables = run(optimizer, tfscale.rank() + 1.0, steps, is_traced)
-        for mine, wanted in zip(values_of(variables), expected, strict=True):
-            np.testing.assert_allclose(mine, wanted, rtol=1e-13, atol=1e-13)
+        require_close(variables, expected, rtol=1e-13, atol=1e-13)
         require_equal_ranks([*variables, *optimizer.variables])
         assert int(optimizer.iterations) == int(plain.iterations)
 
@@ -132,8 +131,7 @@ def case_unbuilt_optimizer_and_scheduled_learning_rate():
     expected = run(SGD(schedule, momentum=0.5), mean_factor())
     optimizer = DistributedOptimizer(SGD(schedule, momentum=0.5))
     variables = run(optimizer, tfscale.rank() + 1.0, is_built=False)
-    for mine, wanted in zip(values_of(variables), values_of(expected), strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-14)
+    require_close(variables, expected, rtol=1e-14, atol=0)
 
 
 def case_learning_rate_changes_between_traced_steps():

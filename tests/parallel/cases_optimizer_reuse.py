@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks, require_error
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error, require_identical
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import float64
 from tfscale.comm import runtime
@@ -64,8 +64,7 @@ def case_frozen_layers_leave_the_state():
         after = optimizer.full_state()
         assert int(after[0]) == int(before[0]) + 2, (after[0], before[0])
         assert [v.shape for v in before] == [np.shape(v) for v in after]
-        for own, expected in zip(model.layers[0].get_weights(), frozen, strict=True):
-            np.testing.assert_array_equal(own, expected)
+        require_identical(model.layers[0].get_weights(), frozen)
 
 
 @sizes(2, timeout_s=120)
@@ -157,8 +156,7 @@ def case_two_optimizers_share_variables():
         for _ in range(2):
             for i in (0, 8):
                 single.train_step((x[i : i + 8], y[i : i + 8]))
-        for own, expected in zip(model.get_weights(), single.get_weights(), strict=True):
-            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-10)
+        require_close(model.get_weights(), single.get_weights())
 
 
 @sizes(2, timeout_s=60)

@@ -9,6 +9,7 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.ranks import require_close, require_identical
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import conv_model, float64
@@ -104,8 +105,7 @@ def case_uneven_local_batches():
                 model.train_on_batch(x, y)
             results.append(model.get_weights())
     for found in results[1:]:
-        for mine, other in zip(found, results[0], strict=True):
-            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+        require_close(found, results[0], atol=1e-12)
 
 
 def changes(policy: str, strategy) -> list[np.ndarray]:
@@ -138,8 +138,7 @@ def case_mixed_precision():
                 atol = 0.05 * np.abs(other).max() + 1e-3
                 np.testing.assert_allclose(mine, other, rtol=0, atol=atol)
             for theirs in tfscale.allgather_object(found):
-                for mine, other in zip(found, theirs, strict=True):
-                    np.testing.assert_array_equal(mine, other)
+                require_identical(found, theirs)
 
 
 def adam_model(strategy=None) -> keras.Model:
@@ -178,5 +177,4 @@ def case_a_checkpoint_between_two_steps():
                 other.train_on_batch(x[step, own], y[step, own])
                 plain.train_on_batch(x[step], y[step])
             for one in (model, other):
-                for mine, single in zip(one.get_weights(), plain.get_weights(), strict=True):
-                    np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)
+                require_close(one.get_weights(), plain.get_weights())

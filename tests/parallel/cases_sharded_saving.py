@@ -1,8 +1,10 @@
-"""Sharded ranks save complete, plain Keras files, whichever rank has the saving callback."""
+"""Complete, plain Keras files of sharded ranks: saved by any rank, at any time, and loaded."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from unittest import mock
 
 import keras
@@ -10,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import dtype_policy, outcome, require_error, shared_folder
+from tests.helpers.ranks import StopAt, dtype_policy, outcome, require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tests.parallel.cases_saving import load_without_tfscale, new_model, train
@@ -122,28 +124,13 @@ def case_the_best_model_follows_rank_0():
         assert tfscale.allgather_object((folder / "best.keras").exists())[0]
 
 
-class StopAt(keras.callbacks.Callback):
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training |= (self.epoch, batch) == self.at
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training |= (epoch, "end") == self.at
-
-
 @sizes(2, 3, timeout_s=80)
 def case_one_rank_stops_where_another_saves():
     """In an epoch, at its last batch and between epochs."""
     with float64(), shared_folder() as folder:
-        for at, n_steps in (((1, 0), 4), ((1, 2), 6), ((1, "end"), 6)):
+        for batch, n_steps in ((0, 4), (2, 6), (None, 6)):
             model = compiled(sharded(Adam(0.01)))
-            callbacks = [StopAt(*at)] if tfscale.rank() == tfscale.size() - 1 else []
+            callbacks = [StopAt(batch)]
             if tfscale.rank() == 0:
                 for freq in (1, "epoch"):
                     path = str(folder / f"{freq}.weights.h5")
@@ -154,13 +141,13 @@ def case_one_rank_stops_where_another_saves():
                     )
             fit(model, 0, 3, callbacks, epochs=4)
             values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
-            assert int(model.optimizer.iterations.numpy()) == n_steps, at
+            assert int(model.optimizer.iterations.numpy()) == n_steps, batch
             if tfscale.rank() == 0:
                 for freq in (1, "epoch"):
                     other = compiled(Adam(0.5))
                     other.optimizer.build(other.trainable_variables)
                     other.load_weights(folder / f"{freq}.weights.h5")
-                    require_near(state_of(other), values, (at, freq))
+                    require_near(state_of(other), values, (batch, freq))
 
 
 @sizes(2, 3, timeout_s=80)
@@ -185,3 +172,125 @@ def case_a_save_on_one_rank_is_refused_in_time():
         model.save(path)
         assert path.exists()
         require_error(lambda: model.save(folder / "missing" / "model.keras"), "rank 0: ")
+
+
+def save_and_compare(model, path):
+    """Save on all ranks; rank 0 compares the file with what all ranks hold. Collective."""
+    model.save(path)
+    values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
+    if tfscale.rank() == 0:
+        require_near(state_of(keras.models.load_model(path)), values, path.name)
+    tfscale.barrier()
+
+
+@sizes(2, timeout_s=120)
+def case_all_save_after_one_rank_stopped_between_epochs():
+    with float64(), shared_folder() as folder:
+        for stopping in range(2):
+            model = compiled(sharded(Adam(0.01)))
+            fit(model, 0, 1)
+            save_and_compare(model, folder / f"before-{stopping}.keras")
+            callbacks = [StopAt(rank=stopping)]
+            fit(model, 0, 3, callbacks, epochs=4)
+            save_and_compare(model, folder / f"stopped-{stopping}.keras")
+            fit(model, 3, 4)
+            save_and_compare(model, folder / f"after-{stopping}.keras")
+
+
+@sizes(2, timeout_s=120)
+def case_a_refused_save_stays_open_through_training():
+    """Whole training, and training that one rank stops; then all save."""
+    short = dataclasses.replace(settings(), save_timeout_s=0.5)
+    with float64(), shared_folder() as folder:
+        model = compiled(sharded(Adam(0.01)))
+        for number, stops in enumerate((False, True, False)):
+            fit(model, 0, 2)
+            with mock.patch("tfscale.optimizer.state.settings", lambda: short):
+                refused = tfscale.rank() == number % 2
+                text = outcome(lambda: model.save(folder / "refused.keras")) if refused else ""
+            assert ("Call it on every rank" in text) == refused, text
+            tfscale.barrier()
+            callbacks = [StopAt(rank=0)] if stops else []
+            fit(model, 2, 4, callbacks, epochs=3)
+            fit(model, 4, 6)
+            save_and_compare(model, folder / f"{number}.keras")
+
+
+@sizes(2, 3, 4, timeout_s=100)
+def case_loading_into_a_live_model():
+    """Training continues from what was loaded: weights and the parts of the state."""
+    with float64(), shared_folder() as folder:
+        plain, states = alone(3)
+        if tfscale.rank() == 0:
+            plain.save_weights(folder / "plain.weights.h5")
+            tf.train.Checkpoint(model=plain, optimizer=plain.optimizer).write(str(folder / "c"))
+        tfscale.barrier()
+        n_weights = len(plain.variables)
+        stored = {str(i): value for i, value in enumerate(states[3][n_weights:])}
+
+        def read(model):
+            checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+            checkpoint.read(str(folder / "c")).assert_consumed()
+
+        def assign(model):
+            for variable, value in zip(model.variables, states[3], strict=False):
+                variable.assign(value)
+            model.optimizer.load_own_variables(stored)
+
+        def set_weights(model):
+            model.set_weights(states[3][:n_weights])
+            model.optimizer.load_own_variables(stored)
+
+        unbuilt = compiled(sharded(Adam(0.03)))
+        require_error(lambda: read(unbuilt), "tfscale.prepare(model)")
+        expected = alone(N_STEPS)[1][N_STEPS]
+        for load in (
+            lambda model: model.load_weights(folder / "plain.weights.h5"),
+            *(read, assign, set_weights),
+        ):
+            model = compiled(sharded(Adam(0.03)), seed=9)
+            fit(model, 1, 3)
+            load(model)
+            fit(model, 3, N_STEPS)
+            require_state(model, expected, load)
+
+
+@sizes(2, 3, timeout_s=80)
+def case_what_rank_0_loads_is_broadcast():
+    """As scripts for Horovod do it: rank 0 loads, the callback tells the others."""
+    with float64(), shared_folder() as folder:
+        plain, _ = alone(3)
+        if tfscale.rank() == 0:
+            plain.save(folder / "plain.keras")
+            model = tfscale.load_model(folder / "plain.keras", exchange=tfscale.Sharded())
+        else:
+            model = compiled(sharded(Adam(0.5)), seed=tfscale.rank())
+        broadcast = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+        fit(model, 3, N_STEPS, [broadcast])
+        require_state(model, alone(N_STEPS)[1][N_STEPS])
+
+
+@sizes(2, 3, timeout_s=80)
+def case_copies_begin_anew():
+    model = compiled(sharded(Adam(0.01, clipnorm=0.5)))
+    fit(model, 0, 2)
+    optimizer = model.optimizer
+    optimizer.learning_rate = 0.25
+    copies = [
+        *(copy.copy(optimizer), copy.deepcopy(optimizer)),
+        optimizer.from_config(optimizer.get_config()),
+    ]
+    for other in copies:
+        assert type(other) is type(optimizer) and not other.built
+        assert isinstance(other.strategy, tfscale.Sharded)
+        assert other.get_config() == optimizer.get_config()
+        clone = keras.models.clone_model(model)
+        clone.compile(other, "mse")
+        fit(clone, 0, 1, [tfscale.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert other.parts
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    assert type(pickled) is Adam and pickled.get_config() == optimizer.get_config()
+    fit(model, 2, 4)  # The original continues.
+    clone = keras.models.clone_model(model)
+    clone.compile(optimizer, "mse")
+    require_error(lambda: fit(clone, 0, 1), "variables that it was built for")

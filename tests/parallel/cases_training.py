@@ -9,7 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import in_both_modes, require_equal_ranks, require_error, values_of
+from tests.helpers.ranks import (
+    in_both_modes,
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    values_of,
+)
 from tests.helpers.spawn import sizes
 from tfscale import DistributedGradientTape, DistributedOptimizer
 
@@ -52,8 +59,7 @@ def reference(optimizer=None, **options):
 
 def check(model, expected=None):
     require_equal_ranks([*model.variables, *model.optimizer.variables])
-    for mine, wanted in zip(values_of(model.variables), expected or reference(), strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-10, atol=1e-12)
+    require_close(model.variables, expected or reference(), rtol=1e-10, atol=1e-12)
 
 
 def fit(model, **options):
@@ -91,8 +97,7 @@ def case_frozen_layers():
     before = values_of(model.get_layer("hidden").variables)
     fit(model)
     require_equal_ranks([*model.variables, *model.optimizer.variables])
-    for mine, wanted in zip(values_of(model.get_layer("hidden").variables), before, strict=True):
-        np.testing.assert_array_equal(mine, wanted)
+    require_identical(model.get_layer("hidden").variables, before)
     assert len(model.optimizer.variables) == 2 + 2 * 2
 
 
@@ -134,8 +139,7 @@ def case_two_optimizers_in_one_step():
     plain = train(lambda o: o, all_data(), BATCH * tfscale.size())
     model = train(DistributedOptimizer, own_data(), BATCH)
     require_equal_ranks(model.variables)
-    for mine, wanted in zip(values_of(model.variables), values_of(plain.variables), strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-10, atol=1e-12)
+    require_close(model.variables, plain.variables, rtol=1e-10, atol=1e-12)
 
 
 def run_tape(is_traced, **options):

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.ranks import require_close, require_identical
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call
 from tfscale.optimizer import futures
@@ -114,10 +115,10 @@ class Subject:
         self.posts.post_late(self.step, self.step % tfscale.size(), delay_s)
         found = read(self.model)
         futures.drain(self.model.variables)
-        for a, b in zip(flatten(found), flatten(read(self.twin)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=name)
-        for v, value in zip(self.posts.variables, self.posts.expected(self.step), strict=True):
-            np.testing.assert_array_equal(v.numpy(), value, err_msg=f"after {name}")
+        require_close(flatten(found), flatten(read(self.twin)), rtol=1e-6, atol=1e-6, message=name)
+        require_identical(
+            self.posts.variables, self.posts.expected(self.step), message=f"after {name}"
+        )
 
 
 def flatten(values: Any) -> list[np.ndarray]:

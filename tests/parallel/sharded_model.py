@@ -6,7 +6,8 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.parallel.cases_equality import BATCH, TOLERANCE, dense_model
+from tests.helpers.ranks import require_close
+from tests.parallel.cases_equality import BATCH, dense_model
 from tfscale.callbacks import Callback
 
 Adam = keras.optimizers.Adam
@@ -54,8 +55,7 @@ def fit(model, first, stop, callbacks=(), **options):
 
 
 def require_near(values, expected, what=""):
-    for mine, single in zip(values, expected, strict=True):
-        np.testing.assert_allclose(mine, single, rtol=0, atol=TOLERANCE, err_msg=str(what))
+    require_close(values, expected, message=str(what))
 
 
 def require_state(model, expected, what=""):

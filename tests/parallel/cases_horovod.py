@@ -1,6 +1,8 @@
-"""What Horovod's tests of its Keras interface ask for, through `fit`, on Keras 3."""
+"""What Horovod's Keras tests and scripts made for Horovod rely on."""
 
 from __future__ import annotations
+
+import threading
 
 import keras
 import numpy as np
@@ -8,8 +10,16 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks, shared_folder, values_of
+from tests.helpers.ranks import (
+    require_close,
+    require_equal_ranks,
+    require_error,
+    shared_folder,
+    values_of,
+)
 from tests.helpers.spawn import sizes
+from tfscale.comm import runtime, start
+from tfscale.comm.software import require_equal, versions
 
 BATCH, STEPS, WORDS = 4, 4, 12
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -62,10 +72,7 @@ def dense_gradients(optimizer):
 
 def check_equal_to_one_process(model, reference):
     require_equal_ranks([*model.variables, *model.optimizer.variables])
-    for mine, wanted in zip(
-        values_of(model.variables), values_of(reference.variables), strict=True
-    ):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-10, atol=1e-12)
+    require_close(model.variables, reference.variables, rtol=1e-10, atol=1e-12)
 
 
 def case_fit_leaves_the_ranks_equal():
@@ -176,5 +183,58 @@ def case_process_set_in_fit():
         is_same = all((a == b).all() for a, b in zip(every[rank], every[other], strict=True))
         assert is_same == (other == rank or (other % 2 == 0 and rank % 2 == 0)), (rank, other)
     if rank % 2 or len(even.ranks) == 1:
-        for mine, wanted in zip(every[rank], values_of(alone.variables), strict=True):
-            np.testing.assert_allclose(mine, wanted, rtol=1e-10)
+        require_close(every[rank], alone.variables, rtol=1e-10, atol=0)
+
+
+@sizes(2, 3)
+def case_the_global_set_knows_its_ranks():
+    everyone = hvd.global_process_set
+    assert everyone.ranks == list(range(runtime.size()))
+    assert everyone.process_set_id == 0
+
+
+@sizes(1, 2)
+def case_process_sets_that_come_later():
+    assert start._check_process_sets("Dynamic") is None
+    require_error(lambda: start._check_process_sets("static"), "process_sets must be a list")
+
+
+@sizes(2)
+def case_only_the_root_pickles():
+    own = {"rate": 0.5} if tfscale.rank() == 0 else threading.Lock()
+    assert tfscale.broadcast_object(own, 0) == {"rate": 0.5}
+
+
+@sizes(1, 2)
+def case_sparse_sums_of_integers():
+    rank, size = tfscale.rank(), tfscale.size()
+    for dtype in (tf.int32, tf.int64):
+        values = tf.constant([[2 * (rank + 1)], [4]], dtype)
+        slices = tf.IndexedSlices(values, tf.constant([rank, 0]), tf.constant([size, 1]))
+        dense = np.zeros((size, 1), int)
+        for other in range(size):
+            dense[other] += 2 * (other + 1)
+            dense[0] += 4
+        total = tf.convert_to_tensor(tfscale.allreduce(slices, op=tfscale.Sum))
+        np.testing.assert_array_equal(total, dense)
+        mean = tf.convert_to_tensor(tfscale.allreduce(slices, op=tfscale.Average))
+        assert mean.dtype == dtype and int(mean[0, 0]) <= int(dense[0, 0])
+
+
+@sizes(2)
+def case_rows_that_no_split_names_are_refused():
+    """Known when the function runs only: the number of rows was unknown as it was traced."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def exchange(x):
+        return tfscale.alltoall(x)
+
+    rows = np.asarray(exchange(tf.fill([6, 4], float(tfscale.rank()))))
+    np.testing.assert_array_equal(rows[:, 0], [0, 0, 0, 1, 1, 1])
+    require_error(lambda: exchange(tf.zeros([7, 4])), "splits")
+
+
+@sizes(2)
+def case_versions_are_compared():
+    require_equal(tfscale.allgather_object(versions()))
+    require_error(lambda: require_equal(["a", "a", "b"]), "a on rank 0 and b on rank 2")
