@@ -27,11 +27,6 @@ def test_what_a_rank_starts_is_no_rank(status):
     assert process.read(status).state == ""
 
 
-def test_an_empty_file(status):
-    assert process.file_path()
-    assert process.read(status) == process.RankStatus("")
-
-
 def test_a_dead_process_is_read(status):
     code = (
         "import os; from tfscale.comm import process as s\n"
@@ -42,14 +37,10 @@ def test_a_dead_process_is_read(status):
     assert process.read(status) == process.RankStatus("joined", "", "first\n")
 
 
-def test_states_replace_each_other(status):
-    process.write_state(process.FINISHED)
+def test_states_replace_each_other_and_a_request_stays(status):
+    assert process.file_path()
+    assert process.read(status) == process.RankStatus("")
     process.write_state(process.JOINED)
-    assert process.read(status).state == process.JOINED
-
-
-def test_a_request_outlives_states(status):
-    assert not process.read(status).was_asked
     process.write_request()
     process.write_state(process.FINISHED)
     assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
