@@ -33,18 +33,3 @@ def imported_names(path: Path) -> Iterator[str]:
             above = package[: len(package) + 1 - node.level] if node.level else ()
             base = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Functions of a module with dotted names, nested ones included."""
-
-    def walk(node: ast.AST, prefix: str):
-        for child in ast.iter_child_nodes(node):
-            name = prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = f"{prefix}.{child.name}" if prefix else child.name
-                if not isinstance(child, ast.ClassDef):
-                    yield name, child
-            yield from walk(child, name)
-
-    return walk(parse(path), "")

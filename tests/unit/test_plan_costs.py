@@ -105,8 +105,8 @@ def test_ranks_of_a_host_share_its_link():
 def test_a_machine_survives_its_file(tmp_path):
     times = {"model": LayerTimes(4, {"a": 1.0}, {"a": 2.0}, 0.1)}
     machine = dataclasses.replace(SIMPLE, layer_times=times, spread={"latency_s": 0.2})
-    machine.save(tmp_path / "made" / "machine.json")
-    assert find_machine(str(tmp_path / "made" / "machine.json")) == machine
+    machine.save(tmp_path / "made" / "below" / "machine.json")
+    assert find_machine(str(tmp_path / "made" / "below" / "machine.json")) == machine
     assert find_machine("cori-haswell") is PRESETS["cori-haswell"]
 
 
