@@ -35,7 +35,9 @@ _NAMES_BY_MODULE = {
     ),
     "comm.compression": ("Compression",),
     "comm.eager": ("join",),
-    "comm.objects": ("allgather_object", "broadcast_object", "broadcast_variables"),
+    "comm.objects": (
+        *("allgather_object", "broadcast_", "broadcast_object", "broadcast_variables"),
+    ),
     "comm.runtime": (
         *("Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "cross_rank"),
         *("cross_size", "global_process_set", "is_initialized", "local_rank", "local_rank_op"),

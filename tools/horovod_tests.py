@@ -3,9 +3,11 @@
     python tools/horovod_tests.py PATH_TO_HOROVOD_SOURCES [-np 2] [--only PATTERN] [--output FILE]
 
 Takes the sources of Horovod 0.28.1, which are not part of this project. Copies three test files to
-a temporary folder, changes their imports and, in the last, what Keras 3 has renamed, and runs each
-test on all ranks. After a failure the next test gets fresh processes. Ends with status 1 if a test
-fails that `EXPECTED` does not name, or one passes that it names.
+a temporary folder, changes their imports and what Keras 3 has renamed, and runs each test on all
+ranks. Tests that Horovod runs twice, eagerly and in a session of TensorFlow 1, are two
+tests here: the second has the suffix `_session`. Each file, and the test after a failure, gets
+fresh processes. Ends with status 1 if a test fails that `EXPECTED` does not name, or one passes
+that it names.
 
 Needs `pip install parameterized packaging` besides the tests' own packages.
 """
@@ -61,18 +63,28 @@ IMPORTS = (
         "from helpers_of_tests import skip_or_fail_gpu_test",
     ),
     (r"hvd\.(util\.)?_executing_eagerly", "_executing_eagerly"),
+    (
+        r"^from tensorflow\.python\.framework\.test_util import run_all_in",
+        "from helpers_of_tests import run_all_in",
+    ),
 )
 KERAS_3 = (
     (r"experimental_run_tf_function=\w+,?", ""),
     (r"optimizer\.lr\b", "optimizer.learning_rate"),
+    (r"\bvar\.ref\(\)", "id(var)"),
+    (r", fused=False", ""),
+    (r"(?:tf\.)?keras\.(?:losses|metrics)\.(mean_squared_error|categorical_accuracy)", r"'\1'"),
     (r"\blr=", "learning_rate="),
     (r"keras\.layers\.ThresholdedReLU\(0\.5\)", "keras.layers.ReLU(threshold=0.5)"),
 )
 HELPERS = '''
 """What Horovod's tests take from Horovod besides its public functions."""
-import tensorflow as tf
-import tfscale
+import os
+
 from packaging import version
+from tensorflow.python.eager import context
+
+from tfscale.comm.process import discover
 
 
 def is_version_greater_equal_than(one, other):
@@ -80,16 +92,61 @@ def is_version_greater_equal_than(one, other):
 
 
 def rank_and_size():
-    tfscale.init()
-    return tfscale.rank(), tfscale.size()
+    launch = discover(os.environ)
+    return launch.rank, launch.size
 
 
 def skip_or_fail_gpu_test(test, message):
     test.skipTest(message)
+
+
+def run_all_in_graph_and_eager_modes(case):
+    for name, test in list(vars(case).items()):
+        if name.startswith("test_") and name != "test_session":
+            setattr(case, name + "_session", _in_session(test))
+
+
+def _in_session(test):
+    def run(self):
+        with context.graph_mode(), self.test_session():
+            test(self)
+
+    return run
 '''
 
-# Test -> why it fails. Everything else must pass.
-EXPECTED: dict[str, str] = {}
+# Reason -> the tests that fail for it. Everything else must pass.
+_REASONS = {
+    "TensorFlow 1: an op's error in a session is `InternalError` and ends communication": """
+        test_horovod_allgather_error_session test_horovod_allgather_type_error_session
+        test_horovod_allreduce_error_session test_horovod_allreduce_type_error_session
+        test_horovod_alltoall_rank_error_session test_horovod_alltoall_type_error_session
+        test_horovod_broadcast_error_session test_horovod_broadcast_rank_error_session
+        test_horovod_broadcast_type_error_session test_horovod_reducescatter_error_session
+        test_horovod_reducescatter_type_error_session""",
+    "TensorFlow 1: objects are sent eagerly only": "test_allgather_object_session test_broadcast_object_session",
+    "TensorFlow 1: a session leaves out a collective whose result is not used on this rank": """
+        test_horovod_broadcast_grad_cpu_session""",
+    "TensorFlow 1: there are no global variables; pass `model=`, else `ConfigError`": """
+        test_horovod_broadcast_graph_mode_session test_horovod_broadcast_eager_mode_error""",
+    "no `elastic` states": "test_elastic_state",
+    "asks for Adasum; other ops of sparse tensors are `ConfigError`, not `NotImplementedError`": """
+        test_horovod_allreduce_indexed_slices_op_error
+        test_horovod_allreduce_indexed_slices_op_error_session
+        test_horovod_grouped_allreduce_indexed_slices_op_error
+        test_horovod_grouped_allreduce_indexed_slices_op_error_session
+        test_horovod_grouped_allreduce_mixed_indexed_slices_op_error
+        test_horovod_grouped_allreduce_mixed_indexed_slices_op_error_session""",
+    "sparse tensors may have factors": """
+        test_horovod_allreduce_indexed_slices_prescale_postscale_error
+        test_horovod_allreduce_indexed_slices_prescale_postscale_error_session""",
+    "private: `_compute_gradients` or `_agg_helper` of the optimizer": """
+        test_grad_aggregation_with_inf_grad test_gradient_aggregation_0
+        test_gradient_aggregation_1 test_gradient_aggregation_with_local_vars_0
+        test_gradient_aggregation_with_local_vars_1 test_partial_distributed_optimizer
+        test_sparse_as_dense_with_grad_aggregation""",
+    "Keras 2: legacy optimizers": "test_legacy_optimizer",
+}
+EXPECTED = {test: reason for reason, tests in _REASONS.items() for test in tests.split()}
 
 
 @dataclass(frozen=True)
@@ -107,9 +164,9 @@ class Result:
     text: str = ""
 
 
-def adapt(source: str, has_keras_2: bool) -> str:
-    """Return the source of a test file with the imports of tfscale."""
-    for pattern, replacement in IMPORTS + (KERAS_3 if has_keras_2 else ()):
+def adapt(source: str) -> str:
+    """Return the source of a test file with the imports of tfscale and the names of Keras 3."""
+    for pattern, replacement in IMPORTS + KERAS_3:
         source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
     return source
 
@@ -122,7 +179,7 @@ def prepare(horovod: Path, folder: Path) -> list[str]:
     (folder / "helpers_of_tests.py").write_text(HELPERS)
     for name in (BASE, *FILES):
         path = folder / Path(name).name
-        path.write_text(adapt((horovod / name).read_text(), "keras" in name))
+        path.write_text(adapt((horovod / name).read_text()))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *_OPTIONS]
     found = subprocess.run(
         [*command, *(Path(name).name for name in FILES)],
@@ -165,13 +222,14 @@ def run_rank(folder: Path) -> int:
     """Run the listed tests in this process, which is one of several ranks."""
     import pytest
 
-    import tfscale
+    from tfscale.comm.process import discover
 
-    tfscale.init()
+    launch = discover(os.environ)
+    assert launch is not None
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     tests = json.loads((folder / "tests.json").read_text())
-    recorder = Recorder(folder / f"results.{tfscale.rank()}.jsonl")
+    recorder = Recorder(folder / f"results.{launch.rank}.jsonl")
     pytest.main(["-q", *_OPTIONS, *tests], plugins=[recorder])
     return 0
 
@@ -233,16 +291,17 @@ def _read(path: Path) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Return counts, and a Markdown table of the tests that fail."""
-    counts = Counter("passed" if r.status == "passed" else r.status for r in results)
-    lines = [", ".join(f"{n} {status}" for status, n in sorted(counts.items())), ""]
-    bad = [r for r in results if r.status not in ("passed", "skipped")]
-    if bad:
-        lines += ["| Test | Outcome | Reason |", "|---|---|---|"]
-    for result in bad:
-        name = result.test.rpartition("::")[2]
-        reason = EXPECTED.get(name, "**not expected**")
-        lines.append(f"| `{name}` | {result.status} | {reason} |")
+    """Return Markdown tables: counts by file, and the tests that fail by reason."""
+    lines = ["| File | Passed | Skipped | Failed |", "|---|---|---|---|"]
+    for file in dict.fromkeys(r.test.partition("::")[0] for r in results):
+        counts = Counter(r.status for r in results if r.test.startswith(file))
+        passed, skipped = counts.pop("passed", 0), counts.pop("skipped", 0)
+        lines.append(f"| `{file}` | {passed} | {skipped} | {counts.total()} |")
+    bad = [r.test.rpartition("::")[2] for r in results if r.status not in ("passed", "skipped")]
+    lines += ["", "| Reason | Tests that fail |", "|---|---|"] if bad else []
+    for reason in dict.fromkeys(EXPECTED.get(name, "**not expected**") for name in bad):
+        names = [n for n in bad if EXPECTED.get(n, "**not expected**") == reason]
+        lines.append(f"| {reason} | {', '.join(f'`{n}`' for n in names)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -266,7 +325,10 @@ def main(argv: list[str] | None = None) -> int:
         tests = prepare(arguments.horovod, folder)
         tests = [t for t in tests if re.search(arguments.only, t)]
         while len(results) < len(tests):
-            for result in run_job(tests[len(results) :], arguments.np, folder):
+            rest = tests[len(results) :]
+            file = rest[0].partition("::")[0]
+            chosen = [t for t in rest if t.startswith(file)]
+            for result in run_job(chosen, arguments.np, folder):
                 results.append(result)
                 is_good = result.status in ("passed", "skipped")
                 last = "" if is_good else "\n" + result.text

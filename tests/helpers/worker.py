@@ -48,6 +48,15 @@ def is_on_horovod() -> bool:
     return runtime.backend().name == "horovod"
 
 
+def forget_process_sets() -> None:
+    """Remove the sets of a case: the next one may name the same ranks."""
+    from tfscale.comm import runtime
+
+    for known in list(runtime.known_process_sets()):
+        if type(known) is runtime.ProcessSet:  # tfscale shares its own
+            runtime.remove_process_set(known)
+
+
 def wait_for_all(folder: Path, index: int, size: int) -> list[dict]:
     """Wait until every rank has an outcome for this case; the parent ends us if one never has."""
     files = [folder / f"case-{index}.rank-{r}.json" for r in range(size)]
@@ -75,6 +84,7 @@ def main() -> None:
         if "failed" in statuses and size > 1:
             # What one rank did not do the others may have begun: no state to continue from.
             os._exit(3)
+        forget_process_sets()
     tfscale.shutdown()
     write(folder, f"end.rank-{rank}.json", {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfscale
@@ -204,6 +205,10 @@ def case_different_dtypes_ops_and_collectives_name_both_ranks():
     different = tfscale.allgather if is_last else tfscale.allreduce
     require_error(lambda: different(tf.zeros([2])), f"{last} allgather(float32[])")
     np.testing.assert_array_equal(tfscale.allreduce(tf.ones([2]), op=Sum), [tfscale.size()] * 2)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="All ranks must call"):
+        different(tf.zeros([2]))  # as Horovod's
+    total = tfscale.allreduce(tf.ones([2]), average=False)
+    np.testing.assert_array_equal(total, [tfscale.size()] * 2)
 
 
 def case_what_cannot_be_reduced():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfscale
@@ -78,6 +79,8 @@ def case_alltoall_that_does_not_add_up():
         "Received: dtype=float32",
     )
     require_error(lambda: tfscale.alltoall(tf.constant(1.0)), "ConfigError: Without splits")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Without splits"):  # as Horovod's
+        tfscale.alltoall(tf.constant(1.0))
 
 
 def case_gradient_of_alltoall():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfscale
 from tests.helpers.ranks import in_both_modes, outcome, require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Sum
 from tfscale.comm import eager
 
@@ -95,7 +97,7 @@ def case_process_sets_work_side_by_side():
 def case_world_and_set_in_one_function():
     rank, size = tfscale.rank(), tfscale.size()
     alone = [tfscale.add_process_set([r]) for r in range(size)]
-    front = tfscale.add_process_set(list(range(max(1, size - 1))))
+    front = tfscale.add_process_set(list(range(size - 1))) if size > 2 else alone[0]
 
     @tf.function
     def body(x):
@@ -137,6 +139,10 @@ def case_outsiders_and_unknown_sets():
     else:
         assert f"a call on rank {rank}, which is not in [0]" in message, message
         assert "Guard it with process_set.included()" in message
+        with contextlib.suppress(tf.errors.InvalidArgumentError):  # as Horovod's
+            tfscale.allreduce(tf.ones([1]), process_set=only)
+    with pytest.raises(ValueError, match="of these ranks exists already"):
+        tfscale.add_process_set([0])
     assert only.rank() == (0 if rank == 0 else -1)
     never = tfscale.ProcessSet([0, 1])
     require_error(lambda: tfscale.allreduce(tf.ones([1]), process_set=never), "must be added")
@@ -160,6 +166,49 @@ def case_rank_in_and_out_of_a_set_broadcasts_by_job_rank():
         assert received.numpy() == last
     message = outcome(lambda: tfscale.broadcast(tf.constant(1), last + 1, process_set=backwards))
     assert ("root_rank must be" if backwards.included() else "Only members") in message, message
+
+
+@sizes(2, 3, 4)
+def case_calls_after_an_error_that_one_rank_has_caught():
+    """The others get an error for the same call; later calls pair up again."""
+    is_last, value = tfscale.rank() == tfscale.size() - 1, tf.ones([1])
+    for _ in range(2):
+        text = outcome(lambda: tfscale.allreduce(value, "Mean" if is_last else Sum))
+        assert ("op must be one of" if is_last else "raised an error in it") in text, text
+        gathered = tfscale.allgather(tf.constant([tfscale.rank()]))
+        np.testing.assert_array_equal(gathered, range(tfscale.size()))
+    forget_steps()
+    if is_last:
+        outcome(lambda: tfscale.allreduce(value, "Mean"))
+    else:
+        assert "raised an error in it" in outcome(lambda: tfscale.allreduce(value, Sum))
+    if tfscale.rank():
+        assert tfscale.allreduce(value, Sum).numpy() == tfscale.size() - 1
+    assert tfscale.join() > 0
+    assert tfscale.allreduce(value, Sum).numpy() == tfscale.size()
+
+
+@engine_only("its names are those of traced functions")
+@sizes(1, 2)
+def case_collectives_in_sessions_of_tensorflow_1():
+    """A graph may grow after it has run."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for factor in (1.0, 2.0):
+            own = tf.fill([2], factor * (tfscale.rank() + 1))
+            total = session.run(tfscale.allreduce(own, Sum))
+            np.testing.assert_array_equal(total, [factor * sum_over(range(tfscale.size()))] * 2)
+
+
+def case_variables_take_the_values_of_the_root_in_place():
+    def body():
+        return tfscale.broadcast_([first, second], tfscale.size() - 1)
+
+    first, second = (tf.Variable(np.full(3, tfscale.rank(), t)) for t in ("float32", "int64"))
+    for results in in_both_modes(body):
+        for result, variable in zip(results, (first, second), strict=True):
+            np.testing.assert_array_equal(result, [tfscale.size() - 1] * 3)
+            np.testing.assert_array_equal(variable, result)
+            variable.assign(result * 0 + tfscale.rank())
 
 
 def forget_steps() -> None:

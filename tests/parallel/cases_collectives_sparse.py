@@ -29,16 +29,35 @@ def sum_of_slices(size):
 
 
 def case_means_of_sparse_integers_are_those_of_their_sums():
-    """Each rank has a one: shares rounded before they are added would make nothing of them."""
+    """Sparse means are float64, as Horovod's; dense ones are cut, once: not the ranks' shares."""
     size = tfscale.size()
-    own = tf.IndexedSlices(tf.ones([1, 1], tf.int32), tf.constant([1]), tf.constant([2, 1]))
-    for as_dense in (False, True):
+    value = tf.fill([1, 1], tfscale.rank())
+    own = tf.IndexedSlices(value, tf.constant([1]), tf.constant([2, 1]))
+    mean = rank_sum(size) / size
+    for as_dense, expected in ((False, mean), (True, int(mean))):
         for result in in_both_modes(
             lambda as_dense=as_dense: tf.convert_to_tensor(
                 tfscale.allreduce(own, op=Average, sparse_as_dense=as_dense)
             )
         ):
-            np.testing.assert_array_equal(result.numpy(), [[0], [1]], f"{size} {as_dense}")
+            np.testing.assert_allclose(result.numpy(), [[0], [expected]], rtol=1e-15)
+
+
+def case_group_of_sparse_and_dense_tensors():
+    size = tfscale.size()
+    own = slices_of_rank()
+    rows = tf.IndexedSlices(own.values, own.indices)
+
+    def body():
+        group = tfscale.grouped_allreduce([own, tf.ones([2]), rows], op=Sum)
+        sums = [tf.math.unsorted_segment_sum(s.values, s.indices, size + 2) for s in group[::2]]
+        assert group[2].dense_shape is None
+        return tf.convert_to_tensor(group[0]), group[1], *sums
+
+    for sparse, dense, *sums in in_both_modes(body):
+        np.testing.assert_array_equal(dense, [size] * 2)
+        for result in (sparse, *sums):
+            np.testing.assert_array_equal(result, sum_of_slices(size))
 
 
 def case_sparse():

@@ -85,6 +85,17 @@ SETS = {
         expected = 2 + 2 * (MPI.COMM_WORLD.rank % 2)
         """,
     ),
+    "process sets of a communicator": (
+        3,
+        """
+        from mpi4py import MPI
+        own = tfscale.ProcessSet(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
+        tfscale.init(process_sets=[own])
+        total = tfscale.allreduce(1.0, op=tfscale.Sum, process_set=own)
+        assert own.included() and float(total) == len(own.ranks) == 2 - tfscale.rank() % 2
+        expected = 0 + 1 + 2
+        """,
+    ),
     "process sets": (
         3,
         """

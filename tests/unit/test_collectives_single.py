@@ -177,7 +177,7 @@ def test_init_of_one_process():
     start.shutdown()
     start.shutdown()
     process_set = tfscale.ProcessSet([0])
-    tfscale.init(process_sets=[process_set, [0]])
+    tfscale.init(process_sets=[process_set])
     assert process_set.included()
     start.shutdown()
     with pytest.raises(ConfigError, match="backend must be one of"):

@@ -13,9 +13,15 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import scale
 from tfscale.comm.compression import Compression
-from tfscale.comm.eager import agree, header_of, raise_own_errors
+from tfscale.comm.eager import (
+    ArgumentConfigError,
+    ArgumentExchangeError,
+    agree,
+    header_of,
+    raise_own_errors,
+)
 from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError
 
 _LOG = logging.getLogger("tfscale")
 
@@ -26,11 +32,13 @@ def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call
     """Return a call of the collective `what`; raises ExchangeError outside of the process set."""
     group = process_set.group()
     if group.rank < 0:
-        raise ExchangeError(
+        raise ArgumentExchangeError(
             f"Only members of a process set may call {what}. Received: a call on rank "
             f"{runtime.rank()}, which is not in {list(group.ranks)}. Guard it with "
             "process_set.included()."
         )
+    if tf.executing_eagerly():
+        runtime.eager_calls()[group.id] += 1
     return Call(group, name or what)
 
 
@@ -155,6 +163,7 @@ def allreduce(
     tensor: Any,
     op: str = Average,
     *,
+    average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     compression: Any = Compression.none,
@@ -170,6 +179,7 @@ def allreduce(
         tensor: Tensor or `tf.IndexedSlices` of equal dtype and shape on all ranks; float32,
             float64, float16, bfloat16, int32, int64, int8 or uint8.
         op: Average, Sum, Min, Max or Product.
+        average: Horovod's older spelling: True for Average, False for Sum; replaces `op`.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.
         compression: The dtype that is sent, see `Compression`.
@@ -186,6 +196,7 @@ def allreduce(
         PlanError: Called eagerly outside of the main thread.
     """
     call = call_of(process_set, "allreduce", name)
+    op = op if average is None else Average if average else Sum
     reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
         return allreduce_sparse(tensor, reduction, call)
@@ -197,13 +208,14 @@ def grouped_allreduce(
     tensors: Sequence[Any],
     op: str = Average,
     *,
+    average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
-) -> list[tf.Tensor]:
-    """Reduce several tensors at once: those of one dtype are sent as one message.
+) -> list[Any]:
+    """Reduce several tensors at once: dense ones of one dtype are sent as one message.
 
     Collective: all ranks of the process set must call this, in the same order. Arguments and
     errors are those of `allreduce`.
@@ -212,8 +224,16 @@ def grouped_allreduce(
         One result per tensor, in order.
     """
     call = call_of(process_set, "grouped_allreduce", name)
+    op = op if average is None else Average if average else Sum
     reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
-    return _reduce_all(tensors, reduction, compression, call)
+    dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
+    reduced = iter(_reduce_all(dense, reduction, compression, call))
+    return [
+        allreduce_sparse(t, reduction, Call(call.group, f"{call.label}/{i}"))
+        if isinstance(t, tf.IndexedSlices)
+        else next(reduced)
+        for i, t in enumerate(tensors)
+    ]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -394,7 +414,7 @@ def _alltoall(value: tf.Tensor, parts: tf.Tensor, call: Call) -> tuple[tf.Tensor
 
 def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
     if value.shape.rank == 0 or (value.shape[0] is not None and value.shape[0] % size):
-        raise ConfigError(
+        raise ArgumentConfigError(
             f"Without splits the rows must be a multiple of the {size} ranks. "
             f"Received: shape={value.shape}. Pass splits."
         )
@@ -404,7 +424,7 @@ def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
 def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     parts = tf.convert_to_tensor(splits)
     if not parts.dtype.is_integer or not parts.shape.is_compatible_with([size]):
-        raise ConfigError(
+        raise ArgumentConfigError(
             f"splits must be a vector of integers, a number of rows for each of the {size} ranks. "
             f"Received: dtype={parts.dtype.name}, shape={parts.shape}."
         )
@@ -412,7 +432,7 @@ def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     rows = value.shape[0] if value.shape.rank else None
     is_known = given is not None and rows is not None
     if is_known and (given.sum() != rows or (given < 0).any()):
-        raise ConfigError(
+        raise ArgumentConfigError(
             f"splits must be 0 or more and add up to the {rows} rows of the tensor. "
             f"Received: splits={given.tolist()}."
         )
@@ -541,9 +561,8 @@ def allreduce_sparse(
         gather("dense shape", tf.zeros(shape, tf.uint8))
     values, indices = gather("rows", own.values), gather("indices", own.indices)
     factor = reduction.prescale * reduction.postscale
-    if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
-        rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
-        return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
+    if values.dtype.is_integer and factor != 1.0:
+        values = values / 1  # floats, as in Horovod: a mean of integers is not cut
     # Keras's nonlinear rules (Adam squares each row) need each index once.
     return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,31 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
-from tfscale.config import ExchangeError
+from tfscale.config import ConfigError, ExchangeError
+
+# Errors that Horovod's ops raise as TensorFlow's: scripts catch either.
+
+
+class PreconditionExchangeError(ExchangeError, tf.errors.FailedPreconditionError):
+    """Ranks call different collectives."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
+
+
+class ArgumentExchangeError(ExchangeError, tf.errors.InvalidArgumentError):
+    """A rank outside of the process set calls a collective."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+
+
+class ArgumentConfigError(ConfigError, tf.errors.InvalidArgumentError):
+    """Rows cannot be split as requested."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+
 
 _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
 
@@ -63,6 +87,7 @@ class Header:
     dtypes: list[str]
     shapes: list[list[int]]  # without the first dimension where that may differ
     label: str = ""  # for messages only; may differ
+    number: int = -1  # of the call among the group's; -1 is not compared
 
     def describe(self) -> str:
         """Return the call as error messages show it."""
@@ -101,8 +126,25 @@ def agree(header: Header, group: Group) -> None:
 
     Raises ExchangeError on every rank, with the same text.
     """
-    if group.size > 1:
-        _common_header(exchange_headers(header, group), group)
+    header = replace(header, number=runtime.eager_calls()[group.id])
+    while group.size > 1:
+        headers = exchange_headers(header, group)
+        latest = max(headers, key=lambda h: h.number)
+        if header.number < latest.number:
+            raise PreconditionExchangeError(
+                "A collective must end alike on all ranks. Received: rank "
+                f"{group.ranks[headers.index(latest)]} raised an error in it and calls "
+                f"{latest.describe()} by now, while rank {group.ranks[group.rank]} calls "
+                f"{header.describe()}. See the error of that rank, or catch this one too."
+            )
+        if _are_numbers_equal(headers):
+            _common_header(headers, group)
+            return
+        # The ranks that are late raise this error and come with their next call.
+
+
+def _are_numbers_equal(headers: list[Header]) -> bool:
+    return len({h.number for h in headers if h.number >= 0}) == 1
 
 
 def _common_header(headers: list[Header], group: Group) -> Header:
@@ -112,7 +154,7 @@ def _common_header(headers: list[Header], group: Group) -> Header:
     first_rank, first = active[0]
     for rank, other in active[1:]:
         if not other.matches(first):
-            raise ExchangeError(
+            raise PreconditionExchangeError(
                 "All ranks must call the same collectives in the same order, with equal types and "
                 f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
                 f"calls {other.describe()}. Call the same functions, and give fit the same "
@@ -175,12 +217,16 @@ def join() -> int:
     n_rounds = 0
     while group.size > 1:
         headers = exchange_headers(Header(JOIN, [n_rounds], [], [], "join"), group)
+        n_rounds += 1
         if all(h.kind == JOIN for h in headers):
+            runtime.eager_calls().clear()
             return max(r for r, h in zip(group.ranks, headers, strict=True) if h.options == [0])
+        if not _are_numbers_equal(headers):
+            continue
+        runtime.eager_calls()[group.id] = max(h.number for h in headers)
         common = _common_header(headers, group)
         zeros = [tf.zeros(s, d) for s, d in zip(common.shapes, common.dtypes, strict=True)]
         op, *factors = common.options
         reduction = Reduction(ReduceOp[op], *factors)
         runtime.backend().allreduce(zeros, Call(group, common.label), reduction)
-        n_rounds += 1
     return 0

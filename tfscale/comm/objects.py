@@ -106,3 +106,25 @@ def broadcast_variables(
         if value.dtype == tf.string:
             continue
         variable.assign(broadcast(value, root_rank, process_set=process_set, name=name))
+
+
+def broadcast_(
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Give variables the values they have on one rank, also inside a tf.function.
+
+    Collective: all ranks must call this with as many variables, of equal dtypes and shapes.
+    Arguments and errors are those of `broadcast`.
+
+    Returns:
+        The new values.
+    """
+    values = []
+    for variable in variables:
+        value = broadcast(variable, root_rank, process_set=process_set, name=name)
+        with tf.control_dependencies([variable.assign(value)]):
+            values.append(tf.identity(value))
+    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,20 +53,23 @@ class ProcessSet:
     Attributes:
         ranks: Its ranks in ascending order; None for the global set before `init`.
         process_set_id: Number of the set, equal on all ranks; None before it is known.
+        mpi_comm: The communicator that gives the ranks, or None.
     """
 
-    def __init__(self, ranks: Sequence[int] | None) -> None:
+    def __init__(self, ranks: Any) -> None:
         """Describe a set.
 
         Args:
-            ranks: Distinct ranks, in any order.
+            ranks: Distinct ranks, in any order; or an mpi4py communicator, for
+                `init(process_sets=...)`. Ranks may pass different ones, such as parts of a split.
 
         Raises:
             ConfigError: A rank is negative or named twice, or there is none.
         """
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = None
-        if ranks is not None:
+        self.mpi_comm = ranks if hasattr(ranks, "py2f") else None
+        if ranks is not None and self.mpi_comm is None:
             self.ranks = sorted(int(r) for r in ranks)
             if not self.ranks or self.ranks[0] < 0 or len(set(self.ranks)) < len(self.ranks):
                 raise ConfigError(
@@ -115,13 +119,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set, with its id.
 
     Raises:
-        ConfigError: A rank is not in [0, size), or the set is known already.
+        ConfigError: A rank is not in [0, size), or a set of these ranks is known already.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks or []
     if process_set.process_set_id is not None or process_set is global_process_set:
         raise ConfigError(f"A process set can be added once. Received: {process_set!r}.")
+    if process_set.mpi_comm is not None and not ranks:
+        raise ConfigError(
+            "The process set of a communicator is added by init. Received: "
+            f"{process_set!r}. Call tfscale.init(process_sets=[...]), or name the ranks."
+        )
+    if any(type(s) is type(process_set) and s.ranks == ranks for s in known_process_sets()):
+        raise ConfigError(
+            f"A process set of these ranks exists already. Received: ranks={ranks}. Use the set "
+            "that add_process_set returned, or remove it first."
+        )
     if ranks[-1] >= size():
         raise ConfigError(
             f"Ranks of a process set must lie in [0, {size()}). Received: ranks={ranks}."
@@ -161,6 +175,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     group, process_set.process_set_id = process_set.process_set_id, None
     known_process_sets().remove(process_set)
+    eager_calls().pop(group, None)
     backend().remove_group(group)
     return True
 
@@ -174,6 +189,7 @@ class _State:
     incarnation: int = 0
     n_refused: int = 0
     process_sets: list[Any] = field(default_factory=list)
+    eager_calls: Counter[int] = field(default_factory=Counter)
     listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
@@ -199,6 +215,11 @@ def leave() -> None:
 def known_process_sets() -> list[Any]:
     """Return the job's list of process sets, to be extended; `shutdown` ends them."""
     return _current().process_sets
+
+
+def eager_calls() -> Counter[int]:
+    """Return the numbers of eager collectives that this rank began, by group, to be changed."""
+    return _current().eager_calls
 
 
 def listeners() -> weakref.WeakSet[Any]:
@@ -241,6 +262,7 @@ def start_incarnation() -> None:
     state = _current()
     state.incarnation += 1
     state.n_refused = 0
+    state.eager_calls.clear()
     state.backend.start_incarnation(state.incarnation)
 
 

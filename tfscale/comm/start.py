@@ -73,7 +73,7 @@ def init(
     if settings.timeline and not runtime.is_single():
         timeline.start_automatic(settings.timeline)
     for process_set in added or ():
-        runtime.add_process_set(process_set)
+        _add(process_set, comm)
 
 
 def require_size(launch: Launch | None, size: int) -> None:
@@ -101,6 +101,22 @@ def _check_process_sets(process_sets: Any) -> Sequence[Any] | None:
         "process_sets must be a list of ProcessSet objects or of lists of ranks, or 'dynamic' for "
         f"sets that come later. Received: {process_sets!r}."
     )
+
+
+def _add(process_set: Any, comm: Any) -> None:
+    """Add a set; for one of a communicator, the sets of all ranks' communicators."""
+    if getattr(process_set, "mpi_comm", None) is None:
+        runtime.add_process_set(process_set)
+        return
+    from mpi4py import MPI
+
+    group = (comm if hasattr(comm, "py2f") else MPI.COMM_WORLD).Get_group()
+    group = group.Incl(sorted(comm)) if isinstance(comm, list) else group
+    members = process_set.mpi_comm.Get_group()
+    process_set.ranks = sorted(members.Translate_ranks(range(members.size), group))
+    for ranks in dict.fromkeys(map(tuple, objects.allgather_object(process_set.ranks))):
+        is_own = list(ranks) == process_set.ranks
+        runtime.add_process_set(process_set if is_own else runtime.ProcessSet(ranks))
 
 
 def _leave_at_exit() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.runtime import ProcessSet, add_process_set
+from tfscale.comm.runtime import ProcessSet, own_process_set
 from tfscale.measure.layer_times import collective_s, memory_run, middle_s
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.costs import share
@@ -64,7 +64,7 @@ def measure_inside() -> list[Round]:
     local = runtime.local_size()
     own: list[Round] = []
     for first in range(0, runtime.size(), local):
-        members = add_process_set(list(range(first, first + local)))
+        members = own_process_set(list(range(first, first + local)))
         if first <= runtime.rank() < first + local:
             own = measure_links(members)
         collectives.barrier()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 
 from tfscale.comm.backends.base import Call
@@ -81,6 +82,8 @@ class Slots:
     def _plan_of(self, graph: tf.Graph, call: Call) -> int:
         plans = self._plans.setdefault(graph, {})
         stream = call.stream or ("gradients" if call.after else "calls")
+        if not isinstance(graph, FuncGraph):  # of a TF 1 session: it may grow after it has run
+            stream = f"{stream} {len(plans)}"
         key = (call.group.id, stream)
         if key not in plans:
             # Graph names carry a number that counts functions of the process, which may differ.
