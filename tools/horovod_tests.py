@@ -123,7 +123,8 @@ _REASONS = {
         test_horovod_broadcast_error_session test_horovod_broadcast_rank_error_session
         test_horovod_broadcast_type_error_session test_horovod_reducescatter_error_session
         test_horovod_reducescatter_type_error_session""",
-    "TensorFlow 1: objects are sent eagerly only": "test_allgather_object_session test_broadcast_object_session",
+    "TensorFlow 1: objects are sent eagerly only": """
+        test_allgather_object_session test_broadcast_object_session""",
     "TensorFlow 1: a session leaves out a collective whose result is not used on this rank": """
         test_horovod_broadcast_grad_cpu_session""",
     "TensorFlow 1: there are no global variables; pass `model=`, else `ConfigError`": """

@@ -199,7 +199,7 @@ def allreduce(
     op = op if average is None else Average if average else Sum
     reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-        return allreduce_sparse(tensor, reduction, call)
+        return allreduce_sparse(tensor, reduction, call, op == Average)
     return _reduce_all([tensor], reduction, compression, call)[0]
 
 
@@ -229,7 +229,7 @@ def grouped_allreduce(
     dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
     reduced = iter(_reduce_all(dense, reduction, compression, call))
     return [
-        allreduce_sparse(t, reduction, Call(call.group, f"{call.label}/{i}"))
+        allreduce_sparse(t, reduction, Call(call.group, f"{call.label}/{i}"), op == Average)
         if isinstance(t, tf.IndexedSlices)
         else next(reduced)
         for i, t in enumerate(tensors)
@@ -534,11 +534,12 @@ def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def allreduce_sparse(
-    slices: tf.IndexedSlices, reduction: Reduction, call: Call
+    slices: tf.IndexedSlices, reduction: Reduction, call: Call, is_mean: bool = False
 ) -> tf.IndexedSlices:
     """Sum or average sparse tensors: gather the rows of all ranks, add up those of equal index.
 
-    Rows with equal indices are added up on each rank before they are sent (horovod#3328).
+    Rows with equal indices are added up on each rank before they are sent (horovod#3328). With
+    `is_mean` integers become floats.
     """
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
@@ -561,8 +562,10 @@ def allreduce_sparse(
         gather("dense shape", tf.zeros(shape, tf.uint8))
     values, indices = gather("rows", own.values), gather("indices", own.indices)
     factor = reduction.prescale * reduction.postscale
-    if values.dtype.is_integer and factor != 1.0:
-        values = values / 1  # floats, as in Horovod: a mean of integers is not cut
+    if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
+        values = values / 1 if is_mean else values  # floats, as in Horovod
+        rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
+        return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
     # Keras's nonlinear rules (Adam squares each row) need each index once.
     return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
 

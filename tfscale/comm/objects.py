@@ -98,14 +98,9 @@ def broadcast_variables(
     """
     del inplace
     require_member(root_rank, process_set.group())
-    if process_set.size() == 1:
-        return
-    for variable in variables:
-        name = getattr(variable, "path", variable.name)
-        value = tf.convert_to_tensor(variable)
-        if value.dtype == tf.string:
-            continue
-        variable.assign(broadcast(value, root_rank, process_set=process_set, name=name))
+    if process_set.size() > 1:
+        numeric = [v for v in variables if tf.as_dtype(v.dtype) != tf.string]
+        broadcast_(numeric, root_rank, process_set=process_set)
 
 
 def broadcast_(
@@ -124,7 +119,8 @@ def broadcast_(
     """
     values = []
     for variable in variables:
-        value = broadcast(variable, root_rank, process_set=process_set, name=name)
+        label = name or getattr(variable, "path", variable.name)
+        value = broadcast(variable, root_rank, process_set=process_set, name=label)
         with tf.control_dependencies([variable.assign(value)]):
             values.append(tf.identity(value))
     return values
