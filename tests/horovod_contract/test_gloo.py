@@ -13,6 +13,7 @@ import pytest
 import tfscale
 from tests.helpers.environment import QUIET
 from tests.horovod_contract.test_launchers import HOROVODRUN, ROOT
+from tests.helpers.worker import forget_process_sets
 from tests.parallel.test_parallel import find_cases
 from tfscale.comm import runtime
 
@@ -43,6 +44,7 @@ def main() -> None:
         if not hasattr(function, "engine_only"):
             function()
             tfscale.barrier()
+            forget_process_sets()
     print(f"rank {tfscale.rank()} has run {len(cases)} cases .", flush=True)
 
 

@@ -22,11 +22,11 @@ KERAS_NAMES = """
     start_timeline stop_timeline
     """
 MORE_NAMES = """
-    alltoall grouped_allreduce grouped_allgather grouped_reducescatter broadcast_ broadcast_variables
+    alltoall grouped_allreduce grouped_allgather grouped_reducescatter broadcast_variables
     broadcast_object allgather_object join DistributedGradientTape PartialDistributedGradientTape
     SyncBatchNormalization Min Max Product barrier prepare callbacks data Allreduce exit_codes
     start_timeline stop_timeline mpi_built gloo_built nccl_built ConfigError PlanError
-    ExchangeError
+    ExchangeError broadcast_
     """
 CALLBACKS = """
     AdaptiveBatchSize BatchSizeSchedule LearningRateScaling BroadcastGlobalVariablesCallback
