@@ -12,8 +12,8 @@ import pytest
 
 import tfscale
 from tests.helpers.environment import QUIET
-from tests.horovod_contract.test_launchers import HOROVODRUN, ROOT
 from tests.helpers.worker import forget_process_sets
+from tests.horovod_contract.test_launchers import HOROVODRUN, ROOT
 from tests.parallel.test_parallel import find_cases
 from tfscale.comm import runtime
 
