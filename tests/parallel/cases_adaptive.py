@@ -10,7 +10,13 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error, require_identical, shared_folder
+from tests.helpers.ranks import (
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
@@ -88,9 +94,7 @@ def state_of(model, exchange):
 
 
 def close(model, other, exchange, tolerance=1e-10):
-    pairs = zip(state_of(model, exchange), state_of(other, exchange), strict=True)
-    for own, single in pairs:
-        np.testing.assert_allclose(own.numpy(), single.numpy(), rtol=0, atol=tolerance)
+    require_close(state_of(model, exchange), state_of(other, exchange), atol=tolerance)
 
 
 def check_equality(make_optimizer, exchange):

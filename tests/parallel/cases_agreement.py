@@ -41,8 +41,9 @@ def train(
 ):
     """Run two epochs."""
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(width), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((2,)), *layers])
+    layers = [keras.layers.Dense(width, name="first"), keras.layers.Dense(1, name="last")]
+    # Given names: Keras's numbers differ between ranks where one has loaded a model before.
+    model = keras.Sequential([keras.Input((2,)), *layers], name="model")
     optimizer = DistributedOptimizer(SGD(0.1)) if optimizer is None else optimizer
     model.compile(optimizer, "mse", **options)
     x = np.random.default_rng(tfscale.rank()).normal(size=(n, 2))

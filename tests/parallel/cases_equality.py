@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.grid_exchange import EXCHANGES
+from tests.helpers.ranks import require_identical
 from tests.helpers.spawn import sizes
 
 BATCH, STEPS, TOLERANCE = 24, 10, 1e-10
@@ -137,9 +138,8 @@ def require_equal(ours, alone) -> None:
     for i, (mine, single) in enumerate(zip(ours, alone, strict=True)):
         atol = TOLERANCE if np.issubdtype(mine.dtype, np.floating) else 0
         np.testing.assert_allclose(mine, single, rtol=0, atol=atol, err_msg=f"variable {i}")
-    for mine, others in zip(ours, zip(*tfscale.allgather_object(ours), strict=True), strict=True):
-        for other in others:
-            np.testing.assert_array_equal(mine, other)
+    for theirs in tfscale.allgather_object(ours):
+        require_identical(theirs, ours)
 
 
 @sizes(2, 3, 4, timeout_s=180)

@@ -63,8 +63,7 @@ def case_an_outer_optimizer_of_several_dtypes():
         own_fit(model, distributed(SGD(0.05), LocalSGD(2, 3, "allreduce", outer=outer)), start())
         results.append(model.get_weights())
     assert {w.dtype for w in results[0]} == {np.dtype("float32"), np.dtype("float64")}
-    for mine, expected in zip(*results, strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-6)
+    require_close(*results, rtol=1e-6, atol=0)
 
 
 @sizes(2, timeout_s=100)

@@ -10,7 +10,13 @@ import tensorflow as tf
 
 import tfscale
 from recipes.models.vgg import vgg
-from tests.helpers.ranks import dtype_policy, require_equal_ranks, require_error, shared_folder
+from tests.helpers.ranks import (
+    dtype_policy,
+    require_close,
+    require_equal_ranks,
+    require_error,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import BATCH, dense_model, float64
 from tests.parallel.sharded_model import (
@@ -238,8 +244,7 @@ def case_compression_is_as_with_allreduce():
         fit(model, 0, N_STEPS)
         results.append([v.numpy() for v in model.variables])
         require_equal_ranks(model.variables)
-    for mine, theirs in zip(*results, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    require_close(*results, atol=1e-6)
 
 
 LSO = keras.optimizers.LossScaleOptimizer

@@ -12,7 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import StopAt, dtype_policy, outcome, require_error, shared_folder
+from tests.helpers.ranks import (
+    StopAt,
+    dtype_policy,
+    outcome,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tests.parallel.cases_saving import load_without_tfscale, new_model, train
@@ -65,9 +72,7 @@ def case_files_load_where_tfscale_is_not():
             for name, content in found.items():
                 values = expected[id(scaled if name == "scaled.keras" else model)]
                 n_values = len(model.variables) if name == "model.h5" else None
-                pairs = zip(values[:n_values], content["values"][:n_values], strict=True)
-                for mine, loaded in pairs:
-                    np.testing.assert_array_equal(mine, loaded, name)
+                require_identical(content["values"][:n_values], values[:n_values], name)
 
 
 @sizes(2, 3, 4, timeout_s=100)
