@@ -12,8 +12,7 @@ from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher import cli
 from tfscale.launcher.tune import links as tune_links
-from tfscale.launcher.tune.links import describe, too_noisy
-from tfscale.measure.links import _SIZES, _link_of, spread_of
+from tfscale.launcher.tune.links import _SIZES, _link_of, describe, spread_of, too_noisy
 from tfscale.plan.machines import PRESETS, LayerTimes
 
 
@@ -67,7 +66,7 @@ def test_a_model_that_is_not_there_costs_no_measurement(model, text, monkeypatch
     with (
         mock.patch("tfscale.comm.runtime.size", return_value=2),
         mock.patch("tfscale.comm.events.has_events", return_value=True),
-        mock.patch("tfscale.measure.links.measure_links") as measure,
+        mock.patch("tfscale.launcher.tune.links.measure_links") as measure,
         pytest.raises(ConfigError, match=text),
     ):
         tune_links.main(options(model=model))
