@@ -35,7 +35,6 @@ class Allreduce(Exchange):
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return a plan that sums each bucket of gradients."""
-        del group
         return compile_plan(table, self._buckets, overlap=self.overlap)
 
     def _buckets(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:

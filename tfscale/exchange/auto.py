@@ -9,14 +9,13 @@ from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, require
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
-from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
+from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters, places_of
 from tfscale.exchange.sharded import dense_kind
 from tfscale.plan import parts as simulated
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine, find_machine
 from tfscale.plan.parts import Kind
-from tfscale.plan.segments import build_segments
 
 CUT: tuple[Kind, ...] = ("sharded", "partial")  # kinds with which each rank updates a part
 
@@ -120,12 +119,8 @@ class Mixed(Exchange):
         """Compile the parts; see `Exchange.plan`."""
         kinds = {path: kind for kind, paths in self.parts for path in paths}
         cut = [i for i in table.shared if kinds.get(table.parameters[i].spec.name) in CUT]
-
-        def lay_out(specs, whole, by_rows):  # type: ignore[no-untyped-def]
-            groups = _places(specs, self._paths("sharded"))
-            return build_segments(specs, group.size, 0, whole, by_rows, groups)
-
-        segments = cut_parameters(table, cut, lay_out) if cut else ()
+        paths = self._paths("sharded")
+        segments = cut_parameters(table, cut, group.size, paths=paths) if cut else ()
         return compile_plan(table, self._buckets, segments, self.overlap)
 
     def whole(self) -> Exchange:
@@ -138,7 +133,6 @@ class Mixed(Exchange):
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[DenseKind, str]]:
         """Return the plan's kinds; see `Exchange.dense_kinds`."""
-        del global_batch
         asked = dict(self.layers)
         return [dense_kind(asked.get(x.path, "weights"), x, size, None) for x in layers]
 
@@ -148,19 +142,10 @@ class Mixed(Exchange):
         return self.outcome.explanation if self.outcome else undecided
 
     def _buckets(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
-        return group_buckets(specs, _places(specs, self._paths("allreduce")))
+        return group_buckets(specs, places_of(specs, self._paths("allreduce")))
 
     def _paths(self, wanted: Kind) -> list[tuple[str, ...]]:
         return [paths for kind, paths in self.parts if kind == wanted]
-
-
-def _places(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Return the positions of paths in `specs`; paths of no spec are left out."""
-    places: dict[str, int] = {}
-    for place, spec in enumerate(specs):
-        places.setdefault(spec.name, place)  # a second variable of the same name is sent alone
-    found = [[places[name] for name in group if name in places] for group in groups]
-    return [group for group in found if group]
 
 
 def strategy_of(table: LayerTable, plan: simulated.LayerPlan, name: str) -> Mixed:

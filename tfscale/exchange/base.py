@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
@@ -78,21 +78,35 @@ class Exchange(abc.ABC):
         Raises:
             PlanError: The strategy does not fit the model.
         """
-        del size, global_batch
         return [("weights", "") for _ in layers]
 
 
-class Watch(Protocol):
-    """Observer of the steps of `fit` that may change the strategy."""
+class Watch(abc.ABC):
+    """Measurements over the steps of `fit`, after which the strategy may change."""
 
     may_cut: bool  # whether it may return a strategy that shards parameters
+
+    def __init__(
+        self, strategy: Any, layers: Sequence[str], model: Any, why_uncut: Callable[[Any], str]
+    ) -> None:
+        """Begin; `layers` are the paths of those that own exchanged variables."""
+        self._strategy, self._layers = strategy, list(layers)
+        self._model, self._why_uncut = model, why_uncut
+        self._data: Any = None
+        self._callbacks: Sequence[Any] = ()
+        self._course = self._run()
 
     def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
         """Count a step; return the strategy for the next step if it changes. Collective.
 
         `data` and `callbacks` are those of the `fit`; None and empty outside of `fit`.
         """
-        ...
+        self._data, self._callbacks = data, callbacks
+        return next(self._course)
+
+    @abc.abstractmethod
+    def _run(self) -> Iterator[Exchange | None]:
+        """Yield the strategy of the next step if it changes; resumed after that step."""
 
 
 def resolve(exchange: Any) -> Exchange:

@@ -66,7 +66,6 @@ class Chunked(Exchange):
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return a plan of chunks; gradients of replicated dense layers are not sent."""
-        del group
         return compile_plan(table, self._chunks, overlap=self.overlap)
 
     def _chunks(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
@@ -89,8 +88,7 @@ class Chunked(Exchange):
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[DenseKind, str]]:
-        """Choose "replicated" for the first layers; see `Exchange.dense_kinds`."""
-        del global_batch  # "auto" uses the strategy's own
+        """Choose "replicated" for the first layers, by the strategy's own `global_batch`."""
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
             raise PlanError(

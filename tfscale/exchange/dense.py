@@ -136,7 +136,6 @@ class ReplicatedCall:
         self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
     ) -> Any:
         """Return the gradient from the result of `_send` and the whole batch's output gradients."""
-        del layer, group
         return tf.matmul(sent, errors, transpose_a=True)
 
     def _gather(

@@ -283,10 +283,7 @@ class Executor:
         return strategy.plan(Table(tuple(table), messages, self.options.num_groups), wire.group)
 
     def _on_pieces(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        arrived: list[tf.Tensor],
+        self, gradients: Sequence[Any], variables: Sequence[Any], arrived: list[tf.Tensor]
     ) -> Reduced:
         """Return the gradients of the pieces that this rank owns."""
         assert self.shards is not None

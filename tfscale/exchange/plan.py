@@ -22,7 +22,7 @@ from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
-from tfscale.plan.segments import SegmentedBucket, row_cuts
+from tfscale.plan.segments import SegmentedBucket, build_segments, row_cuts
 
 # "rows": IndexedSlices. "replicated", "partial": computed by a dense layer's call from the whole
 # batch, complete or for this rank's rows. "none": no gradient in this step.
@@ -58,12 +58,9 @@ class GradientOptions:
         known = "Compression.none, Compression.fp16 or Compression.bf16"
         require(hasattr(self.compression, "compress"), "compression", known, self.compression)
         groups = [] if self.groups is None else self.groups
-        is_list = isinstance(groups, list | tuple)
-        if (
-            self.num_groups < 0
-            or not is_list
-            or not all(isinstance(g, list | tuple) for g in groups)
-        ):
+        fits = isinstance(groups, list | tuple)
+        fits = fits and all(isinstance(group, list | tuple) for group in groups)
+        if self.num_groups < 0 or not fits:
             raise ConfigError(
                 "groups must be a number of 0 or more, or lists of variables that are sent "
                 f"together. Received: num_groups={self.num_groups}, groups={self.groups!r}."
@@ -199,7 +196,6 @@ class Replicated(Part):
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Return the gradient unchanged."""
-        del wire
         return {i: gradients[i] for i in self.indices}
 
 
@@ -295,15 +291,14 @@ def compile_plan(
 def cut_parameters(
     table: Table,
     positions: Sequence[int],
-    lay_out: Callable[
-        [list[GradientSpec], frozenset[int], list[tuple[int, ...]]], Sequence[SegmentedBucket]
-    ],
+    size: int,
+    bucket_bytes: int = 0,
+    paths: Sequence[Sequence[str]] | None = None,
 ) -> tuple[SegmentedBucket, ...]:
-    """Return the buckets of the parameters that are cut, in forward order.
+    """Return the buckets of the parameters that are cut among `size` ranks, in forward order.
 
-    The result depends only on facts that do not change during training, so a rank keeps its
-    pieces. `lay_out` returns the buckets of some specs, given the positions of those that must not
-    be cut and the groups that are cut between rows.
+    They have up to `bucket_bytes`, or the variables of the given `paths`; see `build_segments`.
+    The result depends only on facts that do not change during training, so a rank keeps its pieces.
     """
     places = {i: place for place, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
@@ -315,8 +310,19 @@ def cut_parameters(
             rows.setdefault(kernel, []).append(place)
     # The kernel comes first, whatever the order of the variables.
     by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
-    buckets = lay_out([p.spec for p in chosen], whole, by_rows)
+    specs = [p.spec for p in chosen]
+    groups = None if paths is None else places_of(specs, paths)
+    buckets = build_segments(specs, size, bucket_bytes, whole, by_rows, groups)
     return tuple(replace(b, indices=tuple(positions[p] for p in b.indices)) for b in buckets)
+
+
+def places_of(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return the positions of paths in `specs`; paths of no spec are left out."""
+    places: dict[str, int] = {}
+    for place, spec in enumerate(specs):
+        places.setdefault(spec.name, place)  # a second variable of the same name is sent alone
+    found = [[places[name] for name in group if name in places] for group in groups]
+    return [group for group in found if group]
 
 
 def values_of(gradient: Any) -> tf.Tensor:

@@ -13,7 +13,6 @@ from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.layers import is_partial_cheaper
-from tfscale.plan.segments import build_segments
 
 DENSE = ("auto", "weights", "partial", "replicated")
 
@@ -74,13 +73,9 @@ class Sharded(Exchange):
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return a plan in which each rank owns a segment of every bucket of shared parameters."""
-        mb = self.bucket_mb
-
-        def lay_out(specs, whole, by_rows):  # type: ignore[no-untyped-def]
-            n_bytes = auto_bucket_bytes(specs) if mb == "auto" else int(mb * 2**20)
-            return build_segments(specs, group.size, n_bytes, whole, by_rows)
-
-        segments = cut_parameters(table, table.shared, lay_out)
+        specs, mb = [table.parameters[i].spec for i in table.shared], self.bucket_mb
+        n_bytes = auto_bucket_bytes(specs) if mb == "auto" else int(mb * 2**20)
+        segments = cut_parameters(table, table.shared, group.size, n_bytes)
         return compile_plan(table, lambda specs: (), segments, self.overlap)
 
     def whole(self) -> Exchange:

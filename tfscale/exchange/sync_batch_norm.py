@@ -59,21 +59,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         count = tf.cast(self._n_samples(inputs, mask), wide)
         # Without a sample the mean is NaN, which weight zero would not remove.
         mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
-        own = tf.concat(
-            [
-                tf.reshape(tf.cast(mean, wide), [-1]),
-                tf.reshape(tf.cast(variance, wide), [-1]),
-                count[tf.newaxis],
-            ],
-            axis=0,
-        )
+        flat = [tf.reshape(tf.cast(x, wide), [-1]) for x in (mean, variance, count)]
+        own = tf.concat(flat, axis=0)
         rows = allgather(
             own[tf.newaxis], gradient="adjoint", process_set=self._process_set, name=self.path
         )
         rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
-        means, variances, counts = tf.split(
-            rows, [mean.shape.num_elements(), mean.shape.num_elements(), 1], axis=1
-        )
+        n_channels = mean.shape.num_elements()
+        means, variances, counts = tf.split(rows, [n_channels, n_channels, 1], axis=1)
         weights = counts / tf.reduce_sum(counts)
         common = tf.reduce_sum(weights * means, axis=0)
         spread = variances + tf.math.squared_difference(means, common)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -20,18 +19,11 @@ from tfscale.config import PlanError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto, Outcome, per_layer, strategy_of
-from tfscale.exchange.base import Exchange
+from tfscale.exchange.base import Exchange, Watch
 from tfscale.exchange.chunked import Chunked
 from tfscale.internals.keras import layers_of
 from tfscale.internals.optimizers import update_rule
-from tfscale.measure.layer_times import (
-    UNMEASURED_STEPS,
-    LayerMeasurement,
-    measured_machine,
-    measured_scenario,
-    separate,
-    time_layers,
-)
+from tfscale.measure import layer_times
 from tfscale.measure.model_layers import read_layers
 from tfscale.optimizer.distributed import accumulators
 from tfscale.optimizer.rules import LAYERWISE
@@ -40,7 +32,6 @@ from tfscale.plan.choose import Choice, best_first_chunk, choose
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
-from tfscale.plan.machines import Machine
 from tfscale.plan.parts import Kind
 
 logger = logging.getLogger("tfscale")
@@ -50,34 +41,7 @@ T = TypeVar("T")
 Course = Generator[Exchange | None, None, T]
 
 
-class StepWatch(abc.ABC):
-    """Run a sequence of measurements over the steps of `fit`; see `Exchange.watch`."""
-
-    def __init__(
-        self,
-        strategy: Any,
-        layers: Sequence[str],
-        model: keras.Model | None,
-        why_uncut: Callable[[keras.Model], str],
-    ) -> None:
-        self._strategy = strategy
-        self._layers = list(layers)
-        self._model = model
-        self._why_uncut = why_uncut
-        self._data: Any = None
-        self._callbacks: Sequence[Any] = ()
-        self._course = self._run()
-
-    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Advance the measurements after a step; return the next strategy if it changes."""
-        self._data, self._callbacks = data, callbacks
-        return next(self._course)
-
-    @abc.abstractmethod
-    def _run(self) -> Course[None]: ...
-
-
-class FirstChunkWatch(StepWatch):
+class FirstChunkWatch(Watch):
     """Measure steps that exchange each layer alone, then choose the end of the first chunk.
 
     The first chunk has half of the layers if the backend records no collectives, and one layer if
@@ -89,20 +53,20 @@ class FirstChunkWatch(StepWatch):
     def _run(self) -> Course[None]:
         first = max(1, len(self._layers) // 2)
         if has_events():
-            found = yield from time_layers(self._layers)
+            found = yield from layer_times.time_layers(self._layers)
             first = 1 if found is None else _best_first_chunk(self._strategy, found)
         yield dataclasses.replace(self._strategy, first_chunk_layers=first)
         while True:
             yield None
 
 
-def _best_first_chunk(strategy: Chunked, found: LayerMeasurement) -> int:
+def _best_first_chunk(strategy: Chunked, found: layer_times.LayerMeasurement) -> int:
     layers = [
         Layer(path, ((f"{path}/gradients", n_bytes // BYTES_PER_VALUE),))
         for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
     ]
     table, size = LayerTable("measured", tuple(layers)), runtime.size()
-    machine = measured_machine(table, found, size, 1, None)
+    machine = layer_times.measured_machine(table, found, size, 1, None)
     chunks = strategy.chunks if isinstance(strategy.chunks, int) else 2
     first = best_first_chunk(Scenario(table, machine, size, size), chunks)
     speed = machine.bytes_per_s / 1e6, machine.latency_s * 1e6
@@ -169,19 +133,21 @@ def _measure(
     """
     table, size = table_of(model), runtime.size()
     known, n_slots = auto.read_machine(), _n_slots(model)
-    if known is not None and _has_times(known, table):
+    times = None if known is None else known.layer_times.get(table.name)
+    if known is not None and times is not None and not times.misfit(table):
         return Scenario(table, known, size, batch or size, n_slots)
     if not has_events():
         logger.info("Nothing is planned: the backend records no messages. Use the engine.")
         return None
     yield per_layer(table, overlap=False)
-    alone = yield from time_layers(layers)
+    alone = yield from layer_times.time_layers(layers)
     yield per_layer(table, overlap=True)
-    together = yield from time_layers(layers)
+    together = yield from layer_times.time_layers(layers)
     if alone is None or together is None or alone.layers != together.layers:
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
-    scenario = measured_scenario(table, separate(alone, together), batch, known, n_slots)
+    found = layer_times.separate(alone, together)
+    scenario = layer_times.measured_scenario(table, found, batch, known, n_slots)
     machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
@@ -192,14 +158,6 @@ def _measure(
         100 * machine.message_share,
     )
     return scenario
-
-
-def _has_times(machine: Machine, table: LayerTable) -> bool:
-    """Return whether a machine has times of all layers; Keras may have renumbered the layers."""
-    times = machine.layer_times.get(table.name)
-    if times is None or times.n_values not in (0, table.n_values):
-        return False
-    return all(layer.name in times.forward_s for layer in table.layers)
 
 
 # Plans, tried one after another
@@ -219,7 +177,7 @@ _FAMILIES: tuple[tuple[Kind, ...], ...] = (
 Trial = tuple[Choice, float]  # and the seconds that its steps took
 
 
-class AutoWatch(StepWatch):
+class AutoWatch(Watch):
     """Try exchanges one after another; decisions depend on the times of all ranks."""
 
     may_cut = True
@@ -311,7 +269,7 @@ def _time(strategy: Exchange) -> Course[float]:
     """Use a strategy for some steps; return seconds per step, equal on all ranks."""
     yield strategy
     ends = []
-    for _ in range(UNMEASURED_STEPS + _TIMED_STEPS - 1):
+    for _ in range(layer_times.UNMEASURED_STEPS + _TIMED_STEPS - 1):
         yield None
         ends.append(time.perf_counter())
     steps = [after - before for before, after in pairwise(ends[-_TIMED_STEPS - 1 :])]
