@@ -21,6 +21,7 @@ from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
 from tfscale.internals.keras import replace_train_step, steps_until
+from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
 from tfscale.optimizer.distributed import accumulators, distributed_optimizers
 
@@ -113,8 +114,7 @@ class BeforeValidation(Callback):
     begins or, without validation, at the end of the epoch, before later callbacks save the model.
     """
 
-    _has_acted = False
-    _is_open = False  # the epoch has not ended
+    _is_due = False  # in this epoch
 
     def act(self) -> None:
         """Run the action. Collective: all ranks must call this, in the same order."""
@@ -122,7 +122,7 @@ class BeforeValidation(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Expect one action in this epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._has_acted, self._is_open = False, True
+        self._is_due = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Act after the last batch."""
@@ -136,7 +136,7 @@ class BeforeValidation(Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Act before `fit` validates, if that has not happened in this epoch."""
         super().on_test_begin(logs)
-        if self._is_open and not self._has_acted:
+        if self._is_due:
             # Ranks that wait in a step must first learn that this rank runs no more steps.
             self.session.end_epoch(self.epoch)
             self._act_once()
@@ -145,11 +145,11 @@ class BeforeValidation(Callback):
         """Act, if that has not happened in this epoch."""
         super().on_epoch_end(epoch, logs)
         self._act_once()
-        self._is_open = False
+        self._is_due = False
 
     def _act_once(self) -> None:
-        if not self._has_acted and not self.is_void:
-            self._has_acted = True
+        if self._is_due and not self.is_void:
+            self._is_due = False
             self.act()
 
 
@@ -237,7 +237,7 @@ def keep_finite(model: keras.Model) -> None:
 
     Needed with `nonfinite="skip"` only: a forward pass updates the statistics before its gradients
     are known, and an average with NaN stays NaN. On a rank where that happens all statistics become
-    what they were before the step. The check costs a small op per variable, and no copies. The
+    what they were before the step. The check costs two small ops per variable, and no copies. The
     step of the compiled model is wrapped once, and traced again.
     """
     if _skips(model) and not isinstance(model.train_step, _FiniteStep):
@@ -255,9 +255,10 @@ class _FiniteStep:
             return self._step(data)
         before = [(v, tf.identity(v.value)) for v in non_trainable_state(self._model)]
         logs = self._step(data)
+        # Values that were infinite before, as an initial minimum, stay.
+        spoiled = [_is_finite(old) & ~_is_finite(variable.value) for variable, old in before]
         if before:
-            is_sound = tf.reduce_all([_is_finite(variable.value) for variable, _ in before])
-            tf.cond(is_sound, lambda: tf.constant(0), lambda: _put_back_spoiled(before))
+            run_either(tf.reduce_any(spoiled), lambda: _put_back(before), lambda: None)
         return logs
 
 
@@ -265,15 +266,9 @@ def _skips(model: keras.Model) -> bool:
     return any(o.nonfinite == "skip" for o in distributed_optimizers(model))
 
 
-def _put_back_spoiled(before: Sequence[tuple[keras.Variable, tf.Tensor]]) -> tf.Tensor:
-    """Restore all if one became infinite; values infinite before, as an initial minimum, stay."""
-    now = [tf.identity(variable.value) for variable, _ in before]
-    is_spoiled = tf.reduce_any(
-        [_is_finite(old) & ~_is_finite(new) for (_, old), new in zip(before, now, strict=True)]
-    )
-    for (variable, old), new in zip(before, now, strict=True):
-        variable.assign(tf.where(is_spoiled, old, new))
-    return tf.constant(0)
+def _put_back(before: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+    for variable, old in before:
+        variable.assign(old)
 
 
 def _is_finite(value: Any) -> tf.Tensor:

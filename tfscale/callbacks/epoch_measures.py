@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.checkpoints import variables as model_state
+from tfscale.callbacks.metric_average import mean
+from tfscale.checkpoints.variables import distinct
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import count_active
@@ -68,7 +69,7 @@ class EpochMeasures:
         if is_first:
             self._guard.begin_epoch()
         if self._origin is None:
-            self._origin = [np.array(v.numpy()) for v in _variables(model)]
+            self._origin = [np.array(v.numpy()) for v in distinct(model.trainable_variables)]
 
     def end_batch(self, logs: dict[str, Any] | None) -> None:
         """Keep the loss of the run's first batch."""
@@ -96,9 +97,9 @@ class EpochMeasures:
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
         norms = [e["norms"] for e in every]
         return Measures(
-            first_cost=_mean([e["first"] for e in every]),
-            cost=_mean([e["cost"] for e in every]),
-            distance=_mean([e["distance"] for e in every]),
+            first_cost=mean([e["first"] for e in every]),
+            cost=mean([e["cost"] for e in every]),
+            distance=mean([e["distance"] for e in every]),
             noise_scale=math.nan if self._norms is None else _noise_of(norms, batch),
             fits=all(e["fits"] for e in every),
         )
@@ -112,7 +113,7 @@ class EpochMeasures:
     def merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Combine the states of all ranks into one for a job of another size."""
         # Norms from different numbers of ranks cannot be compared: those of later steps count.
-        return {"first_cost": _mean([state["first_cost"] for state in states]), "norms": None}
+        return {"first_cost": mean([state["first_cost"] for state in states]), "norms": None}
 
     def restore(self, state: dict[str, Any], origin: list[np.ndarray]) -> None:
         """Resume from `state`."""
@@ -122,20 +123,9 @@ class EpochMeasures:
             self._norms.restore(state["norms"])
 
     def _distance(self, model: keras.Model) -> float:
-        pairs = zip(_variables(model), self._origin or [], strict=False)
+        pairs = zip(distinct(model.trainable_variables), self._origin or [], strict=False)
         moves = (v.numpy().astype(np.float64) - origin for v, origin in pairs)
         return math.sqrt(math.fsum(float(np.vdot(move, move)) for move in moves))
-
-
-def _variables(model: keras.Model) -> list[keras.Variable]:
-    return model_state.distinct(model.trainable_variables)
-
-
-def _mean(values: list[float]) -> float:
-    """Return the mean; for equal values it is exactly that value."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
 def _loss(logs: dict[str, Any] | None) -> float:

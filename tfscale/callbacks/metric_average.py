@@ -51,7 +51,6 @@ class MetricAverageCallback(Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        del device
         self._epoch_logs: dict[str, Any] = {}
 
     def set_model(self, model: keras.Model) -> None:
@@ -186,7 +185,7 @@ def _average_logs(
         if kinds == {"metric"}:
             logs[key] = results[key]
         elif "other" not in kinds:
-            logs[key] = _mean([item["numbers"][key] for item in every])
+            logs[key] = mean([item["numbers"][key] for item in every])
 
 
 def _is_number(value: Any) -> bool:
@@ -218,7 +217,8 @@ def _is_close(value: Any, result: Any) -> bool:
     return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))
 
 
-def _mean(numbers: list[float]) -> float:
+def mean(numbers: list[float]) -> float:
+    """Return the mean of the ranks' numbers; of equal numbers it is exactly that number."""
     is_equal = all(number == numbers[0] for number in numbers)
     return numbers[0] if is_equal else float(np.mean(np.asarray(numbers, dtype=np.float64)))
 
