@@ -18,8 +18,8 @@ from tests.parallel.cases_nonfinite import BAD, STEPS, data
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tfscale import preemption
 from tfscale.callbacks import BackupAndRestore, MetricAverageCallback
+from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints import saver as module
 from tfscale.comm import runtime
 
 N_STEPS = 15

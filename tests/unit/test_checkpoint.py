@@ -23,8 +23,8 @@ from tests.unit.checkpoint_model import (
     values_of,
 )
 from tfscale.callbacks import Checkpoint
+from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints import saver as module
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 

@@ -30,8 +30,8 @@ from tfscale.callbacks import (
     Checkpoint,
     LearningRateScheduleCallback,
 )
+from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints import saver as module
 from tfscale.comm import runtime, start
 from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches

@@ -19,22 +19,8 @@ from tfscale.data.slices import count_active
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
 from tfscale.fit.session import FitSession
-from tfscale.internals.keras import (
-    is_built,
-    print_msg,
-    serve_again,
-    steps_until,
-)
-from tfscale.measure.growth import (
-    GrowthControl,
-    GrowthSettings,
-    IntervalRule,
-    RateRule,
-    Rule,
-    Signal,
-    ladder,
-    with_largest_interval,
-)
+from tfscale.internals.keras import is_built, print_msg, serve_again, steps_until
+from tfscale.measure import growth
 from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
@@ -81,7 +67,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     compared = ("_settings", "_has_surplus", "_momentum_correction")
 
-    _control: GrowthControl
+    _control: growth.GrowthControl
     _rate: Any = None  # an AdaptiveRate from the first `fit` on
     _n_warmup_left = 0
     _is_new_epoch = True
@@ -93,15 +79,15 @@ class AdaptiveBatchSize(ChangingBatchSize):
         *,
         start_batch_size: int | None = None,
         factor: float = 2,
-        learning_rate_rule: RateRule = "linear",
+        learning_rate_rule: growth.RateRule = "linear",
         interval: int | tuple[int, int] | None = None,
-        rule: Rule = "robust",
+        rule: growth.Rule = "robust",
         tolerance: float = 0.10,
         saturation: float | None = 0.01,
         decay: float = 0.1,
         decay_epochs: Sequence[int] = (),
         warmup_epochs: int = 0,
-        signal: Signal = "theta",
+        signal: growth.Signal = "theta",
         active_ranks: Literal["all", "grow"] = "all",
         momentum_correction: bool = True,
         log_path: str | Path | None = "adaptive.jsonl",
@@ -156,12 +142,12 @@ class AdaptiveBatchSize(ChangingBatchSize):
         check_data(data)
         put_back_settings(data)  # of a `fit` that was interrupted
         self.data = data
-        self._settings = GrowthSettings(
-            sizes=ladder(start_batch_size or data.batch_size, max_batch_size, factor),
+        self._settings = growth.GrowthSettings(
+            sizes=growth.ladder(start_batch_size or data.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
-            rule=IntervalRule(rule, tolerance, *_bounds_of(interval, signal)),
+            rule=growth.IntervalRule(rule, tolerance, *_bounds_of(interval, signal)),
             saturation=saturation,
             decay=decay,
             decay_epochs=tuple(decay_epochs),
@@ -186,7 +172,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         settings, epochs = self._settings, (self.params or {}).get("epochs")
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup
         if settings.rule.high is None:
-            settings = with_largest_interval(settings, epochs and epochs - first)
+            settings = growth.with_largest_interval(settings, epochs and epochs - first)
         if self.session.data is not self.data:
             raise ConfigError(
                 f"{type(self).__name__} must be given the data that fit trains on. Received: "
@@ -204,7 +190,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
             check_sizes(self.data, settings.sizes, "max_batch_size", GROWTH_REMEDY)
             if settings.signal == "noise_scale" and self._has_surplus:
                 check_compared(settings.sizes)
-        self._control = GrowthControl(settings)
+        self._control = growth.GrowthControl(settings)
         self._measures.start()
         self._rate = rate
         self._n_warmup_left = settings.warmup_epochs
@@ -324,7 +310,7 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
 # Conditions that are checked when training begins.
 
 
-def check_decays(settings: GrowthSettings, first: int) -> None:
+def check_decays(settings: growth.GrowthSettings, first: int) -> None:
     """Refuse decays in a run's warm-up, from its `first` epoch on, or in the epoch after it."""
     end = first + settings.warmup_epochs
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]

@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.callbacks.base import Callback
-from tfscale.checkpoints import preemption
+from tfscale.checkpoints import preemption, resumable
 from tfscale.checkpoints.files import delete_all
-from tfscale.checkpoints.resumable import (
-    kind_of,
-    restore_callbacks,
-    restore_counters,
-    resumables,
-)
 from tfscale.checkpoints.saver import Saver, Schedule, agree_on_end
 from tfscale.checkpoints.snapshot_restore import Position, Reader, Restore, is_broken, take_snapshot
 from tfscale.checkpoints.variables import group_of
@@ -113,7 +107,7 @@ class Checkpoint(Callback):
             self._saved = self._position.n_steps
             begin_at_epoch(self.model, self._position.epoch)
             leader = group_of(self._reader.source, self._reader.groups)[0]
-            restore_callbacks(self.session.callbacks, parts, leader)
+            resumable.restore_callbacks(self.session.callbacks, parts, leader)
         else:
             compare_weights(self.model)
         self._schedule.start_clock()
@@ -133,7 +127,7 @@ class Checkpoint(Callback):
             self.session.put_first(self)
         others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
         own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
-        return own or [kind_of(c) for c in resumables(before)]
+        return own or [resumable.kind_of(c) for c in resumable.resumables(before)]
 
     def _require_order(self, early: list[str]) -> None:
         every = objects.allgather_object(early, name="order of callbacks")
@@ -156,7 +150,7 @@ class Checkpoint(Callback):
         self._reader = None
         rank, position = runtime.rank(), self._position
         counters = reader.parts[reader.source].info["keras_callbacks"]
-        restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
+        resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
         first_step = position.step if epoch == position.epoch else 0
         restore_data(self.session.data, position.data, first_step)
         self._restore(reader)

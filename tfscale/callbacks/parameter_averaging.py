@@ -39,7 +39,6 @@ class DistanceWeights:
     lam: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         require(self.lam >= 0, "lam", "0 or more", self.lam)
 
     def of(self, common: np.ndarray, own: np.ndarray) -> float:
@@ -63,7 +62,6 @@ class Divergence:
     threshold: float
 
     def __post_init__(self) -> None:
-        """Check the range."""
         require(self.threshold >= 0, "threshold", "0 or more", self.threshold)
 
 

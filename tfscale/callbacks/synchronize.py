@@ -25,7 +25,6 @@ from tfscale.optimizer.distributed import distributed_of, passes_per_update, pro
 logger = logging.getLogger("tfscale")
 
 _NAMES_SHOWN = 3
-MODES = ("average", "local")
 
 
 class Synchronize(Container):
@@ -123,7 +122,6 @@ class BroadcastGlobalVariablesCallback(Synchronize):
         consistency_check: bool = True,
         non_trainable: str = "average",
     ) -> None:
-        del device
         super().__init__(
             root_rank,
             metrics=False,
@@ -211,13 +209,11 @@ class NonTrainableState(BeforeValidation):
     """
 
     def __init__(
-        self,
-        mode: str = "average",
-        local_variables: Iterable[keras.Variable] | None = None,
+        self, mode: str = "average", local_variables: Iterable[keras.Variable] | None = None
     ) -> None:
         super().__init__()
-        known, remedy = f"one of {', '.join(map(repr, MODES))}", "Use 'average' if in doubt."
-        require(mode in MODES, "non_trainable", known, mode, remedy)
+        fits, remedy = mode in ("average", "local"), "Use 'average' if in doubt."
+        require(fits, "non_trainable", "'average' or 'local'", mode, remedy)
         self.mode = mode
         self.local_variables = list(local_variables or ())
 

@@ -69,7 +69,6 @@ class TermHandler:
                 signal.signal(signal.SIGTERM, self._former or signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
         # A forked child inherits this handler and the frames of `fit`, but fulfils no requests.
         if os.getpid() == self._pid and self._is_heard():
             request_save_and_stop()

@@ -19,17 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfscale.checkpoints.files import (
-    DamagedError,
-    Found,
-    Part,
-    UnreadableError,
-    folder_name,
-    list_checkpoints,
-    prune,
-    set_aside,
-    write_part,
-)
+from tfscale.checkpoints import files
 from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ConfigError, ExchangeError, check_integer, require
 
@@ -83,7 +73,7 @@ class Saver:
                 f"Checkpoints need {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
             )
 
-    def newest_sound(self) -> list[Part] | None:
+    def newest_sound(self) -> list[files.Part] | None:
         """Return the parts of the newest sound checkpoint; None if there never was one. Collective.
 
         Each file is checked by one rank, and each rank reads the arrays it needs; if the directory
@@ -93,21 +83,21 @@ class Saver:
         """
         damaged: list[tuple[Path, str]] = []
         share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
-        listed = partial(list_checkpoints, self.directory)
+        listed = partial(files.list_checkpoints, self.directory)
         for found in _from_rank_zero(self.directory, listed, "checkpoints"):
             path = self.directory / found.path.name  # this rank's path
             found = dataclasses.replace(found, path=path)
-            parts: list[Part] = []
+            parts: list[files.Part] = []
             error, unreadable = "", ""
             if not found.is_finished and not found.unreadable:
                 _warn("Checkpoint %s is passed over: %s.", path, found.why_unfinished())
                 continue
             try:
                 if self.is_shared or runtime.rank() == 0:
-                    parts = [Part.stored(path, manifest) for manifest in found.check(share)]
-            except DamagedError as failure:
+                    parts = [files.Part.stored(path, manifest) for manifest in found.check(share)]
+            except files.DamagedError as failure:
                 error = str(failure)
-            except UnreadableError as failure:
+            except files.UnreadableError as failure:
                 unreadable = f"rank {runtime.rank()}: {failure}"
             every = objects.allgather_object((error, unreadable), name="check")
             _require_readable(path, [text for _, text in every if text])
@@ -115,7 +105,7 @@ class Saver:
             if not errors:
                 for other, _ in damaged if runtime.rank() == 0 else ():
                     text = "%s is renamed to %s."
-                    logger.warning(text, other.name, set_aside(other) or "nothing")
+                    logger.warning(text, other.name, files.set_aside(other) or "nothing")
                 return parts if self.is_shared else _sent_by_rank_zero(found, parts)
             damaged.append((path, errors[0]))
             _warn("Checkpoint %s is passed over: %s.", path, errors[0])
@@ -133,9 +123,9 @@ class Saver:
         """Whether the last job has failed by now."""
         return self._job is not None and self._job.done() and self._job.exception() is not None
 
-    def start(self, part: Part, run: str) -> None:
+    def start(self, part: files.Part, run: str) -> None:
         """Start writing this rank's part. Collective if the directory is not shared."""
-        folder = self.directory / folder_name(part.info["step"], run)
+        folder = self.directory / files.folder_name(part.info["step"], run)
         self.runs.add(run)
         parts = {runtime.rank(): part}
         for rank in range(1, 1 if self.is_shared else runtime.size()):
@@ -151,11 +141,11 @@ class Saver:
                     self._job = None
                     raise error
 
-    def _write(self, folder: Path, parts: dict[int, Part]) -> None:
+    def _write(self, folder: Path, parts: dict[int, files.Part]) -> None:
         for rank, part in parts.items():
-            write_part(folder, rank, part)
+            files.write_part(folder, rank, part)
         if not self.is_shared:  # all parts are written, so old checkpoints may be deleted
-            prune(self.directory, self.keep, self.runs)
+            files.prune(self.directory, self.keep, self.runs)
 
     def wait(self) -> str:
         """Wait for the last job and drop it; return its error as text, empty without one."""
@@ -175,14 +165,14 @@ class Saver:
                 "still there. Make room, then start the job again."
             )
         if runtime.rank() == 0:
-            prune(self.directory, self.keep, self.runs)
+            files.prune(self.directory, self.keep, self.runs)
 
 
-def _sent_by_rank_zero(found: Found, parts: list[Part]) -> list[Part]:
+def _sent_by_rank_zero(found: files.Found, parts: list[files.Part]) -> list[files.Part]:
     """Read all parts on rank 0, one at a time, and return them on all ranks."""
 
-    def read(rank: int) -> Part:
-        return Part(parts[rank].info, dict(parts[rank].arrays))
+    def read(rank: int) -> files.Part:
+        return files.Part(parts[rank].info, dict(parts[rank].arrays))
 
     name = "part of a checkpoint"
     return [_from_rank_zero(found.path, partial(read, n), name) for n in range(found.size)]
@@ -195,7 +185,7 @@ def _from_rank_zero(path: Path, read: Callable[[], Any], name: str) -> Any:
     if runtime.rank() == 0:
         try:
             result = read()
-        except (DamagedError, UnreadableError) as failure:
+        except (files.DamagedError, files.UnreadableError) as failure:
             error = f"rank 0: {failure}"
     result, error = objects.broadcast_object((result, error), 0, name=name)
     _require_readable(path, [error] if error else [])

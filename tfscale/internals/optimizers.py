@@ -231,9 +231,7 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     A schedule or function as learning rate need not be serializable before the model is saved: it
     is shown as its class, and its settings if it has any.
     """
-    if (
-        type(optimizer) is keras.optimizers.LossScaleOptimizer
-    ):  # its `get_config` includes the inner one
+    if scaled_by(optimizer) is not None:  # its `get_config` includes the inner one
         own = ("name", "initial_scale", "dynamic_growth_steps")
         return {name: getattr(optimizer, name) for name in own}
     rate = vars(optimizer).get("_learning_rate")

@@ -14,15 +14,8 @@ from pathlib import Path
 
 from tfscale.comm import native
 from tfscale.config import ConfigError, environment
+from tfscale.launcher import mpi_command
 from tfscale.launcher.doctor import examine
-from tfscale.launcher.mpi_command import (
-    LaunchSpec,
-    Places,
-    choose_mpi,
-    count_cores,
-    parse_places,
-    require_hosts,
-)
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.launcher.tune import add_tune
@@ -59,7 +52,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     run.set_defaults(handler=_run)
 
 
-def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSpec:
+def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_command.LaunchSpec:
     size = options.size
     if size is None and options.slurm and "SLURM_NTASKS" in environ:
         size = int(environ["SLURM_NTASKS"])
@@ -75,7 +68,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
         if not (name and equals):
             raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
-    return LaunchSpec(
+    return mpi_command.LaunchSpec(
         command=_read_command(options.command),
         size=size,
         hostfile=None if options.restarts else options.hostfile,
@@ -83,7 +76,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> LaunchSp
         is_prefixed=options.output_prefix,
         bind_to=options.bind_to,
         is_root=os.geteuid() == 0,
-        n_cores=count_cores(),
+        n_cores=mpi_command.count_cores(),
         cpus_per_task=environ.get("SLURM_CPUS_PER_TASK", ""),
         environment=variables,
     )
@@ -97,29 +90,29 @@ def _read_command(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _read_places(options: argparse.Namespace) -> Places:
+def _read_places(options: argparse.Namespace) -> mpi_command.Places:
     """Return all hosts; those of a host file only for restarts, which may leave some out."""
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
             f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
         )
     if options.hosts is not None:
-        return parse_places(require_hosts(options.hosts, "-H"))
+        return mpi_command.parse_places(mpi_command.require_hosts(options.hosts, "-H"))
     if options.hostfile is None:
         return ()
     try:
         text = Path(options.hostfile).read_text()
     except OSError as error:
         raise ConfigError(f"The host file must be readable. Received: {error}.") from error
-    require_hosts(text, f"--hostfile {options.hostfile}")
-    return parse_places(text) if options.restarts else ()
+    mpi_command.require_hosts(text, f"--hostfile {options.hostfile}")
+    return mpi_command.parse_places(text) if options.restarts else ()
 
 
 def _run(options: argparse.Namespace) -> int:
     environ = dict(environment())
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
-    mpi = choose_mpi(options.mpiexec, options.slurm)
+    mpi = mpi_command.choose_mpi(options.mpiexec, options.slurm)
     job = Job(spec, mpi, rule, environ, options.verbose)
     command = _show(job, spec)
     if options.dry_run:
@@ -130,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
     return job.run()
 
 
-def _show(job: Job, spec: LaunchSpec) -> str:
+def _show(job: Job, spec: mpi_command.LaunchSpec) -> str:
     """Return the command of a job as typed in a shell, without values that may be secret."""
     command = shlex.join(job.command())
     secret = spec.environment or {}

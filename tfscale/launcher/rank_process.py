@@ -21,12 +21,7 @@ from collections.abc import Sequence
 from tfscale.comm import mpi_files, process
 from tfscale.comm.process import RANK_VARIABLE, STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
 from tfscale.config import PREEMPTED, environment
-from tfscale.launcher.mpi_command import (
-    JOB_VARIABLE,
-    WORDS_OPTION,
-    find_processes,
-    set_death_signal,
-)
+from tfscale.launcher import mpi_command
 from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Leaving, Report, Start, send
 
 # Seconds after the report of a failure until this process ends the job; `tfscale run` is faster.
@@ -70,7 +65,7 @@ class _Rank:
         )
 
     def _prepare(self) -> None:
-        set_death_signal(signal.SIGKILL)
+        mpi_command.set_death_signal(signal.SIGKILL)
         if self._stop_signal:
             # Slurm signals its tasks alone, their process groups, or all processes, as configured.
             # The rank gets SIGTERM from this process, and must not end by Slurm's signal.
@@ -110,8 +105,8 @@ class _Rank:
 
     def remove_files(self) -> None:
         """Remove the files that MPI made for this job on this host, as the job ends."""
-        job = environment().get(JOB_VARIABLE)
-        others = find_processes(job) if job else []
+        job = environment().get(mpi_command.JOB_VARIABLE)
+        others = mpi_command.find_processes(job) if job else []
         mpi_files.remove(self._files | self._find_files() | mpi_files.used_by(others))
 
     def _stop(self, sender: int) -> None:
@@ -193,4 +188,4 @@ def main(command: Sequence[str]) -> int:
 if __name__ == "__main__":
     words = sys.argv[1:]
     # A command with ":", which mpiexec takes for the end of a command, is passed as JSON.
-    sys.exit(main(json.loads(words[1]) if words[0] == WORDS_OPTION else words[1:]))
+    sys.exit(main(json.loads(words[1]) if words[0] == mpi_command.WORDS_OPTION else words[1:]))

@@ -12,18 +12,8 @@ from dataclasses import dataclass
 
 from tfscale.comm.process import STOP_VARIABLE
 from tfscale.config import PREEMPTED, ConfigError, require
+from tfscale.launcher import mpi_command
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
-from tfscale.launcher.mpi_command import (
-    LaunchSpec,
-    Mpi,
-    Places,
-    build_command,
-    loopback_variables,
-    quote,
-    spread,
-    thread_variables,
-    variables_of,
-)
 from tfscale.launcher.reports import BEAT_VARIABLE
 
 _MAX_PAUSE_S = 60.0
@@ -37,11 +27,11 @@ class RestartRule:
 
     restarts: int = 0
     min_ranks: int | None = None  # None: as many as at first
-    places: Places = ()  # spare ones included; empty for this host alone
+    places: mpi_command.Places = ()  # spare ones included; empty for this host alone
     grace_s: float = 30.0  # time of ranks to end after a signal to the launcher
 
 
-def check_rule(rule: RestartRule, spec: LaunchSpec) -> None:
+def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     """Raise ConfigError for numbers outside of their range, and for --min-np under Slurm."""
     require(rule.restarts >= 0, "--restarts", "0 or more", rule.restarts)
     require(rule.grace_s >= 0, "--grace-s", "0 or more", rule.grace_s)
@@ -76,7 +66,7 @@ def pause_s(n_short: int) -> float:
     return min(_MAX_PAUSE_S, 2.0 ** min(n_short, 10))
 
 
-def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
+def lost_place(outcome: Outcome, hosts: mpi_command.Places) -> tuple[str, int] | None:
     """Return the place that `--min-np` allows to leave out after a failure: (host, ranks).
 
     That is the host of the failed rank with all its ranks, or one place of this host if `hosts` is
@@ -93,8 +83,8 @@ def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
 
 
 def next_places(
-    places: Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
-) -> Places | None:
+    places: mpi_command.Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
+) -> mpi_command.Places | None:
     """Return the places of the next attempt, or None; `places` are those on hosts that answer.
 
     Without `min_ranks` these are all places, if they suffice for `size` ranks. With it, the places
@@ -124,8 +114,8 @@ class Job:
 
     def __init__(
         self,
-        spec: LaunchSpec,
-        mpi: Mpi | None,
+        spec: mpi_command.LaunchSpec,
+        mpi: mpi_command.Mpi | None,
         rule: RestartRule,
         environ: Mapping[str, str],
         is_verbose: bool = False,
@@ -139,7 +129,7 @@ class Job:
         given = {**environ, **(spec.environment or {})}
         self._is_quiet = not is_verbose and not given.get(_LOG_LEVEL)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
-        self._places: Places = rule.places or (("", spec.size),)
+        self._places: mpi_command.Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
         # At SIGTERM srun kills the ranks, and Open MPI's mpirun gives them one second; both only
         # pass on SIGUSR1.
@@ -150,23 +140,23 @@ class Job:
         """Return the command of the next attempt; raises ConfigError if it cannot be built."""
         spec = self._next_spec()
         beside = (sys.executable, "-m", "tfscale.launcher.rank_process")
-        command = (*beside, *quote(spec.command)) if spec.command else ()
-        return build_command(dataclasses.replace(spec, command=command), self._mpi)
+        command = (*beside, *mpi_command.quote(spec.command)) if spec.command else ()
+        return mpi_command.build_command(dataclasses.replace(spec, command=command), self._mpi)
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the next attempt, for the launcher's environment."""
-        return variables_of(self._next_spec(), self._mpi)
+        return mpi_command.variables_of(self._next_spec(), self._mpi)
 
-    def _next_spec(self) -> LaunchSpec:
+    def _next_spec(self) -> mpi_command.LaunchSpec:
         size = self._spec.size
         if self._n_restarts:
             size = min(size, sum(n for _, n in self._places))
-        hosts = spread(self._places, size) if self._rule.places else ()
+        hosts = mpi_command.spread(self._places, size) if self._rule.places else ()
         spec = dataclasses.replace(self._spec, size=size, hosts=hosts)
         given = dict(spec.environment or {})
         present = {**self._environ, **given}
-        threads = thread_variables(spec, present)
-        threads |= loopback_variables(spec, self._mpi, present)
+        threads = mpi_command.thread_variables(spec, present)
+        threads |= mpi_command.loopback_variables(spec, self._mpi, present)
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if self._is_quiet:
             ours[_LOG_LEVEL] = "1"
@@ -217,7 +207,7 @@ class Job:
         )
         return True
 
-    def _find_places(self) -> Places:
+    def _find_places(self) -> mpi_command.Places:
         if len(self._places) < 2:
             return self._places  # The restart itself shows whether a single host answers.
         return tuple((name, n) for name, n in self._places if self._answers(name))
@@ -227,8 +217,8 @@ class Job:
         spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
         try:
             done = subprocess.run(
-                build_command(spec, self._mpi),
-                env={**self._environ, **variables_of(spec, self._mpi)},
+                mpi_command.build_command(spec, self._mpi),
+                env={**self._environ, **mpi_command.variables_of(spec, self._mpi)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_ANSWER_S,

@@ -7,23 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfscale.config import ConfigError
+from tfscale.plan import parts
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import LEAST_GAIN, PLAIN, Choice, choose, plain_plan, written_exchanges
 from tfscale.plan.costs import Scenario
-from tfscale.plan.parts import (
-    KINDS,
-    Kind,
-    LayerPart,
-    LayerPlan,
-    bucketed,
-    kinds_for,
-    lower_bound_s,
-    memory_bytes,
-    message_bytes,
-    sent_bytes,
-    specs_of,
-    with_part,
-)
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 
 AUTO, LOCAL_SGD = "auto", "local SGD"
@@ -76,7 +63,7 @@ def forecast(
     points = []
     for n_ranks in ranks:
         at = replace(scenario, n_ranks=n_ranks)
-        found: list[tuple[str, Scenario, LayerPlan, Prediction, str]] = []
+        found: list[tuple[str, Scenario, parts.LayerPlan, Prediction, str]] = []
         for name, plans in written_exchanges(at).items():
             tried = [(name, at, plan, simulate(at, plan), words) for words, plan in plans.items()]
             found.append(min(tried, key=lambda one: one[3].step_s))
@@ -86,12 +73,12 @@ def forecast(
         if is_divided and scenario.global_batch % n_groups == 0:
             n_own, batch = n_ranks // n_groups, scenario.global_batch // n_groups
             group = replace(at, n_ranks=n_own, global_batch=batch)
-            n_bytes = auto_bucket_bytes(specs_of(scenario.table))
-            plan = bucketed(scenario.table, n_bytes, "sharded")
+            n_bytes = auto_bucket_bytes(parts.specs_of(scenario.table))
+            plan = parts.bucketed(scenario.table, n_bytes, "sharded")
             predicted = simulate_local_sgd(group, plan, n_groups, interval)
             found.append((LOCAL_SGD, group, plan, predicted, ""))
         for name, of, plan, predicted, words in found:
-            speedup, memory = base_s / predicted.step_s, memory_bytes(of, plan)
+            speedup, memory = base_s / predicted.step_s, parts.memory_bytes(of, plan)
             points.append(Point(name, n_ranks, predicted, speedup, memory, words))
     return points
 
@@ -154,7 +141,7 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
         best_s, plain_s = best.predicted.step_s, simulate(at, plain_plan(at)).step_s
         is_better = best_s <= (1 - LEAST_GAIN) * plain_s
         words, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
-        times = (words_s, auto.predicted.step_s, lower_bound_s(at))
+        times = (words_s, auto.predicted.step_s, parts.lower_bound_s(at))
         row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", words]
         body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.words])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
@@ -174,10 +161,11 @@ def explain(scenario: Scenario, choice: Choice) -> str:
         "",
         _line("chosen plan", scenario, choice.plan, choice.predicted),
         _line("plain allreduce", scenario, choice.plain, choice.plain_predicted),
-        f"- no plan is faster than {1e3 * lower_bound_s(scenario):.2f} ms",
+        f"- no plan is faster than {1e3 * parts.lower_bound_s(scenario):.2f} ms",
         "",
     ]
-    head = ["parameter", "KB", "exchange", "part", *(f"{kind} MB / ms" for kind in KINDS), "why"]
+    costs = [f"{kind} MB / ms" for kind in parts.KINDS]
+    head = ["parameter", "KB", "exchange", "part", *costs, "why"]
     part_of = {p: n for n, part in enumerate(choice.plan.parts) for p in part.parameters}
     reasons = [_why(scenario, choice, part) for part in choice.plan.parts]
     body = []
@@ -186,48 +174,48 @@ def explain(scenario: Scenario, choice: Choice) -> str:
         own: list[str] = [parameter.name, f"{parameter.n_bytes / 1e3:.1f}"]
         own += [choice.plan.parts[n].kind, str(n + 1)]
         fraction = parameter.n_values / table.layers[parameter.layer].n_values
-        for kind in KINDS:
-            if kind not in kinds_for(table.layers[parameter.layer]):
+        for kind in parts.KINDS:
+            if kind not in parts.kinds_for(table.layers[parameter.layer]):
                 own.append("-")
                 continue
-            sent = fraction * sent_bytes(scenario, parameter.layer, kind) / 1e6
+            sent = fraction * parts.sent_bytes(scenario, parameter.layer, kind) / 1e6
             own.append(f"{sent:.2f} / {1e3 * _wire_s(scenario, parameter.layer, kind):.2f}")
         body.append([*own, reasons[n]])
     return "\n".join([*lines, *grid(head, body, ("parameter", "exchange", "why")), ""])
 
 
-def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
+def _wire_s(scenario: Scenario, place: int, kind: parts.Kind) -> float:
     """Return the time of sending a layer's parameters alone, including sums."""
-    messages = message_bytes(scenario, place, kind)
+    messages = parts.message_bytes(scenario, place, kind)
     summed_s = scenario.sum_s(messages[0]) if kind in ("allreduce", "sharded") else 0.0
     return sum(map(scenario.transfer_s, messages)) + summed_s
 
 
-def _line(name: str, scenario: Scenario, plan: LayerPlan, predicted: Prediction) -> str:
+def _line(name: str, scenario: Scenario, plan: parts.LayerPlan, predicted: Prediction) -> str:
     hidden = predicted.overlap_percent
     shown = "nothing is sent" if hidden is None else f"{hidden:.0f} % of communication hidden"
     return (
         f"- {name}: {1e3 * predicted.step_s:.2f} ms per step, "
         f"{1e3 * predicted.exposed_s:.2f} ms exposed, {shown}, "
-        f"{memory_bytes(scenario, plan) / 1e6:.0f} MB without activations"
+        f"{parts.memory_bytes(scenario, plan) / 1e6:.0f} MB without activations"
     )
 
 
-def _why(scenario: Scenario, choice: Choice, part: LayerPart) -> str:
+def _why(scenario: Scenario, choice: Choice, part: parts.LayerPart) -> str:
     """Describe how much longer the step would be with each other exchange of a part."""
     if scenario.n_ranks == 1:
         return "one rank"
     table = scenario.table
-    others = [LayerPart(kind, part.parameters) for kind in KINDS[:2]]
+    others = [parts.LayerPart(kind, part.parameters) for kind in parts.KINDS[:2]]
     owners = {table.parameters[p].layer for p in part.parameters}
     if len(owners) == 1:
         place = owners.pop()
         own = table.positions(place)
-        others += [LayerPart(kind, own) for kind in kinds_for(table.layers[place])[2:]]
+        others += [parts.LayerPart(kind, own) for kind in parts.kinds_for(table.layers[place])[2:]]
     words = []
     for other in others:
         if other.kind != part.kind:
-            predicted = simulate(scenario, with_part(choice.plan, other))
+            predicted = simulate(scenario, parts.with_part(choice.plan, other))
             more_s = predicted.step_s - choice.predicted.step_s
             words.append(f"{other.kind}: {1e3 * more_s:+.2f} ms")
     return ", ".join(words)

@@ -150,12 +150,8 @@ def _add_links(tuners: argparse._SubParsersAction) -> None:
     links.add_argument("--model-file", metavar="FILE", help="the same for a saved model")
     links.add_argument("--input-shape", default="", metavar="R,C,...", help="of one sample")
     links.add_argument("--batch", type=int, default=32, help="samples per rank")
-    links.add_argument(
-        "--max-spread",
-        type=float,
-        default=0.3,
-        help="relative half width of the middle half of the rounds above which nothing is written",
-    )
+    spread = "relative half width of the middle half of the rounds above which nothing is written"
+    links.add_argument("--max-spread", type=float, default=0.3, help=spread)
     links.set_defaults(handler=_tune_links)
 
 
