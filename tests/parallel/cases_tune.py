@@ -18,9 +18,9 @@ from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_sgd_reference import BATCH, samples
 from tests.parallel.local_sgd_reference import STEPS as STEPS_PER_EPOCH
+from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model
 from tfscale.launcher.tune.scripts import _Done, _enlarge, _GroupsProbe, _regroup, probed_fit
-from tfscale.measure import links
 from tfscale.measure.model_layers import find_model, read_layers
 from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import Machine, find_machine

@@ -301,7 +301,7 @@ def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, is_asynchro
     def fail(folder, rank, part):
         raise OSError("full")
 
-    monkeypatch.setattr("tfscale.checkpoints.saver.write_part", fail)
+    monkeypatch.setattr("tfscale.checkpoints.files.write_part", fail)
     saver.start(part, RUN)
     assert saver.wait() == "OSError: full"
     assert saver.wait() == "" and not saver.has_failed
