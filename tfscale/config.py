@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An argument, option or environment variable does not fit."""
+    """An argument, option or environment variable is invalid."""
 
 
 class PlanError(ValueError):

@@ -27,7 +27,7 @@ from tfscale.optimizer.distributed import accumulators, distributed_optimizers
 
 
 class Callback(Traits):
-    """Prepares the model and keeps the ranks of a `fit` together.
+    """Base class: prepare the model, and coordinate the ranks of a `fit`.
 
     A subclass that overrides a hook calls the base hook first. With several tfscale callbacks in a
     list only the first one's hooks act, so ranks may have different numbers of them; but every rank

@@ -35,7 +35,7 @@ class Checkpoint(Callback):
     run has in common with an uninterrupted one.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
-    with exit code 75 (`tfscale.config.PREEMPTED`): start the job again to resume.
+    with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to resume.
 
     Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale and those
     with a state of their own. A directory belongs to one `fit` of a program.
@@ -271,7 +271,7 @@ class BackupAndRestore(Checkpoint):
 
     A `tfscale.callbacks.Checkpoint` with Keras's arguments: rank 0 writes and reads the parts of
     all ranks, so only rank 0 needs the folder, and a run may resume with another number of ranks.
-    A backup is written when the next step begins, after all callbacks have ended the epoch before.
+    A backup is written when the next step begins, after the last epoch's callbacks have ended.
     A resumed run continues with the next step, bit for bit if operations are deterministic.
 
     Collective: all ranks must pass it to `fit`, before other callbacks of tfscale and those with a

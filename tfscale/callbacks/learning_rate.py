@@ -182,7 +182,7 @@ class LearningRateScaling(LearningRateScheduleCallback):
     """Scale a small batch's learning rate to a fixed large batch, with a gradual warm-up.
 
     The target is `initial_lr * batch_size / base_batch_size` ("linear"), or `initial_lr` times the
-    root of that ratio ("sqrt"). In batch b of epoch e of the warm-up the rate is
+    root of that ratio ("sqrt"), or `initial_lr` ("none"). In batch b of warm-up epoch e the rate is
     `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`; under
     `steps_per_execution` it changes once per execution. It does not depend on the number of ranks.
 
@@ -197,7 +197,7 @@ class LearningRateScaling(LearningRateScheduleCallback):
         decay_epochs: Epochs, counted from 0; from each of them on the rate is multiplied by 0.1.
 
     Raises:
-        ConfigError: An argument is out of its range; or as `LearningRateScheduleCallback`.
+        ConfigError: An argument is out of its range; see also `LearningRateScheduleCallback`.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), sections 2.1 and 2.2; root scaling:
         Hoffer et al., Train longer, generalize better (2017).

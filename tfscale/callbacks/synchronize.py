@@ -283,7 +283,7 @@ class ConsistencyCheck(Callback):
 
     Each rank sends a digest of eight bytes per variable, so a check costs about one pass over the
     weights. It compares trainable variables and the optimizer's state, including learning rate and
-    step count, but neither local variables with their slots nor non-trainable state.
+    step count, but neither local variables and their optimizer state nor non-trainable state.
 
     Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
     `BroadcastGlobalVariablesCallback` contain one.

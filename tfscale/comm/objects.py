@@ -84,7 +84,7 @@ def broadcast_variables(
 ) -> None:
     """Give variables the values they have on one rank.
 
-    Collective: all ranks must call this with as many variables, of equal dtypes and shapes.
+    Collective: all ranks must call this with equally many variables, of equal dtypes and shapes.
 
     Args:
         variables: `keras.Variable` or `tf.Variable` objects.

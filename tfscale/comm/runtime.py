@@ -48,7 +48,7 @@ def require_reducible(tensors: Sequence[tf.Tensor]) -> None:
 
 
 class ProcessSet:
-    """A set of ranks, usable in collectives once `add_process_set` or `init` made it known.
+    """A set of ranks, usable in collectives once `add_process_set` or `init` registered it.
 
     Attributes:
         ranks: Its ranks in ascending order; None for the global set before `init`.
@@ -169,7 +169,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: A set that was added.
 
     Returns:
-        True if it was known; False for the global set and for unknown ones.
+        True if it was registered; False for the global set and for any other set.
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
@@ -302,7 +302,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of hosts with this local rank: all, if hosts have equally many ranks."""
+    """Return the number of hosts that have a rank with this local rank."""
     return backend().cross_size
 
 

@@ -48,7 +48,7 @@ def _is_carried_by(library: str) -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether the native library, which needs MPI, is built and fits."""
+    """Return whether the native library, which needs MPI, is built for this TensorFlow."""
     try:
         library_path()
     except ExchangeError:
@@ -62,7 +62,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether Python may call MPI (mpi4py) beside the communication thread.
+    """Return whether Python may call MPI (mpi4py) while the communication thread does.
 
     Raises:
         ExchangeError: tfscale is not initialised.

@@ -58,7 +58,7 @@ _recording: _Recording | None = None
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record collectives. Collective: all ranks must call this.
+    """Start recording a timeline. Collective: all ranks must call this.
 
     Args:
         file_path: JSON file that rank 0 writes at `stop_timeline`.

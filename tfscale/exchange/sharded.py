@@ -35,7 +35,7 @@ class Sharded(Exchange):
             "replicated": all ranks receive all activations and output gradients. This never sends
             fewer values than "partial", and each rank computes the whole gradient; it is meant for
             comparison. "auto": "partial" for layers where it sends fewer values than "weights"
-            ([T] eq. 4.8), else "weights". Layers that cannot, such as subclasses of Dense and
+            ([T] eq. 4.8), else "weights". Layers unfit for it, such as subclasses of Dense and
             layers with a regularizer, exchange weights; a log line names the layer and the reason.
         overlap_forward: Let a step end before the parameters have arrived; a read of a parameter
             waits for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).

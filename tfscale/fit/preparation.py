@@ -31,7 +31,7 @@ logger = logging.getLogger("tfscale")
 
 
 def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
-    """Make a compiled model ready. All tfscale callbacks but model checkpoints call this.
+    """Prepare a compiled model for several ranks, as tfscale callbacks but model checkpoints do.
 
     Repeated calls cost nothing. Builds the model if a batch is given, switches XLA off where "auto"
     switched it on, puts compile()'s automatic loss scaling inside of the distributed optimizer,

@@ -63,8 +63,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     calls the wrapped optimizer, so clipping, weight decay and averaging see reduced gradients.
 
     Mixed precision: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`. Infinite
-    values survive the sum, so all ranks skip the same steps. The other order raises an error; if
-    compile() created it, `tfscale.prepare` repairs it.
+    values survive the sum, so all ranks skip the same steps. The opposite order raises an error,
+    unless `compile` created it: then `tfscale.prepare` corrects it.
     """
 
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.

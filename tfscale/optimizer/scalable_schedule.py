@@ -12,7 +12,7 @@ from tfscale.config import ConfigError
 
 
 class ScalableSchedule(wrapt.ObjectProxy):
-    """Any LearningRateSchedule, following samples instead of steps, times a factor.
+    """A LearningRateSchedule that follows samples instead of steps, times a factor.
 
     With a batch twice as large, an epoch has half as many steps, and a schedule that counts steps
     would be late. The wrapped schedule is therefore evaluated at step
