@@ -67,6 +67,11 @@ class PlanQueue {
     }
   }
 
+  // Whether an earlier collective of the slot has not ended.
+  bool is_running(int slot) const {
+    const size_t place = static_cast<size_t>(slot);
+    return place < waiting_.size() && (is_under_way_[place] || !waiting_[place].empty());
+  }
   bool is_waiting() const { return n_waiting_ > 0; }
   // The next slot has arrived, but the window has no room beside the active ones.
   bool is_next_here() const {

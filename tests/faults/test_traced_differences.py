@@ -157,3 +157,35 @@ def test_every_rank_gets_the_error(name, outcomes):
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_the_job_ends_well(outcomes):
     assert outcomes[1].exit_code == 0, outcomes[1].output[-3000:]
+
+
+THREADS = """
+import threading
+import tensorflow as tf
+import tfscale
+
+tfscale.init()
+total = tf.function(lambda x: tfscale.allreduce(x, op=tfscale.Sum))
+errors = []
+
+def call(value):
+    try:
+        for _ in range(1000):
+            total(tf.fill([1 << 16], value))
+    except Exception as error:
+        errors.append(error)
+
+total(tf.zeros([1 << 16]))
+threads = [threading.Thread(target=call, args=(value,)) for value in (1.0, 2.0)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+raise errors[0]
+"""
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_one_function_on_two_threads_is_refused():
+    """Calls of one rank would be paired with any of the other's."""
+    result = launch_script(2, THREADS, timeout_s=LIMIT_S)
+    assert result.exit_code not in (0, None)
+    assert "must be called by one thread at a time" in result.output, result.output

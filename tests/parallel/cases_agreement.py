@@ -130,7 +130,7 @@ TABLE = {
     "nonfinite": (
         lambda: wrapped(nonfinite="raise"),
         lambda: wrapped(),
-        "nonfinite=ignore on rank 0 and nonfinite=raise on rank {last}. ",
+        "nonfinite=warn on rank 0 and nonfinite=raise on rank {last}. ",
     ),
     "batch size": (
         lambda: {"batch_size": 8, "n": 2 * N},

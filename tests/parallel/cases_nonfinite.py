@@ -154,7 +154,7 @@ def case_local_variables_and_passes():
 @sizes(2)
 def case_arguments():
     SGD = keras.optimizers.SGD
-    with pytest.raises(ConfigError, match="nonfinite must be 'ignore', 'raise' or 'skip'"):
+    with pytest.raises(ConfigError, match="nonfinite must be 'warn', 'ignore', 'raise' or 'skip'"):
         DistributedOptimizer(SGD(0.1), nonfinite="stop")
     with pytest.raises(ConfigError, match="adds up those of all steps"):
         DistributedOptimizer(

@@ -27,7 +27,7 @@ def compiled():
 
 
 def told_anew(action):
-    with mock.patch("tfscale.data.warnings._told", set()):
+    with mock.patch("tfscale.comm.warnings._told", set()):
         return warnings_of(action)
 
 

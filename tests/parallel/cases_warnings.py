@@ -1,4 +1,4 @@
-"""What ranks are warned of: training apart unawares, on the same samples, from other weights."""
+"""What ranks are told of: training apart unawares, on the same samples, from other weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.ranks import require_error
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_agreement import BATCH, SGD, N, batches, train
 from tfscale import DistributedOptimizer
@@ -22,6 +23,10 @@ from tfscale.callbacks import (
     MetricAverageCallback,
     ParameterAveraging,
 )
+from tfscale.comm.warnings import watch_first_fit
+from tfscale.optimizer import first_step
+
+TOLD = "Received: other weights on rank 1"
 
 
 class Heard(logging.Handler):
@@ -37,13 +42,18 @@ class Heard(logging.Handler):
 
 def warnings_of(action):
     """Return all that is warned of on rank 0."""
+    return warnings_of_ranks(action)[0]
+
+
+def warnings_of_ranks(action):
+    """Return all that is warned of, one text for each rank."""
     heard = Heard()
     logging.getLogger("tfscale").addHandler(heard)
     try:
         action()
     finally:
         logging.getLogger("tfscale").removeHandler(heard)
-    return " ".join(tfscale.broadcast_object(heard.texts, 0))
+    return tfscale.allgather_object(" ".join(heard.texts))
 
 
 class OwnStep(keras.Model):
@@ -91,6 +101,51 @@ def case_ranks_that_train_apart_are_told():
 
 
 @sizes(2)
+def case_the_first_plain_fit_is_told_by_one_rank():
+    """No rank waits for another: only rank 0 trains."""
+    told = "The ranks of this job train the model"
+
+    def fit(optimizer, independent=False):
+        watch_first_fit(independent)  # as `init` does
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        for _ in range(2):
+            model.fit(np.zeros((8, 2)), np.zeros(8), verbose=0)
+
+    def alone(*arguments):
+        return fit(*arguments) if tfscale.rank() == 0 else None
+
+    assert warnings_of(lambda: alone(SGD(0.1))).count(told) == 1
+    assert tfscale.rank() != 0 or "fit" not in vars(keras.Model)  # Keras's own again
+    assert told not in warnings_of(lambda: fit(DistributedOptimizer(SGD(0.1))))
+    assert told not in warnings_of(lambda: alone(SGD(0.1), True))
+    assert told in warnings_of(lambda: alone(SGD(0.1), False))
+
+
+@sizes(2)
+def case_gradients_of_collectives_are_told():
+    def differentiate(collective, **options):
+        x = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            y = collective(x, **options)
+        tape.gradient(y, x)
+
+    for name, collective in (
+        ("allgather", tfscale.allgather),
+        ("broadcast", lambda x, **options: tfscale.broadcast(x, 0, **options)),
+        ("reducescatter", lambda x, **options: tfscale.reducescatter(tf.tile(x, [2]), **options)),
+    ):
+        told = f"The gradient of {name} is Horovod's"
+        with mock.patch("tfscale.comm.collectives._warned", set()):
+            for kind in ("horovod", "adjoint"):
+                silent = warnings_of(lambda c=collective, k=kind: differentiate(c, gradient=k))
+                assert silent == ""
+            assert warnings_of(lambda c=collective: differentiate(c)).count(told) == 1
+            assert warnings_of(lambda c=collective: differentiate(c)) == ""  # once
+
+
+@sizes(2)
 def case_an_own_step_that_exchanges_nothing_is_told():
     with mock.patch("tfscale.comm.eager._has_exchanged_gradients", False):
         text = warnings_of(lambda: fit_own_step(False))
@@ -111,34 +166,23 @@ def case_equal_samples_are_told():
 
 
 @sizes(2, 3)
-def case_unequal_first_weights_are_told():
-    def fit(seed, *callbacks, broadcast=False):
+def case_unequal_first_weights_are_refused():
+    def fit(seed, *callbacks, broadcast=False, steps=0):
         keras.utils.set_random_seed(seed)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        model.optimizer.iterations.assign(steps)
         if broadcast:
             tfscale.broadcast_variables(model.weights)
         model.fit(verbose=0, callbacks=[Callback(), *callbacks], x=batches(1)["data"])
-        return lambda: model.fit(batches(1)["data"], verbose=0, callbacks=[Callback()])
-
-    told = "Rank 1 begins with other weights than rank 0, and no callback makes them equal"
-    own = 1 + tfscale.rank()
-    assert told in warnings_of(lambda: fit(own))
-    assert "other weights" not in warnings_of(lambda: fit(1))
-    assert "other weights" not in warnings_of(lambda: fit(own, broadcast=True))
-    start = BroadcastGlobalVariablesCallback(0)
-    assert "other weights" not in warnings_of(lambda: fit(own, start))
-    assert "other weights" not in warnings_of(fit(own, start))  # a second fit
-
-    def one_rank_has_trained():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
-        if tfscale.rank() == 0:
-            model.optimizer.iterations.assign(3)
         model.fit(batches(1)["data"], verbose=0, callbacks=[Callback()])
 
-    assert told in warnings_of(one_rank_has_trained)
+    own = 1 + tfscale.rank()
+    require_error(lambda: fit(own), TOLD)
+    fit(1)
+    fit(own, broadcast=True)
+    fit(own, BroadcastGlobalVariablesCallback(0))
+    require_error(lambda: fit(1, steps=3 * (tfscale.rank() != 1)), TOLD)  # the others have trained
 
 
 @sizes(2)
@@ -158,10 +202,9 @@ def case_who_restores_looks_at_first_weights():
         lambda folder: BackupAndRestore(folder, delete_checkpoint=False),
     ):
         folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-        told = warnings_of(lambda make=make, folder=folder: fit(make(folder)))
-        assert told.count("Rank 1 begins with other weights") == 1
+        require_error(lambda make=make, folder=folder: fit(make(folder)), TOLD)
+        with mock.patch.object(first_step, "require_equal_weights"):
+            fit(make(folder))
         tfscale.barrier()
-        again = warnings_of(lambda make=make, folder=folder: fit(make(folder), epochs=2))
-        assert "other weights" not in again
-    told = "Models that are built in the first step begin with weights of their own"
-    assert told in warnings_of(lambda: fit(Callback(), is_built=False))
+        fit(make(folder), epochs=2)
+    require_error(lambda: fit(Callback(), is_built=False), TOLD)

@@ -14,6 +14,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale import Compression, DistributedOptimizer
+from tfscale.optimizer import rules
 from tfscale.optimizer.distributed import distributed_of
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
@@ -147,3 +148,24 @@ def test_cycles_of_batches(is_traced, is_mean, expected):
         np.testing.assert_array_equal(variable.numpy(), [wanted] * 2)
         np.testing.assert_array_equal(rows.numpy(), [[0.0], [wanted], [0.0]])
     assert int(optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize("rule", [Adam, lambda rate: SGD(rate, clipnorm=1.0)])
+def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch):
+    """As Keras does with dense gradients; without tfscale its rules take the parts one by one."""
+    monkeypatch.setattr(rules, "_warned", set())
+    ours, plain, dense = (keras.Variable(np.ones((3, 1)), dtype="float64") for _ in range(3))
+    wrapped, inner, whole = DistributedOptimizer(rule(0.1)), rule(0.1), rule(0.1)
+    for _ in range(2):
+        values = tf.constant([[1.0], [2.0], [-4.0]], tf.float64)
+        slices = tf.IndexedSlices(values, tf.constant([0, 0, 2]), tf.constant([3, 1]))
+        wrapped.apply([slices], [ours])
+        inner.apply([slices], [plain])
+        whole.apply([tf.convert_to_tensor(slices)], [dense])
+    np.testing.assert_allclose(ours.numpy(), dense.numpy(), rtol=1e-12)
+    assert np.abs(plain.numpy() - dense.numpy()).max() > 1e-3
+    assert caplog.text.count("adds up the gradients of an index that occurs repeatedly") == 1
+    caplog.clear()
+    DistributedOptimizer(SGD(0.1)).apply([slices], [ours])
+    DistributedOptimizer(rule(0.1)).apply([gradient([1.0], [2.0], [3.0])], [ours])
+    assert not caplog.text

@@ -236,7 +236,7 @@ def private_names_of_others(path: Path, own: set[str]) -> set[str]:
 
 def test_the_session_of_a_fit_is_found_once():
     """Others get it as an argument, or as the attribute of a callback."""
-    allowed = {"fit/session.py", "data/global_batches.py", "data/warnings.py"}
+    allowed = {"fit/session.py", "data/global_batches.py", "comm/warnings.py"}
     found = {
         relative(path)
         for path in LIBRARY

@@ -14,9 +14,9 @@ from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
 from tfscale.checkpoints.variables import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
+from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_judges
 from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
-from tfscale.data.warnings import warn_if_unsynchronised, warn_of_judges
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for

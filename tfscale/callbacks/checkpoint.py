@@ -16,7 +16,6 @@ from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.fit.agreement import compare_weights
 from tfscale.fit.preparation import build, build_from_data
 from tfscale.fit.session import running_session, session_for
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
@@ -108,8 +107,6 @@ class Checkpoint(Callback):
             begin_at_epoch(self.model, self._position.epoch)
             leader = group_of(self._reader.source, self._reader.groups)[0]
             resumable.restore_callbacks(self.session.callbacks, parts, leader)
-        else:
-            compare_weights(self.model)
         self._schedule.start_clock()
         self._handler.install()
 

@@ -19,13 +19,18 @@ from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
 from tfscale.comm.software import require_equal, versions
+from tfscale.comm.warnings import watch_first_fit
 from tfscale.config import ConfigError, ExchangeError
 
 logger = logging.getLogger("tfscale")
 
 
 def init(
-    comm: Any = None, process_sets: Sequence[Any] | str | None = None, backend: str = "auto"
+    comm: Any = None,
+    process_sets: Sequence[Any] | str | None = None,
+    backend: str = "auto",
+    *,
+    independent: bool = False,
 ) -> None:
     """Join the job. Collective: all ranks must call this, before any other call.
 
@@ -40,6 +45,8 @@ def init(
             later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
             TFSCALE_BACKEND, then chooses: see `tfscale.comm.start.choose_backend`.
+        independent: Whether ranks train models of their own, such as one trial each, with plain
+            Keras optimizers: no warning then.
 
     Raises:
         ConfigError: An argument or environment variable does not fit.
@@ -62,6 +69,7 @@ def init(
         end_job_on_error(None)
     else:
         runtime.enter(start(chosen, settings, comm))
+        watch_first_fit(independent)
         end_job_on_error(_abort, runtime.backend().fail)
         if comm is None:
             require_size(launch, runtime.size())

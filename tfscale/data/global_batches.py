@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import keras
 
 from tfscale.comm import runtime
+from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.config import ConfigError, check_integer
 from tfscale.data.slices import BatchSlices, StepCount, check_slices, count_active
 from tfscale.data.sources import ArraySource, RecordSource, weighted
-from tfscale.data.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights, leave_untuned
 from tfscale.internals.stack import current_pass
 

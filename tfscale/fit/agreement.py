@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,28 +14,27 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import objects, runtime
+from tfscale.comm import runtime
 from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.fit import adapted_layers
-from tfscale.fit.session import FitSession, session_for
+from tfscale.fit.session import FitSession
 from tfscale.fit.uneven_batches import require_equal_numbers
 from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by
 from tfscale.internals.traits import Traits, own_of, show_averages, train_apart
-from tfscale.optimizer.distributed import distributed_of, process_set_of
+from tfscale.optimizer import first_step
+from tfscale.optimizer.distributed import distributed_of, distributed_optimizers, process_set_of
 
 logger = logging.getLogger("tfscale")
 
 _SILENT = ("Callback", "RankZero")  # not compared: ranks may have different numbers of these
 _LOADING = {"Synchronize", "Checkpoint"}  # these set the learning rate of all ranks
 _EQUALISING = {"Synchronize", "ConsistencyCheck", "ParameterAveraging"}  # make equal or compare
-_NOT_BUILT = "not built"
+_RESTORING = {"Checkpoint", "BackupAndRestore"}  # when the first epoch begins
 _PROBED_BYTES = 1 << 16
 _HINTS = {
-    "tfscale callbacks": "Give fit the same ones in the same order: a callback that talks to other "
-    "ranks waits for them. To run a Keras callback on one rank, wrap it in "
-    "tfscale.callbacks.RankZero on all of them.",
+    "tfscale callbacks": first_step.HINT,
     "batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
     "which gives them equal parts of each batch.",
     "vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
@@ -55,7 +53,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
         return False
     model, call = session.model, session.call
     runtime.backend().drain()  # then no rank waits for collectives left by an earlier `fit`
-    own = {
+    own: dict[str, Any] = {
         "steps": params.get("steps"),
         "epochs": params.get("epochs"),
         "given_up": runtime.num_given_up(),
@@ -69,7 +67,11 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     n_epochs = params.get("epochs") or 0
     session.begin(params.get("steps"), n_epochs, train_apart(session.callbacks))
     own["cycles"] = session.cycles()
-    every = objects.allgather_object(own, name="beginning of fit")
+    names = [type(callback).__name__ for callback in own_of(session.callbacks)]
+    every = first_step.gather(own, names)
+    if own["training"]["first weights"] or _names(own_of(session.callbacks)) & _EQUALISING:
+        for distributed in distributed_optimizers(model):
+            distributed.note_compared()
     data = [rank["data"] for rank in every]
     _require_usable(data)
     require_equal_numbers(every)
@@ -94,7 +96,7 @@ def describe(session: FitSession) -> dict[str, Any]:
     "topics": texts that must be equal; None if not known yet.
     "ranks": the ranks that train the same model.
     "first samples": a digest; "" if the data are not arrays.
-    "first weights": a digest; "" if a callback makes them equal or compares them.
+    "first weights": a digest; "" if they are not compared now.
     """
     model: Any = session.model
     optimizer = optimizer_of(model)
@@ -106,8 +108,6 @@ def describe(session: FitSession) -> dict[str, Any]:
         for v in model.weights
         if not (distributed and distributed.is_local_var(v))
     ]
-    # These callbacks compare the weights themselves if there is nothing to restore.
-    is_compared = names.isdisjoint(("Checkpoint", "BackupAndRestore"))
     topics = {
         "versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
@@ -122,14 +122,14 @@ def describe(session: FitSession) -> dict[str, Any]:
         "topics": topics,
         "ranks": _ranks_of(model),
         "first samples": _first_samples(session.data),
-        "first weights": _first_weights(model, names) if is_compared else "",
+        "first weights": _first_weights(model, names),
     }
 
 
 def require_equal(every: Sequence[dict[str, Any]]) -> None:
     """Compare the results of `describe` on ranks that train the same model.
 
-    Warns if ranks were given the same samples, or begin with different weights.
+    Warns if ranks were given the same samples.
     """
     for rank, other in enumerate(every):
         first_rank = _first_of(other, rank)
@@ -145,15 +145,7 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
                     f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
                 )
     _warn_of_equal_samples([rank["first samples"] for rank in every])
-    _warn_of_unequal_weights(every)
-
-
-def compare_weights(model: Any) -> None:
-    """Warn if ranks begin the running `fit` with different weights. Collective."""
-    if not runtime.is_single():
-        names = _names(own_of(session_for(model).callbacks))
-        own = {"ranks": _ranks_of(model), "first weights": _first_weights(model, names)}
-        _warn_of_unequal_weights(objects.allgather_object(own, name="first weights"))
+    _require_equal_weights(every)
 
 
 def _first_of(described: dict[str, Any], rank: int) -> int:
@@ -283,24 +275,16 @@ def _ranks_of(model: Any) -> list[int]:
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> str:
-    """Return a digest of the weights a new model begins with, to be compared between ranks.
+    """Return a digest of the weights a model begins with, to be compared between ranks.
 
-    "" means not to be compared: the model trains alone, or one of the callbacks (names of classes)
-    makes the weights equal or compares them later. "trained" for all models that have trained.
+    "" means not now: the model trains alone, one of the callbacks (names of classes) makes the
+    weights equal, or they are known in the first step only, which then compares them.
     """
     distributed = distributed_of(optimizer_of(model))
-    if distributed is None or callbacks & _EQUALISING:
+    if distributed is None or callbacks & (_EQUALISING | _RESTORING) or not model.built:
         return ""
-    if int(distributed.iterations.numpy()) > 0:
-        return "trained"
-    if not model.built:
-        return _NOT_BUILT
-    digest = 0
-    for variable in [*model.trainable_variables, *adapted_layers.statistics(model)]:
-        if distributed.is_local_var(variable):
-            continue
-        digest = zlib.crc32(np.ascontiguousarray(variable.numpy()).view(np.uint8), digest)
-    return f"{digest:08x}"
+    variables = [*model.trainable_variables, *adapted_layers.statistics(model)]
+    return first_step.digest_of(distributed, variables)
 
 
 def _warn_of_equal_samples(digests: list[str]) -> None:
@@ -315,22 +299,12 @@ def _warn_of_equal_samples(digests: list[str]) -> None:
             )
 
 
-def _warn_of_unequal_weights(every: Sequence[dict[str, Any]]) -> None:
+def _require_equal_weights(every: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(every):
         first_rank = _first_of(other, rank)
-        digests = every[first_rank]["first weights"], other["first weights"]
-        is_unknown = _NOT_BUILT in digests
-        if rank == first_rank or not all(digests) or (digests[0] == digests[1] and not is_unknown):
-            continue
-        if runtime.rank() == first_rank:
-            logger.warning(
-                "%s, and no callback makes them equal: models would stay different. Give fit "
-                "tfscale.callbacks.Synchronize(), which also compares them later.",
-                "Models that are built in the first step begin with weights of their own on each "
-                "rank, unless seeds are equal" if is_unknown
-                else f"Rank {rank} begins with other weights than rank {first_rank}",
-            )  # fmt: skip
-        return
+        digests = {first_rank: every[first_rank]["first weights"], rank: other["first weights"]}
+        if all(digests.values()):
+            first_step.require_equal_weights(digests)
 
 
 # Global batches.

@@ -18,6 +18,8 @@ Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import math
 import os
@@ -156,6 +158,22 @@ def lookup_layer(layer: Any) -> Any:
 
 
 # Patches of a model.
+
+
+def before_first_fit(act: Callable[[Any, Any], None]) -> None:
+    """Call `act` with model and callbacks when `fit` is next called, of whatever model."""
+    if "fit" in vars(keras.Model):  # it waits for the first call already
+        return
+    fit = keras.Model.fit
+
+    @functools.wraps(fit)
+    def first_fit(*args: Any, **kwargs: Any) -> Any:
+        del keras.Model.fit
+        given = inspect.signature(fit).bind(*args, **kwargs).arguments
+        act(given["self"], given.get("callbacks"))
+        return fit(*args, **kwargs)
+
+    keras.Model.fit = first_fit
 
 
 def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: type) -> None:

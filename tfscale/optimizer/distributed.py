@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from tfscale.internals.optimizers import (
     update_rule,
 )
 from tfscale.internals.trace import drop_traces
-from tfscale.optimizer import futures
+from tfscale.optimizer import first_step, futures
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.local_averaging import GroupAverage, LocalGroups
 from tfscale.optimizer.nonfinite import NonFinite, Policy
@@ -45,6 +46,7 @@ from tfscale.optimizer.rules import (
     refuse_bypassed,
     refuse_outer_scaler,
     require_keras,
+    warn_of_sums,
     why_uncut,
     why_whole,
 )
@@ -75,6 +77,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     _self_is_watched: bool = False
     _self_is_ready: bool = False  # whether the strategy was adapted to the job
     _self_is_attached: bool = False  # whether reads wait for parameters
+    _self_is_compared: bool = False  # whether ranks have compared their first weights
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
         exchange: Any = "allreduce",
-        nonfinite: Policy = "ignore",
+        nonfinite: Policy = "warn",
     ) -> None:
         """Wrap an optimizer.
 
@@ -118,10 +121,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
                 by the number of ranks.
             exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
-            nonfinite: Policy for gradients that are NaN or infinite on some rank: "ignore" them,
-                "raise" an error that names rank, step and parameter, or "skip" the step on all
-                ranks. A skipped step leaves weights and state unchanged; in `fit` with a tfscale
-                callback, moving statistics stay finite.
+            nonfinite: Policy for gradients that are NaN or infinite on some rank: "warn" once, on
+                that rank, with step and parameter; "ignore" them; "raise" an error that names rank,
+                step and parameter; or "skip" the step on all ranks. A skipped step leaves weights
+                and state unchanged; in `fit` with a tfscale callback, moving statistics stay
+                finite.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -156,10 +160,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 communication failed.
         """
         variables = self._built_for() if trainable_variables is None else list(trainable_variables)
+        self._built(variables)
+        self._compare_ranks(variables)
         if self._self_accumulator is None:
             self._exchange_and_update(list(grads), variables)
             return
-        self._built(variables)
         self._self_accumulator.add(
             grads,
             variables,
@@ -167,9 +172,34 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             on_full=lambda sums: self._exchange_and_update(sums, variables),
         )
 
+    def _compare_ranks(self, variables: Sequence[Any]) -> None:
+        """Require equal first weights unless a `fit` has compared the ranks. Collective, once."""
+        group = self.process_set.group()
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._self_is_compared or group.size == 1 or group.rank < 0 or not is_main:
+            return
+        with tf.init_scope():
+            if not all(bool(raw_variable(v).is_initialized()) for v in variables):
+                return  # this function creates them, so TensorFlow traces it again
+            own = {"weights": first_step.digest_of(self, variables)}
+            own["shapes"] = str([tuple(v.shape) for v in variables])
+            every = first_step.gather(own, None, self.process_set)
+        self._self_is_compared = True
+        # Where shapes differ, the comparison of plans names the first parameter.
+        if len({said["shapes"] for said in every}) == 1:
+            digests = {r: said["weights"] for r, said in zip(group.ranks, every, strict=True)}
+            for ranks in self.groups or [list(group.ranks)]:  # groups may begin apart
+                first_step.require_equal_weights({r: digests[r] for r in ranks})
+
+    def note_compared(self) -> None:
+        """Note that a `fit` has compared the ranks, so that the first step need not."""
+        self._self_is_compared = True
+
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
         executor, inner = self._built(variables), self.__wrapped__
         self._refuse(variables)
+        if executor.process_set.size() == 1:
+            warn_of_sums(update_rule(inner), gradients)
         reduced = executor.reduce(gradients, variables)
         # A step that is given up because another rank stopped must change nothing, not even
         # `iterations`, so the whole update waits for the first reduced gradient.

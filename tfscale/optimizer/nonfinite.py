@@ -16,6 +16,7 @@ from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
@@ -23,7 +24,7 @@ from tfscale.optimizer.rules import are_finite, is_finite
 
 logger = logging.getLogger("tfscale")
 
-Policy = Literal["ignore", "raise", "skip"]
+Policy = Literal["warn", "ignore", "raise", "skip"]
 _NAMES_SHOWN = 3
 _LOGGED = 10  # number of skipped steps that are all logged; then every hundredth
 
@@ -34,19 +35,19 @@ class NonFinite:
     Reduced gradients are equal on all ranks, and NaN and infinity survive a sum, so the ranks
     agree without a message; with sharded gradients or local variables they exchange one number per
     step. Only a step with such gradients exchanges the ranks and parameters that caused it.
+    A warning needs no message: each rank looks at its own gradient of the first layer, which
+    back-propagation reaches last, and at the last reduced one, which shows those of other ranks.
     """
 
     def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
-        """Check the policy, also against the exchange.
+        """Check the policy, see `DistributedOptimizer`, also against the exchange.
 
-        "ignore" checks nothing; "raise" ends training on all ranks with an error that names rank,
-        step and parameter; "skip" leaves weights, the optimizer's state and `iterations` as they
-        were before the step. Metrics include the step; `callbacks.base.keep_finite` restores moving
-        statistics.
+        Metrics include a skipped step; `callbacks.base.keep_finite` restores moving statistics.
         """
         if policy not in get_args(Policy):
             raise ConfigError(
-                f"nonfinite must be 'ignore', 'raise' or 'skip'. Received: nonfinite={policy!r}."
+                "nonfinite must be 'warn', 'ignore', 'raise' or 'skip'. "
+                f"Received: nonfinite={policy!r}."
             )
         if policy == "skip" and isinstance(exchange, LocalSGD) and exchange.average == "gradients":
             raise ConfigError(
@@ -55,6 +56,7 @@ class NonFinite:
                 "average='parameters'."
             )
         self.policy = policy
+        self._is_spread = False  # whether a step has had such gradients, with the policy "warn"
         self._skipped: tf.Variable | None = None
 
     @property
@@ -81,9 +83,23 @@ class NonFinite:
         def update() -> None:
             optimizer.apply(reduced.gradients, reduced.targets)
 
+        def report() -> None:
+            self._report(iterations_of(optimizer), pairs, group)
+
+        group = executor.process_set.group()
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        # For layers that exchange activations, every rank has the gradient of the whole batch,
+        # which does not show whose samples caused it.
+        pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
         is_scaled = scaled_by(optimizer) is not None
-        if self.policy == "ignore" or (is_scaled and self.policy == "skip"):
+        if self.policy == "ignore" or (is_scaled and self.policy != "raise"):
             update()  # loss scaling skips such steps itself
+            return
+        if self.policy == "warn":
+            if group.rank >= 0 and not runtime.is_single() and pairs:
+                received = [g for g in reduced.gradients if g is not None][-1:]
+                run_either(_have_finite_sum([pairs[0][0], *received]), lambda: None, report)
+            update()
             return
         if is_scaled:
             raise ConfigError(
@@ -93,25 +109,20 @@ class NonFinite:
         if self._skipped is None:
             with tf.init_scope():
                 self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
-        group, asks = executor.process_set.group(), executor.has_own_gradients(variables)
+        asks = executor.has_own_gradients(variables)
         finite = are_finite(reduced.gradients, group if asks else None)
-        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        # For layers that exchange activations, every rank has the gradient of the whole batch,
-        # which does not show whose samples caused it.
-        pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
-
-        def report() -> None:
-            self._report(iterations_of(optimizer), pairs, group)
-
         run_either(finite, update, report)
 
     def _report(self, iterations: Any, pairs: Sequence[tuple[Any, Any]], group: Group) -> None:
-        """Gather which gradients of all ranks are not finite. Collective: all take this branch."""
+        """Tell which gradients are not finite.
+
+        Collective unless the policy is "warn": all ranks take this branch.
+        """
         names = [name_of(v) for _, v in pairs]
         bad = [tf.logical_not(is_finite(g)) for g, _ in pairs]
         flags = tf.cast(tf.stack(bad), tf.uint8)
         ranks = [runtime.rank()]
-        if group.size > 1 and group.rank >= 0:
+        if group.size > 1 and group.rank >= 0 and self.policy != "warn":
             ranks = list(group.ranks)
             call = Call(group, "gradients that are not finite")
             flags, _ = runtime.backend().allgather(flags, call)
@@ -139,7 +150,20 @@ class NonFinite:
             raise ExchangeError(
                 f"TFSCALE_FAILED: {text}{what}. Look at that rank's data, or use nonfinite='skip'."
             )
+        if self.policy == "warn":
+            if where and not self._is_spread:
+                hint = "look at that rank's data, or use nonfinite='raise', 'skip' or 'ignore'"
+                logger.warning("%s%s. It spreads to all ranks: %s.", text, what, hint)
+            self._is_spread = True
+            return
         assert self._skipped is not None
         n = int(self._skipped.assign_add(1))
         if n <= _LOGGED or n % 100 == 0:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
+
+
+def _have_finite_sum(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return whether sums are finite, those of 16-bit values too; cheaper than `are_finite`."""
+    values = [tf.convert_to_tensor(values_of(gradient)) for gradient in gradients]
+    wide = [tf.cast(v, tf.float32) if v.dtype.size < 4 else v for v in values]
+    return tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(v), tf.float32) for v in wide]))

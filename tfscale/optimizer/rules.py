@@ -8,6 +8,7 @@ step, where Keras calls them, so that they are also correct after gradient accum
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,10 @@ from tfscale.internals.optimizers import (
 )
 from tfscale.optimizer.lars import LARS
 
+logger = logging.getLogger("tfscale")
+
 _rules = keras.optimizers
+_warned: set[str] = set()
 # The update of a value depends on that value's gradient and state alone.
 ELEMENTWISE = (
     _rules.SGD,
@@ -122,6 +126,21 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
             finite = replaced(optimizer, check_finite=lambda g: are_finite(g, group))
             stack.enter_context(finite)
         yield
+
+
+def warn_of_sums(rule: Any, gradients: Sequence[Any]) -> None:
+    """Warn, once per rule, if sums of repeated indices give other updates than Keras's own way."""
+    name = type(rule).__name__
+    clips = rule.clipnorm or rule.global_clipnorm or rule.clipvalue
+    is_sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+    if is_sparse and (clips or type(rule) is not _rules.SGD) and name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            "tfscale adds up the gradients of an index that occurs repeatedly (Embedding), on one "
+            "process as on several. Keras alone gives them to %s one by one, with other results: "
+            "see docs/exchanges.md, 'Sparse gradients'.",
+            name,
+        )
 
 
 def is_finite(gradient: Any) -> tf.Tensor:

@@ -54,8 +54,8 @@ class Slots:
                 raise PlanError(
                     "Eager collectives must be called from the main thread, where their order is "
                     f"the same on every rank. Received: {call.label} on "
-                    f"{threading.current_thread().name}. Call it from the main thread or inside a "
-                    "tf.function."
+                    f"{threading.current_thread().name}. Call it from the main thread, or inside a "
+                    "tf.function that one thread calls at a time."
                 )
             return Position(EAGER, 0)
         graph = tf.compat.v1.get_default_graph()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 
 from tfscale.comm import runtime
+from tfscale.internals.keras import before_first_fit
 from tfscale.internals.optimizers import is_wrapped, optimizers_of
 from tfscale.internals.stack import KerasPass
 from tfscale.internals.traits import judge_before_averages, own_of, train_apart
@@ -19,7 +20,7 @@ _APART = (
     "The ranks of this job train the model %s each on its own: its optimizer (%s) is not wrapped "
     "in tfscale.DistributedOptimizer, and no tfscale.DistributedGradientTape is used. Wrap the "
     "optimizer, or average parameters with tfscale.callbacks.ParameterAveraging. If single ranks "
-    "are to train on their own, start with tfscale.init(backend='single')."
+    "are to train models of their own, start with tfscale.init(independent=True)."
 )
 _JUDGED = (
     "%s sees the metrics of each rank's own samples. Unless all ranks are given the same, they may "
@@ -31,6 +32,7 @@ _EVALUATED = (
     "Call it on all ranks with callbacks=[tfscale.callbacks.MetricAverageCallback()]."
 )
 _told: set[tuple[str, Any]] = set()
+_is_independent = False  # whether ranks are to train models of their own
 
 
 def warn_if_unsynchronised(
@@ -53,6 +55,19 @@ def warn_if_unsynchronised(
         _warn_once((id(model), model.name), _APART, model.name, names)
 
 
+def watch_first_fit(independent: bool) -> None:
+    """Warn if the next `fit` exchanges nothing; with `independent` of nothing in this job."""
+    global _is_independent
+    _is_independent = independent
+    before_first_fit(_warn_of_first_fit)
+
+
+def _warn_of_first_fit(model: Any, callbacks: Any) -> None:
+    given = getattr(callbacks, "callbacks", callbacks) or ()
+    if not own_of(given if isinstance(given, Iterable) else [given]):  # these warn themselves
+        warn_if_unsynchronised(model, ())
+
+
 def warn_of_judges(callbacks: Sequence[Any]) -> None:
     """Warn, once and on one rank, if callbacks decide by metrics of single ranks."""
     judge = judge_before_averages(callbacks)
@@ -68,7 +83,7 @@ def warn_of_evaluation(caller: KerasPass) -> None:
 
 
 def _is_one_of_several() -> bool:
-    return runtime.is_initialized() and not runtime.is_single()
+    return runtime.is_initialized() and not _is_independent and not runtime.is_single()
 
 
 def _warn_once(about: Any, text: str, *names: str) -> None:

@@ -1,0 +1,72 @@
+"""Comparison of the ranks' callbacks and weights before their first update."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfscale.comm import objects
+from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ExchangeError
+
+HINT = (
+    "Give fit the same ones in the same order: a callback that talks to other ranks waits for "
+    "them. To run a Keras callback on one rank, wrap it in tfscale.callbacks.RankZero on all of "
+    "them."
+)
+
+
+def gather(
+    own: dict[str, Any],
+    callbacks: Sequence[str] | None,
+    process_set: ProcessSet = global_process_set,
+) -> list[dict[str, Any]]:
+    """Return what each rank says about the training that it begins. Collective.
+
+    A rank calls this when a `fit` with tfscale callbacks begins, or else, with None for their
+    names, in the first step of a DistributedOptimizer. Both are one collective, so that ranks which
+    differ in this find each other: an ExchangeError.
+    """
+    name = "beginning of training"
+    said = objects.allgather_object((own, callbacks), name=name, process_set=process_set)
+    ranks = process_set.ranks or []
+    names = {r: ", ".join(found) for r, (_, found) in zip(ranks, said, strict=True) if found}
+    without = [str(rank) for rank in ranks if rank not in names]
+    if names and without:
+        rank, first = next(iter(names.items()))
+        raise ExchangeError(
+            "All ranks must train with the same tfscale callbacks, or without. "
+            f"Received: {first} on rank {rank} and none on rank {', '.join(without)}. {HINT}"
+        )
+    return [own for own, _ in said]
+
+
+def digest_of(distributed: Any, variables: Sequence[Any]) -> str:
+    """Return a digest of the weights with which an optimizer begins, to be compared over ranks.
+
+    It is "trained" for all models that have trained. Local variables may differ.
+    """
+    if int(distributed.iterations.numpy()) > 0:
+        return "trained"
+    digest = 0
+    for variable in variables:
+        if not distributed.is_local_var(variable):
+            data = np.ascontiguousarray(variable.numpy()).view(np.uint8)
+            digest = zlib.crc32(data, digest)
+    return f"{digest:08x}"
+
+
+def require_equal_weights(digests: dict[int, str]) -> None:
+    """Raise an error unless all ranks, the keys of `digests`, begin with the same weights."""
+    first = next(iter(digests))
+    others = [str(rank) for rank, digest in digests.items() if digest != digests[first]]
+    if others:
+        raise ExchangeError(
+            "All ranks must begin with the same weights, or their models stay different. Received: "
+            f"other weights on rank {', '.join(others)} than on rank {first}. Give fit "
+            "tfscale.callbacks.Synchronize(), or call tfscale.broadcast_variables(model.variables)"
+            " before the first step; set register_local_var for variables that are to differ."
+        )
