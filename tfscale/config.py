@@ -73,6 +73,8 @@ class Settings:
         reduce_threads: TFSCALE_REDUCE_THREADS. Threads that compute a local sum; 0 uses the cores
             of the host divided by its ranks, 4 at most.
         pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
+        ranks_per_host: TFSCALE_RANKS_PER_HOST. Consecutive ranks that count as a host where data
+            is exchanged; 0 for those that share memory.
         set_threads: TFSCALE_SET_THREADS. False keeps TensorFlow's numbers of threads even where
             several ranks share a host.
         save_timeout_s: TFSCALE_SAVE_TIMEOUT_S. Seconds for which a rank that saves sharded state
@@ -87,6 +89,7 @@ class Settings:
     window_bytes: int = 32 << 20
     reduce_threads: int = 0
     pin_core: int = -1
+    ranks_per_host: int = 0
     set_threads: bool = True
     save_timeout_s: float = 10.0
     timeline: str = ""
@@ -102,6 +105,7 @@ class Settings:
             ("window_bytes", 1, 2**50),
             ("reduce_threads", 0, 1024),
             ("pin_core", -1, 4095),
+            ("ranks_per_host", 0, 2**20),
         ):
             value, remedy = getattr(self, name), f"The default is {getattr(Settings, name)}."
             fits = low <= value <= high

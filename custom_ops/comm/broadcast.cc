@@ -4,23 +4,58 @@
 #include <cstring>
 
 namespace tfscale {
+namespace {
+
+// A place in a binomial tree of `size` places.
+struct Node {
+  int parent = -1;  // of the root
+  std::vector<int> children;
+};
+
+Node NodeOf(int place, int root, int size) {
+  // Counted from the root. The parent is the place without its lowest set bit; the
+  // children add one lower bit each.
+  const int relative = (place - root + size) % size;
+  Node node;
+  int bit = 1;
+  for (; bit < size && node.parent < 0; bit <<= 1) {
+    if (relative & bit) node.parent = (relative - bit + root) % size;
+  }
+  const int own_bit = node.parent < 0 ? bit : bit >> 1;
+  for (int child_bit = own_bit >> 1; child_bit > 0; child_bit >>= 1) {
+    if (relative + child_bit < size) {
+      node.children.push_back((relative + child_bit + root) % size);
+    }
+  }
+  return node;
+}
+
+}  // namespace
 
 Broadcast::Broadcast(const void* input, void* output, size_t bytes, int root)
     : input_(input), output_(static_cast<char*>(output)), bytes_(bytes), root_(root) {}
 
 void Broadcast::Begin() {
-  // Ranks counted from the root. A rank's parent is itself without its lowest
-  // set bit; its children add one lower bit each.
-  const int relative = (rank() - root_ + size()) % size();
+  // The first rank of each host, or the root on its own, gets the data for all of them.
+  const auto leader_of = [this](int host) {
+    return host == hosts().HostOf(root_) ? root_ : hosts().RanksOf(host)[0];
+  };
+  const int host = hosts().HostOf(rank());
   int parent = -1;
-  int bit = 1;
-  for (; bit < size() && parent < 0; bit <<= 1) {
-    if (relative & bit) parent = (relative - bit + root_) % size();
+  if (rank() == leader_of(host)) {
+    const Node among_hosts = NodeOf(host, hosts().HostOf(root_), hosts().n_hosts());
+    if (among_hosts.parent >= 0) parent = leader_of(among_hosts.parent);
+    for (int child : among_hosts.children) children_.push_back(leader_of(child));
   }
-  const int own_bit = parent < 0 ? bit : bit >> 1;
-  for (int child_bit = own_bit >> 1; child_bit > 0; child_bit >>= 1) {
-    if (relative + child_bit < size()) children_.push_back((relative + child_bit + root_) % size());
-  }
+  const std::vector<int>& ranks = hosts().RanksOf(host);
+  const auto place_of = [&](int rank) {
+    return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  };
+  const Node inside =
+      NodeOf(place_of(rank()), place_of(leader_of(host)), static_cast<int>(ranks.size()));
+  if (inside.parent >= 0) parent = ranks[static_cast<size_t>(inside.parent)];
+  for (int child : inside.children) children_.push_back(ranks[static_cast<size_t>(child)]);
+
   const size_t n_chunks = (bytes_ + channel_.chunk_bytes - 1) / channel_.chunk_bytes;
   if (parent < 0 && input_ != output_ && bytes_ > 0) std::memcpy(output_, input_, bytes_);
   has_chunk_.assign(n_chunks, parent < 0);

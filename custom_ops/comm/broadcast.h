@@ -9,8 +9,8 @@
 
 namespace tfscale {
 
-// Binomial tree: log2(size) hops. Chunks are forwarded as they arrive, so a
-// long message fills all links of the tree at once.
+// A binomial tree over the hosts, and one over the ranks of each: log2 hops. Chunks
+// are forwarded as they arrive, so a long message fills all links of the tree at once.
 class Broadcast : public Operation {
  public:
   // `input` is read on the root only; `output` is written on all ranks, the

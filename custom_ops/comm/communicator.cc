@@ -9,7 +9,8 @@
 
 namespace tfscale {
 
-Communicator::Communicator(MPI_Comm comm) : comm_(comm) {
+Communicator::Communicator(MPI_Comm comm, HostLayout hosts)
+    : comm_(comm), hosts_(std::move(hosts)) {
   Check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   Check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   Check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
@@ -21,10 +22,10 @@ Communicator::Communicator(MPI_Comm comm) : comm_(comm) {
   max_tag_ = is_set ? *value : 32767;
 }
 
-Communicator Communicator::Duplicate(MPI_Comm parent) {
+Communicator Communicator::Duplicate(MPI_Comm parent, int ranks_per_host) {
   MPI_Comm comm = MPI_COMM_NULL;
   Check(MPI_Comm_dup(parent, &comm), "MPI_Comm_dup");
-  return Communicator(comm);
+  return {comm, HostLayout(FindHosts(comm, ranks_per_host))};
 }
 
 Communicator Communicator::ForRanks(const Communicator& parent, const std::vector<int>& ranks,
@@ -38,16 +39,21 @@ Communicator Communicator::ForRanks(const Communicator& parent, const std::vecto
   Check(MPI_Comm_create_group(parent.get(), chosen, tag, &comm), "MPI_Comm_create_group");
   MPI_Group_free(&chosen);
   MPI_Group_free(&all);
-  return Communicator(comm);
+  std::vector<int> hosts;
+  for (int rank : ranks) hosts.push_back(parent.hosts().HostOf(rank));
+  return {comm, HostLayout(hosts)};
 }
 
-Communicator::Communicator(Communicator&& other) noexcept { *this = std::move(other); }
+Communicator::Communicator(Communicator&& other) noexcept : hosts_(HostLayout::Flat(0)) {
+  *this = std::move(other);
+}
 
 Communicator& Communicator::operator=(Communicator&& other) noexcept {
   std::swap(comm_, other.comm_);
   rank_ = other.rank_;
   size_ = other.size_;
   max_tag_ = other.max_tag_;
+  std::swap(hosts_, other.hosts_);
   return *this;
 }
 

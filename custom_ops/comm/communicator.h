@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "comm/host_layout.h"
+
 namespace tfscale {
 
 // Owns a duplicate of a communicator, so that no message of ours meets one of
@@ -14,8 +16,8 @@ namespace tfscale {
 // ending the process. Used by the communication thread only.
 class Communicator {
  public:
-  // Collective over `parent`; blocking.
-  static Communicator Duplicate(MPI_Comm parent);
+  // Collective over `parent`; blocking. `ranks_per_host`: see FindHosts.
+  static Communicator Duplicate(MPI_Comm parent, int ranks_per_host = 0);
   // Collective over the ranks of `parent` named in `ranks`; blocking. `tag`
   // distinguishes groups that are made at the same time.
   static Communicator ForRanks(const Communicator& parent, const std::vector<int>& ranks, int tag);
@@ -29,14 +31,16 @@ class Communicator {
   // Largest tag that MPI accepts here.
   int max_tag() const { return max_tag_; }
   MPI_Comm get() const { return comm_; }
+  const HostLayout& hosts() const { return hosts_; }
 
  private:
-  explicit Communicator(MPI_Comm comm);
+  Communicator(MPI_Comm comm, HostLayout hosts);
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0;
   int size_ = 1;
   int max_tag_ = 0;
+  HostLayout hosts_;
 };
 
 // Pending non-blocking sends and receives of an operation. A transfer longer

@@ -4,11 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "comm/collectives.h"
 #include "comm/operation.h"
+#include "comm/spread.h"
 
 namespace tfscale {
 
@@ -21,9 +23,18 @@ class Exchange : public Operation {
   void Begin() override;
   void Advance(const std::vector<int>& completed) override;
   void Finish() override;
-  // What this rank has for `peer`, itself included.
-  virtual const char* DataFor(int peer) const = 0;
+  // How many bytes this rank has for `peer`, itself included.
   virtual int64_t BytesFor(int peer) const = 0;
+  // Sends what this rank has for others.
+  virtual void SendData() = 0;
+  // Rank r's data are to be the bytes [cuts[r], cuts[r + 1]) of `out`.
+  virtual void ReceiveData(char* out, const std::vector<size_t>& cuts) = 0;
+  virtual void OnData(int key) { static_cast<void>(key); }
+
+  static constexpr int kSizes = 0;  // tag offsets
+  static constexpr int kData = 1;   // and one more
+  static constexpr int kSizeKey = 0;
+  static constexpr int kFirstDataKey = 1;
 
  private:
   AllocateOutput allocate_;
@@ -40,12 +51,15 @@ class Allgather : public Exchange {
   size_t bytes() const override { return bytes_; }
 
  protected:
-  const char* DataFor(int) const override { return input_; }
   int64_t BytesFor(int) const override { return static_cast<int64_t>(bytes_); }
+  void SendData() override;
+  void ReceiveData(char* out, const std::vector<size_t>& cuts) override;
+  void OnData(int key) override { spread_->OnCompleted(key); }
 
  private:
   const char* input_;
   const size_t bytes_;
+  std::optional<Spread> spread_;
 };
 
 // Each rank has one segment of a buffer; afterwards all ranks have all of it.
@@ -61,12 +75,13 @@ class SegmentGather : public Operation {
 
  protected:
   void Begin() override;
-  void Advance(const std::vector<int>&) override {}
+  void Advance(const std::vector<int>& completed) override;
   void Finish() override { SetDone(); }
 
  private:
   char* buffer_;
   const std::vector<size_t> cuts_;
+  std::optional<Spread> spread_;
 };
 
 // Rank r receives part r of the input of every rank, in rank order.
@@ -77,10 +92,9 @@ class Alltoall : public Exchange {
   size_t bytes() const override { return static_cast<size_t>(offsets_.back()); }
 
  protected:
-  const char* DataFor(int peer) const override {
-    return input_ + offsets_[static_cast<size_t>(peer)];
-  }
   int64_t BytesFor(int peer) const override { return bytes_[static_cast<size_t>(peer)]; }
+  void SendData() override;
+  void ReceiveData(char* out, const std::vector<size_t>& cuts) override;
 
  private:
   const char* input_;

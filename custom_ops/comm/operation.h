@@ -26,7 +26,7 @@ struct Channel {
   size_t chunk_bytes;
 };
 
-constexpr int kTagsPerOperation = 2;
+constexpr int kTagsPerOperation = 3;
 
 // All methods run on the communication thread and never block. They throw
 // CommError or std::bad_alloc. All ranks of the communicator must start the
@@ -98,6 +98,12 @@ class Operation {
   void SetDone() { is_done_ = true; }
   int rank() const { return channel_.comm->rank(); }
   int size() const { return channel_.comm->size(); }
+  const HostLayout& hosts() const { return channel_.comm->hosts(); }
+  // The size of messages of what is complete from the start: small enough to be
+  // passed on while the next one arrives, where ranks pass on.
+  size_t PieceBytes() const {
+    return hosts().is_two_level() ? channel_.chunk_bytes : channel_.max_message_bytes;
+  }
 
   Channel channel_{};
   std::optional<Transfers> transfers_;

@@ -15,6 +15,7 @@ struct EngineOptions {
   int64_t window_bytes;       // largest payload of one plan in transfer at a time
   int32_t reduce_threads;     // 1: the communication thread alone
   int32_t pin_core;           // core of the communication thread; -1: any
+  int32_t ranks_per_host;     // consecutive ranks treated as a host; 0: those that share memory
   // Raised on a rank that keeps others waiting: its handler writes where the
   // program is. 0: none.
   int32_t stack_signal;

@@ -12,8 +12,11 @@ namespace {
 constexpr size_t kAlignElements = 64;
 // Elements a thread should at least add up to be worth waking.
 constexpr size_t kGrain = 16 * 1024;
-constexpr int kContribution = 0;  // tag offset: data to be reduced
-constexpr int kResult = 1;        // tag offset: reduced data
+// Tag offsets. Inside of a host contributions, between hosts their sums.
+constexpr int kContribution = 0;
+constexpr int kResult = 1;  // and one more: see Spread
+
+bool IsHalf(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
 }  // namespace
 
 Reduction::Reduction(ReductionArgs args) : args_(std::move(args)), element_(SizeOf(args_.dtype)) {
@@ -21,6 +24,12 @@ Reduction::Reduction(ReductionArgs args) : args_(std::move(args)), element_(Size
 }
 
 void Reduction::Begin() {
+  layout_ = &hosts();
+  if (element_ == 1) layout_ = &flat_.emplace(HostLayout::Flat(size()));  // see Reduce
+  // A sum of several ranks in 16 bits may be too large where their mean is not.
+  const bool is_early =
+      layout_->is_two_level() && IsHalf(args_.dtype) && args_.op == ReduceOp::kSum;
+  (is_early ? host_scale_ : end_scale_) = args_.postscale;
   PackInputs();
   PlanSegments();
   const size_t n = static_cast<size_t>(size());
@@ -67,110 +76,232 @@ void Reduction::PlanSegments() {
   own_ = segments_[static_cast<size_t>(rank())];
 }
 
+size_t Reduction::chunk_elements() const {
+  return std::max<size_t>(1, channel_.chunk_bytes / element_);
+}
+
 size_t Reduction::n_chunks(const Segment& segment) const {
-  const size_t per_chunk = std::max<size_t>(1, channel_.chunk_bytes / element_);
-  return (segment.count + per_chunk - 1) / per_chunk;
+  return (segment.count + chunk_elements() - 1) / chunk_elements();
 }
 
 Reduction::Segment Reduction::Chunk(const Segment& segment, size_t chunk) const {
-  const size_t per_chunk = std::max<size_t>(1, channel_.chunk_bytes / element_);
-  const size_t begin = chunk * per_chunk;
-  return {segment.begin + begin, std::min(per_chunk, segment.count - begin)};
+  const size_t begin = chunk * chunk_elements();
+  return {segment.begin + begin, std::min(chunk_elements(), segment.count - begin)};
 }
 
-char* Reduction::Received(int sender) const {
-  const size_t row = static_cast<size_t>(sender < rank() ? sender : sender - 1);
-  return received_.get() + row * own_.count * element_;
+size_t Reduction::Row(const std::vector<int>& ranks, int rank, int own) {
+  size_t row = 0;
+  for (int other : ranks) {
+    if (other == rank) break;
+    if (other != own) ++row;
+  }
+  return row;
+}
+
+void Reduction::Add(const std::vector<const void*>& sources, char* out, size_t count,
+                    double scale) {
+  channel_.workers->For(count, kGrain, [&](size_t begin, size_t end) {
+    std::vector<const void*> parts;
+    for (const void* source : sources) {
+      parts.push_back(static_cast<const char*>(source) + begin * element_);
+    }
+    Reduce(parts, out + begin * element_, end - begin, args_.dtype, args_.op, scale);
+  });
 }
 
 // Small vectors: one round, every rank adds up everything.
 void Reduction::ExchangeWhole() {
   is_whole_ = true;
-  own_ = {0, total_};
-  received_ = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(size() - 1));
-  n_missing_.assign(1, size() - 1);
+  received_ = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(size()));
+  n_whole_missing_ = size() - 1;
   for (int i = 1; i < size(); ++i) {
     const int sender = (rank() - i + size()) % size();
-    transfers_->Receive(Received(sender), total_ * element_, sender, channel_.tag + kContribution,
-                        0);
+    transfers_->Receive(received_.get() + static_cast<size_t>(sender) * total_ * element_,
+                        total_ * element_, sender, channel_.tag + kContribution, 0);
   }
   for (int i = 1; i < size(); ++i) {
     transfers_->Send(in_, total_ * element_, (rank() + i) % size(), channel_.tag + kContribution);
   }
 }
 
-void Reduction::ExchangeSegments() {
-  const size_t n_own = n_chunks(own_);
-  received_ = channel_.buffers->Get(own_.count * element_ * static_cast<size_t>(size() - 1));
-  n_missing_.assign(n_own, size() - 1);
-  for (size_t c = 0; c < n_own; ++c) {
-    const Segment part = Chunk(own_, c);
-    for (int i = 1; i < size(); ++i) {
-      const int sender = (rank() - i + size()) % size();
-      transfers_->Receive(Received(sender) + (part.begin - own_.begin) * element_,
-                          part.count * element_, sender, channel_.tag + kContribution,
-                          static_cast<int>(c));
+// As in segments: the bits must not depend on the size of a vector.
+void Reduction::ReduceWhole() {
+  const auto vector_of = [this](int r) -> const void* {
+    return r == rank() ? in_ : received_.get() + static_cast<size_t>(r) * total_ * element_;
+  };
+  const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
+  BufferPool::Buffer sums = channel_.buffers->Get(total_ * element_ * n_hosts);
+  std::vector<const void*> of_hosts;
+  std::vector<const void*> of_ranks;
+  for (size_t host = 0; host < n_hosts; ++host) {
+    of_ranks.clear();
+    for (int r : layout_->RanksOf(static_cast<int>(host))) of_ranks.push_back(vector_of(r));
+    if (n_hosts == 1) break;
+    char* sum = sums.get() + host * total_ * element_;
+    Add(of_ranks, sum, total_, host_scale_);
+    of_hosts.push_back(sum);
+  }
+  Add(n_hosts == 1 ? of_ranks : of_hosts, out_, total_, end_scale_);
+}
+
+std::vector<int> Reduction::OwnersAt(int rank) const {
+  std::vector<int> owners = layout_->Remote(rank);
+  owners.push_back(rank);
+  return owners;
+}
+
+void Reduction::OpenLane(int owner) {
+  const Segment& segment = segments_[static_cast<size_t>(owner)];
+  const size_t n_others = Local().size() - 1;
+  const size_t bytes = segment.count * element_;
+  lanes_.push_back({owner,
+                    segment,
+                    channel_.buffers->Get(bytes * n_others),
+                    {nullptr, {}},
+                    nullptr,
+                    std::vector<int>(n_chunks(segment), static_cast<int>(Local().size())),
+                    0});
+  Lane& lane = lanes_.back();
+  const bool is_final = layout_->n_hosts() == 1;  // the sum over the host is the result
+  if (n_others == 0 && host_scale_ == 1.0) {
+    lane.sum = in_ + segment.begin * element_;
+  } else if (!is_final) {
+    lane.sum_buffer = channel_.buffers->Get(bytes);
+    lane.sum = lane.sum_buffer.get();
+  }
+  for (size_t c = 0; c < n_chunks(segment); ++c) {
+    const Segment part = Chunk(segment, c);
+    const int key = static_cast<int>(arrivals_.size());
+    arrivals_.push_back({&lane, c});
+    for (int peer : Local()) {
+      if (peer == rank()) continue;
+      char* row = lane.received.get() + Row(Local(), peer, rank()) * bytes;
+      transfers_->Receive(row + (part.begin - segment.begin) * element_, part.count * element_,
+                          peer, channel_.tag + kContribution, key);
     }
   }
-  for (int i = 1; i < size(); ++i) {
-    const int peer = (rank() + i) % size();
-    const Segment& theirs = segments_[static_cast<size_t>(peer)];
-    for (size_t c = 0; c < n_chunks(theirs); ++c) {
-      const Segment part = Chunk(theirs, c);
-      transfers_->Send(in_ + part.begin * element_, part.count * element_, peer,
-                       channel_.tag + kContribution);
-      if (is_allreduce()) {
-        transfers_->Receive(out_ + part.begin * element_, part.count * element_, peer,
-                            channel_.tag + kResult);
+}
+
+void Reduction::ExchangeSegments() {
+  const std::vector<int> owners = OwnersAt(rank());
+  lanes_.reserve(owners.size());  // arrivals point to them
+  for (int owner : owners) OpenLane(owner);
+  const int own_host = layout_->HostOf(rank());
+  const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
+  received_ = channel_.buffers->Get(own_.count * element_ * n_hosts);
+  n_hosts_missing_.assign(n_chunks(own_), layout_->n_hosts());
+  for (size_t c = 0; c < n_chunks(own_); ++c) {
+    const Segment part = Chunk(own_, c);
+    const int key = static_cast<int>(arrivals_.size());
+    arrivals_.push_back({nullptr, c});
+    for (int host = 0; host < layout_->n_hosts(); ++host) {
+      if (host == own_host) continue;
+      char* row = received_.get() + static_cast<size_t>(host) * own_.count * element_;
+      transfers_->Receive(row + (part.begin - own_.begin) * element_, part.count * element_,
+                          layout_->Partner(host, rank()), channel_.tag + kContribution, key);
+    }
+  }
+  if (is_allreduce()) {
+    std::vector<size_t> cuts;
+    for (const Segment& segment : segments_) cuts.push_back(segment.begin * element_);
+    cuts.push_back(total_ * element_);
+    spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kResult,
+                    chunk_elements() * element_, static_cast<int>(arrivals_.size()));
+    spread_->Receive(out_, cuts);
+  }
+  for (int peer : Local()) {
+    if (peer == rank()) continue;
+    for (int owner : OwnersAt(peer)) {
+      const Segment& theirs = segments_[static_cast<size_t>(owner)];
+      for (size_t c = 0; c < n_chunks(theirs); ++c) {
+        const Segment part = Chunk(theirs, c);
+        transfers_->Send(in_ + part.begin * element_, part.count * element_, peer,
+                         channel_.tag + kContribution);
       }
     }
   }
+  for (Lane& lane : lanes_) {
+    for (size_t c = 0; c < lane.n_missing.size(); ++c) OnContribution(lane, c);  // its own
+  }
 }
 
-void Reduction::ReduceRange(size_t begin, size_t count) {
-  char* result = out_ + (is_allreduce() ? own_.begin : 0) * element_;
-  channel_.workers->For(count, kGrain, [&](size_t part_begin, size_t part_end) {
+void Reduction::OnContribution(Lane& lane, size_t chunk) {
+  if (--lane.n_missing[chunk] > 0) return;
+  const Segment part = Chunk(lane.segment, chunk);
+  const size_t offset = (part.begin - lane.segment.begin) * element_;
+  const bool is_own = lane.owner == rank();
+  const bool is_final = layout_->n_hosts() == 1;
+  if (lane.sum_buffer || is_final) {
     std::vector<const void*> sources;
-    for (int r = 0; r < size(); ++r) {
-      const char* source = r == rank() ? in_ + own_.begin * element_ : Received(r);
-      sources.push_back(source + (begin + part_begin) * element_);
+    for (int r : Local()) {
+      const char* row = r == rank() ? in_ + lane.segment.begin * element_
+                                    : lane.received.get() +
+                                          Row(Local(), r, rank()) * lane.segment.count * element_;
+      sources.push_back(row + offset);
     }
-    Reduce(sources, result + (begin + part_begin) * element_, part_end - part_begin, args_.dtype,
-           args_.op, args_.postscale);
-  });
+    char* to = is_final ? out_ + (is_allreduce() ? own_.begin * element_ : 0) + offset
+                        : lane.sum_buffer.get() + offset;
+    Add(sources, to, part.count, is_final ? end_scale_ : host_scale_);
+  }
+  if (!is_own) {
+    SendSums(lane);
+  } else if (is_final) {
+    n_hosts_missing_[chunk] = 0;
+  } else {
+    OnHostSum(chunk);
+  }
 }
 
-void Reduction::ReduceChunk(size_t chunk) {
+void Reduction::SendSums(Lane& lane) {
+  for (; lane.n_sent < lane.n_missing.size(); ++lane.n_sent) {
+    if (lane.n_missing[lane.n_sent] > 0) return;
+    const Segment part = Chunk(lane.segment, lane.n_sent);
+    transfers_->Send(lane.sum + (part.begin - lane.segment.begin) * element_, part.count * element_,
+                     lane.owner, channel_.tag + kContribution);
+  }
+}
+
+void Reduction::OnHostSum(size_t chunk) {
+  if (--n_hosts_missing_[chunk] > 0) return;
   const Segment part = Chunk(own_, chunk);
-  ReduceRange(part.begin - own_.begin, part.count);
+  const size_t offset = (part.begin - own_.begin) * element_;
+  std::vector<const void*> sources;
+  for (int host = 0; host < layout_->n_hosts(); ++host) {
+    const char* row = host == layout_->HostOf(rank())
+                          ? lanes_.back().sum
+                          : received_.get() + static_cast<size_t>(host) * own_.count * element_;
+    sources.push_back(row + offset);
+  }
+  Add(sources, out_ + (is_allreduce() ? own_.begin * element_ : 0) + offset, part.count,
+      end_scale_);
 }
 
 void Reduction::SendResults() {
-  for (; n_results_sent_ < n_missing_.size(); ++n_results_sent_) {
-    if (n_missing_[n_results_sent_] > 0) return;
+  for (; n_results_sent_ < n_hosts_missing_.size(); ++n_results_sent_) {
+    if (n_hosts_missing_[n_results_sent_] > 0) return;
     const Segment part = Chunk(own_, n_results_sent_);
-    for (int i = 1; i < size(); ++i) {
-      transfers_->Send(out_ + part.begin * element_, part.count * element_, (rank() + i) % size(),
-                       channel_.tag + kResult);
-    }
+    spread_->SendChunk(out_ + part.begin * element_, part.count * element_);
   }
 }
 
 void Reduction::Advance(const std::vector<int>& completed) {
   for (int key : completed) {
-    const size_t chunk = static_cast<size_t>(key);
-    if (--n_missing_[chunk] > 0) continue;
     if (is_whole_) {
-      ReduceRange(0, total_);
-    } else {
-      ReduceChunk(chunk);
+      if (--n_whole_missing_ == 0) ReduceWhole();
+    } else if (!spread_ || !spread_->OnCompleted(key)) {
+      const Arrival& arrival = arrivals_[static_cast<size_t>(key)];
+      if (arrival.lane == nullptr) {
+        OnHostSum(arrival.chunk);
+      } else {
+        OnContribution(*arrival.lane, arrival.chunk);
+      }
     }
   }
-  if (is_allreduce() && !is_whole_ && size() > 1) SendResults();
+  if (spread_) SendResults();
 }
 
 void Reduction::Finish() {
-  if (size() == 1) ReduceRange(0, total_);
+  if (is_whole_ && size() == 1) ReduceWhole();
   if (packed_out_) {
     size_t offset = 0;
     for (size_t i = 0; i < args_.outputs.size(); ++i) {

@@ -3,22 +3,26 @@
 #define TFSCALE_COMM_REDUCTION_H_
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "comm/collectives.h"
 #include "comm/operation.h"
+#include "comm/spread.h"
 
 namespace tfscale {
 
-// out = postscale * sum over ranks, in rank order, of prescale * in. The order
-// does not depend on message sizes, so neither do the bits of the result, and
-// all ranks get the same ones.
+// out = postscale * sum over ranks of prescale * in: over the ranks of each host, in
+// their order, and then over the hosts, in theirs. The order does not depend on
+// message sizes, so neither do the bits of the result, and all ranks get the same.
 //
-// Large vectors ([T] chapter 4 applied to whole gradients): rank r receives
-// segment r of every rank, adds them up and sends the sum to all. Segments are
-// sent in chunks, so adding chunk c overlaps the transfer of chunk c+1 and of
-// the sums before it. 2 * (size-1)/size * bytes sent per rank, as the best
-// allreduce algorithms, in 2 rounds.
+// Large vectors ([T] chapter 4 applied to whole gradients): rank r owns segment r.
+// The ranks of each host send it to the owner's partner there (HostLayout), which
+// adds them up and sends the sum to the owner. The owner adds up the sums of the
+// hosts and spreads the result (Spread). With one rank per host, or one host, that
+// is one round each way. Segments are sent in chunks, so adding chunk c overlaps
+// the transfer of chunk c+1 and of the sums before it. Over the link of a host
+// 2 * (hosts-1)/hosts * bytes are sent, as by the best allreduce algorithms.
 // Inputs and outputs must not overlap.
 class Reduction : public Operation {
  public:
@@ -31,26 +35,53 @@ class Reduction : public Operation {
   void Finish() override;
 
  private:
+  // Part of the vector, in elements.
   struct Segment {
     size_t begin;
     size_t count;
   };
+  // The segment of one rank, as far as this rank deals with it for its host.
+  struct Lane {
+    int owner;
+    Segment segment;
+    BufferPool::Buffer received;  // from the other ranks of the host, one after another
+    BufferPool::Buffer sum_buffer;
+    const char* sum;             // over the ranks of the host
+    std::vector<int> n_missing;  // per chunk: ranks of the host not yet here
+    size_t n_sent;               // chunks of the sum
+  };
+  // What a transfer with a key brings.
+  struct Arrival {
+    Lane* lane;  // null: the sum of another host, of the own segment
+    size_t chunk;
+  };
 
   bool is_allreduce() const { return args_.scatter_counts.empty(); }
+  const std::vector<int>& Local() const { return layout_->RanksOf(layout_->HostOf(rank())); }
+  size_t chunk_elements() const;
+  size_t n_chunks(const Segment& segment) const;
+  Segment Chunk(const Segment& segment, size_t chunk) const;
+  // Where others of `ranks` find place in a buffer of rows without this rank's own.
+  static size_t Row(const std::vector<int>& ranks, int rank, int own);
+
   void PackInputs();
   void PlanSegments();
   void ExchangeWhole();
+  void ReduceWhole();
   void ExchangeSegments();
-  size_t n_chunks(const Segment& segment) const;
-  Segment Chunk(const Segment& segment, size_t chunk) const;
-  // Adds up elements [begin, begin+count) of the own segment into the result.
-  void ReduceRange(size_t begin, size_t count);
-  void ReduceChunk(size_t chunk);
-  // Sends reduced chunks on, in their order: receivers expect them so, but the
-  // last chunk, being shorter, may arrive here before the one ahead of it.
+  // Those whose segments `rank` adds up for its host, other hosts' first.
+  std::vector<int> OwnersAt(int rank) const;
+  void OpenLane(int owner);
+  // Adds up elements of several vectors in parallel.
+  void Add(const std::vector<const void*>& sources, char* out, size_t count, double scale);
+  // A chunk of one more rank of the host is here.
+  void OnContribution(Lane& lane, size_t chunk);
+  // A chunk of the sum of one more host is here.
+  void OnHostSum(size_t chunk);
+  // Sends sums to their owner in their order: it expects them so, but the
+  // last chunk, being shorter, may be complete before the one ahead of it.
+  void SendSums(Lane& lane);
   void SendResults();
-  // Where the contribution of `sender` to the own segment arrives.
-  char* Received(int sender) const;
 
   ReductionArgs args_;
   const size_t element_;
@@ -59,12 +90,20 @@ class Reduction : public Operation {
   char* out_ = nullptr;  // all of the vector, or the own segment when scattering
   BufferPool::Buffer packed_in_{nullptr, {}};
   BufferPool::Buffer packed_out_{nullptr, {}};
-  BufferPool::Buffer received_{nullptr, {}};
+  BufferPool::Buffer received_{nullptr, {}};  // sums of other hosts; small: of all ranks
+  std::optional<HostLayout> flat_;
+  const HostLayout* layout_ = nullptr;
+  double host_scale_ = 1.0;  // of the sum over a host
+  double end_scale_ = 1.0;   // of the sum over all
   std::vector<Segment> segments_;
   Segment own_{0, 0};
-  bool is_whole_ = false;       // every rank reduces everything
-  std::vector<int> n_missing_;  // per chunk of the own segment: ranks not yet here
-  size_t n_results_sent_ = 0;   // chunks
+  bool is_whole_ = false;  // every rank reduces everything
+  int n_whole_missing_ = 0;
+  std::vector<Lane> lanes_;           // the last one is this rank's own
+  std::vector<Arrival> arrivals_;     // by key
+  std::vector<int> n_hosts_missing_;  // per chunk of the own segment
+  size_t n_results_sent_ = 0;         // chunks
+  std::optional<Spread> spread_;
 };
 
 }  // namespace tfscale

@@ -72,41 +72,47 @@ void CheckBroadcast(const Job& job, int root, size_t bytes, bool is_in_place) {
 }  // namespace
 
 TEST(AllgatherOfAnyLengths) {
-  Job job;
-  const size_t n = static_cast<size_t>(job.size());
-  for (size_t count : {0, 1, 7, 1000, 100003}) CheckAllgather(job, std::vector<size_t>(n, count));
-  std::vector<size_t> uneven;
-  for (size_t r = 0; r < n; ++r) uneven.push_back(r * 777);
-  CheckAllgather(job, uneven);
-  std::vector<size_t> one(n, 0);
-  one[n - 1] = 12345;
-  CheckAllgather(job, one);
+  for (int ranks_per_host : kRanksPerHost) {
+    Job job(OptionsWith(ranks_per_host));
+    const size_t n = static_cast<size_t>(job.size());
+    for (size_t count : {0, 1, 7, 1000, 100003}) CheckAllgather(job, std::vector<size_t>(n, count));
+    std::vector<size_t> uneven;
+    for (size_t r = 0; r < n; ++r) uneven.push_back(r * 777);
+    CheckAllgather(job, uneven);
+    std::vector<size_t> one(n, 0);
+    one[n - 1] = 12345;
+    CheckAllgather(job, one);
+  }
 }
 
 TEST(AlltoallOfAnyLengths) {
-  Job job;
-  for (size_t unit : {0, 1, 7, 1000, 30001}) {
-    Bytes input;
-    std::vector<int64_t> bytes;
-    std::vector<Bytes> parts;
-    for (int r = 0; r < job.size(); ++r) {
-      const Bytes part = MakeData(DType::kFloat64, Share(job.rank(), r, unit), job.rank(), r);
-      input.insert(input.end(), part.begin(), part.end());
-      bytes.push_back(static_cast<int64_t>(part.size()));
-      parts.push_back(MakeData(DType::kFloat64, Share(r, job.rank(), unit), r, job.rank()));
+  for (int ranks_per_host : kRanksPerHost) {
+    Job job(OptionsWith(ranks_per_host));
+    for (size_t unit : {0, 1, 7, 1000, 30001}) {
+      Bytes input;
+      std::vector<int64_t> bytes;
+      std::vector<Bytes> parts;
+      for (int r = 0; r < job.size(); ++r) {
+        const Bytes part = MakeData(DType::kFloat64, Share(job.rank(), r, unit), job.rank(), r);
+        input.insert(input.end(), part.begin(), part.end());
+        bytes.push_back(static_cast<int64_t>(part.size()));
+        parts.push_back(MakeData(DType::kFloat64, Share(r, job.rank(), unit), r, job.rank()));
+      }
+      const Receiver receiver;
+      CHECK_OK(Post(MakeAlltoall(input.data(), bytes, receiver.Allocator())));
+      receiver.Check(parts);
     }
-    const Receiver receiver;
-    CHECK_OK(Post(MakeAlltoall(input.data(), bytes, receiver.Allocator())));
-    receiver.Check(parts);
   }
 }
 
 TEST(BroadcastFromEveryRank) {
-  Job job;
-  for (int root = 0; root < job.size(); ++root) {
-    for (size_t bytes : {0, 1, 7, 640, 1000, 100003}) {
-      CheckBroadcast(job, root, bytes, false);
-      CheckBroadcast(job, root, bytes, true);
+  for (int ranks_per_host : kRanksPerHost) {
+    Job job(OptionsWith(ranks_per_host));
+    for (int root = 0; root < job.size(); ++root) {
+      for (size_t bytes : {0, 1, 7, 640, 1000, 100003}) {
+        CheckBroadcast(job, root, bytes, false);
+        CheckBroadcast(job, root, bytes, true);
+      }
     }
   }
 }

@@ -33,6 +33,15 @@ inline EngineOptions SmallOptions() {
   return options;
 }
 
+// Layouts of hosts to be tested: see EngineOptions::ranks_per_host.
+constexpr int kRanksPerHost[] = {0, 1, 2, 3};
+
+inline EngineOptions OptionsWith(int ranks_per_host) {
+  EngineOptions options = SmallOptions();
+  options.ranks_per_host = ranks_per_host;
+  return options;
+}
+
 // The engine of this rank from construction to destruction; both are collective.
 class Job {
  public:

@@ -1,8 +1,10 @@
 // Allreduce and reduce-scatter on the engine, with every rank's data known to all.
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
+#include "comm/half.h"
 #include "comm/reduce.h"
 #include "test/job.h"
 
@@ -17,6 +19,7 @@ struct Case {
   double prescale = 1.0;
   double postscale = 1.0;
   size_t direct_bytes = 32 * 1024;
+  int ranks_per_host = 0;  // as in EngineOptions
 
   size_t total() const {
     size_t n = 0;
@@ -25,18 +28,32 @@ struct Case {
   }
 };
 
-// What the ranks' vectors reduce to, in rank order, by the kernels alone.
-Bytes Expected(const Case& c, int n_ranks) {
-  std::vector<Bytes> vectors;
+Bytes Reduced(const Case& c, const std::vector<Bytes>& vectors, double scale) {
   std::vector<const void*> sources;
-  for (int r = 0; r < n_ranks; ++r) {
-    vectors.push_back(MakeData(c.dtype, c.total(), r));
-    ScaledCopy(vectors.back().data(), vectors.back().data(), c.total(), c.dtype, c.prescale);
-  }
   for (const Bytes& vector : vectors) sources.push_back(vector.data());
   Bytes out(c.total() * SizeOf(c.dtype));
-  Reduce(sources, out.data(), c.total(), c.dtype, c.op, c.postscale);
+  Reduce(sources, out.data(), c.total(), c.dtype, c.op, scale);
   return out;
+}
+
+// What the ranks' vectors reduce to, in rank order, host by host, by the kernels alone.
+Bytes Expected(const Case& c, int n_ranks) {
+  const bool is_byte = SizeOf(c.dtype) == 1;
+  const int per_host = is_byte || c.ranks_per_host == 0 ? n_ranks : c.ranks_per_host;
+  const bool is_half = SizeOf(c.dtype) == 2 && c.op == ReduceOp::kSum;
+  const bool is_two_level = per_host > 1 && per_host < n_ranks;
+  const double early = is_two_level && is_half ? c.postscale : 1.0;
+  std::vector<Bytes> sums;
+  for (int first = 0; first < n_ranks; first += per_host) {
+    std::vector<Bytes> vectors;
+    for (int r = first; r < std::min(first + per_host, n_ranks); ++r) {
+      vectors.push_back(MakeData(c.dtype, c.total(), r));
+      ScaledCopy(vectors.back().data(), vectors.back().data(), c.total(), c.dtype, c.prescale);
+    }
+    if (per_host == n_ranks) return Reduced(c, vectors, c.postscale);
+    sums.push_back(Reduced(c, vectors, early));
+  }
+  return Reduced(c, sums, early == 1.0 ? c.postscale : 1.0);
 }
 
 // Inputs in pieces of their own, as gradients are.
@@ -139,6 +156,50 @@ TEST(CutsDoNotChangeTheResult) {
   }
 }
 
+// Two levels, of hosts with equal and with different numbers of ranks.
+TEST(SeveralRanksPerHost) {
+  for (int ranks_per_host : kRanksPerHost) {
+    Job job(OptionsWith(ranks_per_host));
+    for (DType dtype : kAllTypes) {
+      for (ReduceOp op : kAllOps) {
+        for (size_t count : {0, 1, 7, 1000, 10007}) {
+          for (size_t direct_bytes : {size_t{0}, size_t{1} << 20}) {
+            Case c{dtype, op, {count, 3}};
+            c.direct_bytes = direct_bytes;
+            c.ranks_per_host = ranks_per_host;
+            CheckAllreduce(job, c);
+          }
+        }
+      }
+      Case c{dtype, ReduceOp::kSum, {5000, 0, 1}, 0.5, 1.0 / job.size()};
+      c.ranks_per_host = ranks_per_host;
+      CheckAllreduce(job, c);
+    }
+  }
+}
+
+// 60000 of two ranks exceed the largest number of this type; their mean does not.
+TEST(MeansOfLargeHalfNumbersOnSeveralHosts) {
+  Job job(OptionsWith(2));
+  const float large = 60000;
+  uint16_t half = 0;
+  FloatToHalf(&large, &half, 1);
+  auto values = std::make_shared<std::vector<uint16_t>>(20000, half);
+  auto means = std::make_shared<std::vector<uint16_t>>(20000, uint16_t{0});
+  ReductionArgs args;
+  args.dtype = DType::kFloat16;
+  args.postscale = 1.0 / job.size();
+  args.inputs = {values->data()};
+  args.outputs = {means->data()};
+  args.counts = {values->size()};
+  CHECK_OK(Post(MakeReduction(std::move(args))));
+  for (uint16_t mean : *means) {
+    float value = 0;
+    HalfToFloat(&mean, &value, 1);
+    CHECK_TRUE(std::abs(value - large) <= 64);  // neighbours are 32 apart
+  }
+}
+
 TEST(ManyAtOnce) {
   Job job;
   const Case c{DType::kFloat32, ReduceOp::kSum, {3000}};
@@ -153,8 +214,8 @@ TEST(ManyAtOnce) {
   for (const auto& pieces : all) CHECK_TRUE(pieces->outputs[0] == expected);
 }
 
-TEST(ReduceScatter) {
-  Job job;
+void CheckReduceScatter(int ranks_per_host) {
+  Job job(OptionsWith(ranks_per_host));
   const size_t n = static_cast<size_t>(job.size());
   // Even; nothing for some ranks; all for one; nothing at all.
   std::vector<std::vector<size_t>> shares(4, std::vector<size_t>(n, 0));
@@ -168,6 +229,7 @@ TEST(ReduceScatter) {
       // Borders between inputs and between ranks have nothing to do with each other.
       Case c{dtype, ReduceOp::kSum, {total}, 0.5, 0.25};
       if (dtype != DType::kFloat32) c.counts = {total / 3, 0, total - total / 3};
+      c.ranks_per_host = ranks_per_host;
       auto pieces = std::make_shared<Pieces>();
       ReductionArgs args = Args(c, pieces, job.rank());
       const size_t own = counts[static_cast<size_t>(job.rank())] * SizeOf(dtype);
@@ -181,6 +243,10 @@ TEST(ReduceScatter) {
       CHECK_TRUE(std::equal(part.begin(), part.end(), expected.begin() + static_cast<long>(begin)));
     }
   }
+}
+
+TEST(ReduceScatter) {
+  for (int ranks_per_host : kRanksPerHost) CheckReduceScatter(ranks_per_host);
 }
 
 TEST(ShapesThatDifferFail) {

@@ -70,20 +70,22 @@ std::vector<size_t> EvenCuts(int size, size_t length) {
 }  // namespace
 
 TEST(SegmentsOfAnyLengths) {
-  Job job;
-  const size_t n = static_cast<size_t>(job.size());
-  std::vector<std::vector<size_t>> all = {EvenCuts(job.size(), 0), EvenCuts(job.size(), 7),
-                                          EvenCuts(job.size(), 10007)};
-  std::vector<size_t> one(n + 1, 0), uneven(n + 1, 0);
-  one.back() = 12345;
-  for (size_t r = 0; r < n; ++r) uneven[r + 1] = uneven[r] + (r % 2 == 0 ? 777 * r : 0) + 1;
-  all.push_back(one);
-  all.push_back(uneven);
-  for (int step = 0; step < 3; ++step) {
-    for (const std::vector<size_t>& cuts : all) {
-      const Parts parts(cuts, job.rank(), step);
-      CHECK_OK(Post(parts.Gather(), {}, parts.buffer));
-      parts.Check();
+  for (int ranks_per_host : kRanksPerHost) {
+    Job job(OptionsWith(ranks_per_host));
+    const size_t n = static_cast<size_t>(job.size());
+    std::vector<std::vector<size_t>> all = {EvenCuts(job.size(), 0), EvenCuts(job.size(), 7),
+                                            EvenCuts(job.size(), 10007)};
+    std::vector<size_t> one(n + 1, 0), uneven(n + 1, 0);
+    one.back() = 12345;
+    for (size_t r = 0; r < n; ++r) uneven[r + 1] = uneven[r] + (r % 2 == 0 ? 777 * r : 0) + 1;
+    all.push_back(one);
+    all.push_back(uneven);
+    for (int step = 0; step < 3; ++step) {
+      for (const std::vector<size_t>& cuts : all) {
+        const Parts parts(cuts, job.rank(), step);
+        CHECK_OK(Post(parts.Gather(), {}, parts.buffer));
+        parts.Check();
+      }
     }
   }
 }

@@ -18,6 +18,7 @@ DEFAULTS = {
     "TFSCALE_WINDOW_BYTES": 32 << 20,
     "TFSCALE_REDUCE_THREADS": 0,
     "TFSCALE_PIN_CORE": -1,
+    "TFSCALE_RANKS_PER_HOST": 0,
     "TFSCALE_SET_THREADS": True,
     "TFSCALE_SAVE_TIMEOUT_S": 10.0,
     "TFSCALE_TIMELINE": "",
@@ -40,10 +41,11 @@ def test_every_variable_is_read():
         "TFSCALE_WINDOW_BYTES": "4096",
         "TFSCALE_REDUCE_THREADS": "2",
         "TFSCALE_PIN_CORE": "3",
+        "TFSCALE_RANKS_PER_HOST": "2",
         "TFSCALE_SET_THREADS": "off",
         "OTHER": "ignored",
     }
-    expected = Settings("engine", 1.5, 3.0, 128, 4096, 2, 3, False)
+    expected = Settings("engine", 1.5, 3.0, 128, 4096, 2, 3, 2, False)
     assert parse_settings(environ) == expected
 
 

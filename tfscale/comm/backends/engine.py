@@ -47,7 +47,7 @@ class EngineOptions(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_double, "stall_warning_s", "stall_shutdown_s"),
         *_fields(ctypes.c_int64, "max_message_bytes", "chunk_bytes", "window_bytes"),
-        *_fields(ctypes.c_int32, "reduce_threads", "pin_core", "stack_signal"),
+        *_fields(ctypes.c_int32, "reduce_threads", "pin_core", "ranks_per_host", "stack_signal"),
         *_fields(ctypes.c_char_p, "identity", "status_path"),
     )
 
@@ -169,8 +169,10 @@ class EngineBackend(Backend):
             window_bytes=settings.window_bytes,
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
             pin_core=settings.pin_core,
+            ranks_per_host=settings.ranks_per_host,
             stack_signal=show_on_signal(),
-            identity=f"{versions()}, chunks of {settings.chunk_bytes}".encode(),
+            identity=f"{versions()}, chunks of {settings.chunk_bytes}, "
+            f"hosts of {settings.ranks_per_host}".encode(),
             status_path=process.file_path().encode(),
         )
         library.call("start", fortran_comm, options)
