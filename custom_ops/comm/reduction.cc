@@ -129,19 +129,21 @@ void Reduction::ReduceWhole() {
   const auto vector_of = [this](int r) -> const void* {
     return r == rank() ? in_ : received_.get() + static_cast<size_t>(r) * total_ * element_;
   };
-  const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
-  BufferPool::Buffer sums = channel_.buffers->Get(total_ * element_ * n_hosts);
-  std::vector<const void*> of_hosts;
-  std::vector<const void*> of_ranks;
-  for (size_t host = 0; host < n_hosts; ++host) {
-    of_ranks.clear();
-    for (int r : layout_->RanksOf(static_cast<int>(host))) of_ranks.push_back(vector_of(r));
-    if (n_hosts == 1) break;
-    char* sum = sums.get() + host * total_ * element_;
-    Add(of_ranks, sum, total_, host_scale_);
-    of_hosts.push_back(sum);
+  std::vector<const void*> sources;
+  BufferPool::Buffer sums{nullptr, {}};
+  if (!layout_->is_two_level()) {
+    for (int r = 0; r < size(); ++r) sources.push_back(vector_of(r));
+  } else {
+    sums = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(layout_->n_hosts()));
+    for (int host = 0; host < layout_->n_hosts(); ++host) {
+      std::vector<const void*> local;
+      for (int r : layout_->RanksOf(host)) local.push_back(vector_of(r));
+      char* sum = sums.get() + static_cast<size_t>(host) * total_ * element_;
+      Add(local, sum, total_, host_scale_);
+      sources.push_back(sum);
+    }
   }
-  Add(n_hosts == 1 ? of_ranks : of_hosts, out_, total_, end_scale_);
+  Add(sources, out_, total_, end_scale_);
 }
 
 std::vector<int> Reduction::OwnersAt(int rank) const {
@@ -187,8 +189,8 @@ void Reduction::ExchangeSegments() {
   lanes_.reserve(owners.size());  // arrivals point to them
   for (int owner : owners) OpenLane(owner);
   const int own_host = layout_->HostOf(rank());
-  const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
-  received_ = channel_.buffers->Get(own_.count * element_ * n_hosts);
+  const size_t n_rows = layout_->n_hosts() > 1 ? static_cast<size_t>(layout_->n_hosts()) : 0;
+  received_ = channel_.buffers->Get(own_.count * element_ * n_rows);
   n_hosts_missing_.assign(n_chunks(own_), layout_->n_hosts());
   for (size_t c = 0; c < n_chunks(own_); ++c) {
     const Segment part = Chunk(own_, c);

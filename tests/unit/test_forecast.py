@@ -1,5 +1,6 @@
 """`tfscale plan`: its table, its picture, and what it says of models of one's own."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,17 @@ def test_groups_that_divide_nothing_are_told_of(ranks, samples, said, capsys):
     shown = capsys.readouterr()
     assert ("no local SGD: its 3 groups must divide" in shown.err) == said
     assert (LOCAL_SGD in shown.out) != said
+
+
+def test_ranks_of_a_host_share_its_link(capsys):
+    """A gradient crosses between 4 hosts instead of 16: 2 * 3/4 of its bytes instead of 15/8."""
+    steps_ms = []
+    for words in ([], ["--ranks-per-host", "4"]):
+        words += ["--model", "vgg-a", "--ranks", "16", "--global-batch", "16"]
+        assert cli.main(["plan", *words]) == 0
+        shown = capsys.readouterr().out
+        steps_ms.append(float(re.search(r"\| allreduce +\| +([\d.]+) \|", shown)[1]))
+    assert steps_ms[1] == pytest.approx(steps_ms[0] * 4 / 5, rel=0.05)
 
 
 def test_the_command_explains(capsys):

@@ -99,7 +99,9 @@ def test_ranks_of_a_host_share_its_link():
         SIMPLE, ranks_per_host=4, host_bytes_per_s=50.0, host_latency_s=0.5
     )
     assert machine.link(4) == costs.Link(0.5, 50.0)
-    assert machine.link(8) == costs.Link(1.0, 2.5)
+    # Half of a vector crosses between two hosts, whatever the number of their ranks.
+    assert costs.transfer_s(1000, 8, machine.link(8)) == pytest.approx(7 * 1.0 + 500 / 10)
+    assert costs.transfer_s(1000, 2, SIMPLE.link(2)) == pytest.approx(1 * 1.0 + 500 / 10)
 
 
 def test_a_machine_survives_its_file(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from tfscale.plan.machines import PRESETS, find_machine
 from tfscale.plan.published import PUBLISHED, published
 
 _MARKS = "osv^D*Px"
+# Between ranks of a host, where the machine does not say: shared memory of common servers.
+_HOST_BYTES_PER_S = 4e9
 
 
 def _draw(points: Sequence[Point], title: str, path: Path) -> None:
@@ -65,6 +68,8 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--global-batch", type=int, default=256, help="samples of all ranks per step")
     machines = f"{', '.join(PRESETS)}, or a file of tfscale tune links"
     plan.add_argument("--machine", default="ethernet-1g", metavar="NAME", help=machines)
+    per_host = "ranks that share a host's link and reach each other without it"
+    plan.add_argument("--ranks-per-host", type=int, metavar="N", help=per_host)
     plan.add_argument("--slots", type=int, default=1, help="optimizer state per parameter: Adam 2")
     plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
     plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")
@@ -116,9 +121,15 @@ def _plan(options: argparse.Namespace) -> int:
         )
     check_groups(options.groups, options.interval)
     try:
+        machine = find_machine(options.machine)
+        if options.ranks_per_host is not None:
+            inside = machine.host_bytes_per_s or _HOST_BYTES_PER_S
+            machine = dataclasses.replace(
+                machine, ranks_per_host=options.ranks_per_host, host_bytes_per_s=inside
+            )
         scenario = Scenario(
             _find_table(options),
-            find_machine(options.machine),
+            machine,
             options.explain or 1,
             options.global_batch,
             options.slots,

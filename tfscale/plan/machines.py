@@ -82,14 +82,20 @@ class Machine:
                 )
 
     def link(self, n_ranks: int) -> Link:
-        """Return the slowest link among the first `n_ranks` ranks."""
-        shared = self.bytes_per_s / self.ranks_per_host
-        if n_ranks > self.ranks_per_host:
-            return Link(self.latency_s, shared)
-        # Never slower than between hosts when all ranks of a host send.
+        """Return the slowest link among the first `n_ranks` ranks.
+
+        A vector crosses the link of a host once, whatever the number of its ranks, each of which
+        has the bandwidth at which that takes as long as its own part of the vector.
+        """
         latency_s = self.latency_s if self.host_latency_s is None else self.host_latency_s
         inside = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
-        return Link(min(latency_s, self.latency_s), max(inside, shared))
+        # Never slower than between hosts when all ranks of a host send.
+        inside = max(inside, self.bytes_per_s / self.ranks_per_host)
+        if n_ranks <= self.ranks_per_host:
+            return Link(min(latency_s, self.latency_s), inside)
+        n_hosts = -(-n_ranks // self.ranks_per_host)
+        across = self.bytes_per_s * (1 - 1 / n_ranks) / (1 - 1 / n_hosts)
+        return Link(self.latency_s, min(across, inside))
 
     def with_times(self, model: str, times: LayerTimes) -> Machine:
         """Return the machine with the measured times of a model."""

@@ -158,7 +158,9 @@ def machine_from(
     spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
     del middle["allreduce_s"], spread["half_batch"]
     local = runtime.local_size()
-    middle["bytes_per_s"] *= local  # the ranks of a host, which sent at the same time, share it
+    n_hosts = runtime.size() // local
+    if n_hosts > 1:  # see Machine.link
+        middle["bytes_per_s"] *= share(n_hosts) / share(runtime.size())
     if own := links if local == runtime.size() else inside:
         middle["host_latency_s"] = statistics.median(r["latency_s"] for r in own)
         middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in own)
