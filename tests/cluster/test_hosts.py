@@ -1,19 +1,23 @@
-"""Two hosts of two ranks: each link moves what hosts owe each other, whatever their ranks."""
+"""Two hosts of two ranks: each link moves what hosts owe each other, whatever their ranks.
+
+The ranks run this file too: python -m tests.cluster.test_hosts RESULT.
+"""
 
 import json
-import os
+import statistics
 import sys
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.cluster.host_bytes import VALUES
-from tests.helpers.emulated_cluster import require_cluster
-from tests.helpers.environment import QUIET
-from tools.cluster import control, running
-from tools.cluster.commands import Shape
+import tfscale
+from tests.helpers.emulated_cluster import link_bytes, run_on_cluster
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
-NAME, HOSTS, SIZE = f"hosts{os.getpid()}", 2, 4
+HOSTS, SIZE = 2, 4
+VALUES, CALLS = 1 << 21, 5  # of float32 in a whole vector
 # Vectors that each host sends; rank 1 is the root of the broadcast.
 SENT = {
     "allreduce": [1.0, 1.0],
@@ -26,22 +30,7 @@ SENT = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    require_cluster()
-    folder = tmp_path_factory.mktemp("hosts")
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "tests.cluster.host_bytes", str(folder / "result")]
-    control.up(NAME, HOSTS)
-    try:
-        control.set_shape(NAME, Shape(2e9))
-        with (folder / "log").open("w+") as log:
-            result = running.run(
-                NAME, SIZE, command, {**QUIET, "PYTHONPATH": path}, log, timeout_s=300
-            )
-            log.seek(0)
-            assert result.exit_code == 0, log.read()[-3000:]
-    finally:
-        control.down(NAME)
-    return json.loads((folder / "result").read_text())
+    return run_on_cluster("tests.cluster.test_hosts", HOSTS, SIZE, tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -49,3 +38,40 @@ def test_a_host_sends_each_byte_once(measured, name):
     expected = [4 * VALUES * vectors for vectors in SENT[name]]
     slack = 4 * VALUES * 0.06  # headers, and answers to what was received
     assert measured[name]["bytes"] == pytest.approx(expected, rel=0.06, abs=slack)
+
+
+def main() -> None:
+    """Measure all, and write; the median of the seconds of a call, too."""
+    tfscale.init()
+    whole = np.arange(VALUES, dtype=np.float32)
+    part = whole[: VALUES // tfscale.size()]
+    collectives = {
+        "allreduce": lambda: tfscale.allreduce(whole, op=tfscale.Sum),
+        "reducescatter": lambda: tfscale.reducescatter(whole, op=tfscale.Sum),
+        "allgather": lambda: tfscale.allgather(part),
+        "broadcast": lambda: tfscale.broadcast(whole, root_rank=1),
+        "alltoall": lambda: tfscale.alltoall(whole),
+    }
+    found = {}
+    for name, call in collectives.items():
+        call()
+        tfscale.barrier()
+        before, times = link_bytes(), []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        tfscale.barrier()
+        sent = (link_bytes() - before)[0] / CALLS
+        found[name] = {
+            "bytes": tfscale.allgather_object(sent)[:: tfscale.local_size()],
+            "seconds": statistics.median(times),
+        }
+        tfscale.barrier()
+    if tfscale.rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    tfscale.shutdown()
+
+
+if __name__ == "__main__":
+    main()

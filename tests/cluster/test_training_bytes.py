@@ -6,7 +6,6 @@ per exchange the bytes that each rank sent and received in a step, and its numbe
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,14 +14,11 @@ import numpy as np
 import pytest
 
 import tfscale
-from tests.helpers.emulated_cluster import require_cluster
-from tests.helpers.environment import QUIET
+from tests.helpers.emulated_cluster import link_bytes, run_on_cluster
 from tfscale.comm import runtime
-from tools.cluster import control, running
-from tools.cluster.commands import Shape
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
-NAME, SIZE = f"bytes{os.getpid()}", 4
+SIZE = 4
 GROUPS, MEMBERS = 2, 2
 WIDTHS = (1024, 1024, 1024, 512, 256)  # inputs and outputs of the layers
 BATCH, WARM_UP, STEPS = 64, 2, 4
@@ -65,21 +61,8 @@ AVERAGING = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    require_cluster()
     folder = tmp_path_factory.mktemp("bytes")
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "tests.cluster.test_training_bytes", str(folder / "result")]
-    control.up(NAME, SIZE)
-    try:
-        control.set_shape(NAME, Shape(2e9))
-        with (folder / "log").open("w+") as log:
-            environ = {**QUIET, "PYTHONPATH": path}
-            result = running.run(NAME, SIZE, command, environ, log, timeout_s=400)
-            log.seek(0)
-            assert result.exit_code == 0, log.read()[-3000:]
-    finally:
-        control.down(NAME)
-    return json.loads((folder / "result").read_text())
+    return run_on_cluster("tests.cluster.test_training_bytes", SIZE, SIZE, folder)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -114,13 +97,6 @@ def exchanges():
         "groups, allreduce": tfscale.LocalSGD(2, 1000, whole),
         "groups, allreduce, averaged": tfscale.LocalSGD(2, 1, whole),
     }
-
-
-def link_bytes() -> np.ndarray:
-    """Return the bytes that this node's link has sent and received so far."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
-    return np.array([int(fields[8]), int(fields[0])])
 
 
 def measure(strategy) -> dict[str, object]:
