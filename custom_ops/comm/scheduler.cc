@@ -125,9 +125,11 @@ void Scheduler::Accept(Task task) {
         GiveUp(task, StepFailedHere());
       } else if (task.is_cancelled && queue.is_running(task.slot)) {
         // Its op waits, so that call has not ended: their collectives would be mixed up.
-        Fail("A traced function with collectives must be called by one thread at a time. "
-             "Received: a call of '" + queue.spec().name + "' while '" + task.name +
-             "' of an earlier call is in progress. Call it from one thread.");
+        Fail(
+            "A traced function with collectives must be called by one thread at a time. "
+            "Received: a call of '" +
+            queue.spec().name + "' while '" + task.name +
+            "' of an earlier call is in progress. Call it from one thread.");
         task.done(failure_);
       } else {
         queue.Add(std::move(task));
