@@ -200,6 +200,7 @@ def case_a_batch_smaller_than_the_ranks_is_an_error():
     def train():
         x, y = arrays()
         data = tfscale.data.GlobalBatches(x, y, batch_size=START, seed=7)
+        keras.utils.set_random_seed(3)
         model = build()
         model.compile(tfscale.DistributedOptimizer(momentum()), "mse")
         callback = AdaptiveBatchSize(data, MAXIMUM, start_batch_size=1, log_path=None)

@@ -29,7 +29,6 @@ def few_steps():
     """Decide after fewer steps than are worth a decision."""
     with (
         mock.patch.object(auto, "_TIMED_STEPS", 3),
-        mock.patch.object(auto, "UNMEASURED_STEPS", 2),
         mock.patch.object(layer_times, "UNMEASURED_STEPS", 2),
         mock.patch.object(layer_times, "MEASURED_STEPS", 3),
     ):
