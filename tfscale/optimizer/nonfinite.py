@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -37,6 +38,7 @@ class NonFinite:
     step. Only a step with such gradients exchanges the ranks and parameters that caused it.
     A warning needs no message: each rank looks at its own gradient of the first layer, which
     back-propagation reaches last, and at the last reduced one, which shows those of other ranks.
+    Of a kernel and a bias it takes the bias: both have the same output gradient.
     """
 
     def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
@@ -97,8 +99,9 @@ class NonFinite:
             return
         if self.policy == "warn":
             if group.rank >= 0 and not runtime.is_single() and pairs:
-                received = [g for g in reduced.gradients if g is not None][-1:]
-                run_either(_have_finite_sum([pairs[0][0], *received]), lambda: None, report)
+                received = [g for g in reduced.gradients if g is not None]
+                looked_at = [*_smallest([g for g, _ in pairs[:2]]), *_smallest(received[-2:])]
+                run_either(_have_finite_sum(looked_at), lambda: None, report)
             update()
             return
         if is_scaled:
@@ -160,6 +163,12 @@ class NonFinite:
         n = int(self._skipped.assign_add(1))
         if n <= _LOGGED or n % 100 == 0:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
+
+
+def _smallest(gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradient with fewest values, in a list; none of none."""
+    sizes = [values_of(gradient).shape.num_elements() or math.inf for gradient in gradients]
+    return [gradients[sizes.index(min(sizes))]] if gradients else []
 
 
 def _have_finite_sum(gradients: Sequence[Any]) -> tf.Tensor:
