@@ -32,6 +32,8 @@ def run_case(case: str) -> dict:
         why = getattr(body, "engine_only", "") or getattr(imported, "ENGINE_ONLY", "")
         if why and is_on_horovod():
             return {"status": "skipped", "text": f"not on Horovod: {why}", "seconds": 0.0}
+        if keras := sys.modules.get("keras"):
+            keras.utils.set_random_seed(1)  # ranks begin alike, whatever cases ran before
         body()
     except BaseException as error:
         # pytest's outcomes are no subclasses of Exception, and SystemExit is a failure here.
