@@ -170,13 +170,6 @@ def test_a_later_fit_goes_on_with_its_order(tmp_path):
         np.testing.assert_array_equal(own, wanted)
 
 
-def test_other_data_is_refused(tmp_path):
-    second_fit(tmp_path, InterruptAt(2, 1))
-    data = GlobalBatches(np.zeros((30, 4)), np.zeros((30, 1)), batch_size=6)
-    with pytest.raises(ConfigError, match="48"):
-        make_model().fit(data, epochs=4, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
-
-
 def interrupted(backup, at=(2, 0), **options):
     data = make_data()
     callbacks = [BackupAndRestore(backup, **options), adaptive(data), InterruptAt(*at)]

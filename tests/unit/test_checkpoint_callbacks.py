@@ -1,9 +1,13 @@
-"""State of Keras's callbacks and data after a resume, where a checkpoint cannot hold all of it."""
+"""What a checkpoint gives back to optimizers, data and callbacks, and in which order they stand."""
+
+import logging
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import tfscale
 from tests.unit.checkpoint_model import (
     BATCH,
     STEPS,
@@ -14,13 +18,21 @@ from tests.unit.checkpoint_model import (
     interrupt,
     job,  # noqa: F401
     require_equal,
+    steps_in,
 )
+from tests.unit.test_backup import Count
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     Checkpoint,
+    ParameterAveraging,
+    RankZero,
 )
-from tfscale.checkpoints.resumable import read_counters
+from tfscale.callbacks import checkpoint as module
+from tfscale.checkpoints.files import Part
+from tfscale.checkpoints.resumable import read_counters, restore_counters
+from tfscale.checkpoints.snapshot_restore import Reader
+from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import restore_data
@@ -132,3 +144,161 @@ def test_parameters_of_a_finished_fit_are_plain():
     callbacks = [BroadcastGlobalVariablesCallback(0)]
     history = build().fit(data, epochs=1, verbose=0, callbacks=callbacks)
     assert type(history.params["steps"]) is int and history.params["steps"] == STEPS
+
+
+optimizers, callbacks = keras.optimizers, keras.callbacks
+
+
+def with_optimizer(optimizer):
+    model = build()
+    model.compile(tfscale.DistributedOptimizer(optimizer), "mse", run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            lambda: optimizers.Adam(0.01),
+            lambda: optimizers.Adamax(0.01),
+            r"Received: Adamax with 10 variables \(iteration, rate, momentum, norm\); the "
+            r"checkpoint has Adam with 10 variables \(iteration, rate, momentum, velocity\)",
+        ),
+        (lambda: optimizers.Adagrad(0.01), lambda: optimizers.Lion(0.01), "Lion .* Adagrad"),
+        (
+            lambda: optimizers.RMSprop(0.01, centered=True),
+            lambda: optimizers.RMSprop(0.01, momentum=0.9),
+            r"velocity, momentum\); .* velocity, gradient\)",
+        ),
+        (
+            lambda: optimizers.SGD(0.01),
+            lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.01)),
+            "LossScaleOptimizer of SGD with 6 .* the checkpoint has SGD with 2",
+        ),
+    ],
+)
+def test_another_optimizer_of_as_many_variables_is_refused(tmp_path, before, after, text):
+    fit(Checkpoint(tmp_path, 2), Act(3, interrupt), model=with_optimizer(before()))
+    with pytest.raises(ConfigError, match=text):
+        fit(Checkpoint(tmp_path, 2), model=with_optimizer(after()))
+    assert len(fit(Checkpoint(tmp_path, 2), model=with_optimizer(before()))[1]) == 12 - 2
+
+
+def test_numbers_go_to_the_same_one_of_the_same_class(caplog):
+    """Wherever in the list it is; those that find no partner are named."""
+
+    def waits(*values):
+        made = []
+        for kind, wait in values:
+            callback = kind("loss")
+            callback.wait = wait
+            made.append(callback)
+        return made
+
+    stop, plateau = callbacks.EarlyStopping, callbacks.ReduceLROnPlateau
+    here = [callbacks.ModelCheckpoint("m.keras"), *waits((stop, 1), (plateau, 2), (stop, 3))]
+    states = read_counters(here)
+    here = waits((plateau, 0), (stop, 0), (stop, 0), (plateau, 7))
+    with caplog.at_level(logging.WARNING, logger="tfscale"):
+        restore_counters(here, states, is_own=True)
+    assert [callback.wait for callback in here] == [2, 1, 3, 7]
+    assert [record.getMessage() for record in caplog.records] == [
+        "ReduceLROnPlateau on rank 0 counts from 0: its numbers were not saved.",
+        "The numbers of ModelCheckpoint on rank 0 are not used: fit has no such callback.",
+    ]
+    caplog.clear()
+    here = waits((stop, 0))
+    restore_counters(here, states, is_own=False)  # another rank's: it may have had more
+    assert here[0].wait == 1 and not caplog.records
+
+
+def test_at_another_number_of_ranks_the_first_one_s_numbers_count(monkeypatch):
+    parts = [Part({"groups": [[0, 1, 2]]}, {}) for _ in range(3)]
+    for size, rank, source in ((3, 2, 2), (2, 1, 0), (4, 3, 0)):
+        monkeypatch.setattr(runtime, "size", lambda size=size: size)
+        monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
+        assert Reader(parts).source == source
+
+
+class Begins(Count):
+    """Forgets an earlier `fit`, so its state must come before."""
+
+    def on_train_begin(self, logs=None):
+        self.n = 0
+
+
+@pytest.mark.parametrize("is_in_front", [False, True])
+def test_more_epochs_begin_with_their_own_learning_rate(tmp_path, is_in_front):
+    def train(*checkpoint, epochs):
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        first, more = ([rates], []) if is_in_front else ([], [rates])
+        return fit([*first, *checkpoint], epochs=epochs, more=more)[0]
+
+    train(Checkpoint(tmp_path), epochs=3)
+    require_equal(train(Checkpoint(tmp_path), epochs=4), train(epochs=4))
+
+
+def test_a_rate_in_front_that_follows_the_present_one(tmp_path):
+    def halve():
+        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
+
+    whole, _ = fit(halve())
+    fit([*halve(), Checkpoint(tmp_path, 1)], Act(6, interrupt))
+    require_equal(fit([*halve(), Checkpoint(tmp_path, 1)])[0], whole)
+
+
+class StopAfter(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def test_a_stop_in_front_at_the_end_of_an_epoch_of_unknown_length(tmp_path):
+    data = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH).filter(lambda *_: True)
+    fit([StopAfter(), Checkpoint(tmp_path)], data=data)
+    assert steps_in(tmp_path) == [8, 4]
+
+
+def test_best_weights_that_are_put_back_in_front(tmp_path):
+    """The checkpoint has the last ones, wherever it stands."""
+    last = []
+    best = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: last.append(note.model.get_weights())
+    )
+    model, _ = fit([note, best, Checkpoint(tmp_path)])
+    assert not np.array_equal(model.get_weights()[0], last[-1][0])
+    again, _ = fit([note, best, Checkpoint(tmp_path)], epochs=len(last))
+    for own, wanted in zip(again.get_weights(), last[-1], strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
+def test_a_state_that_would_come_too_late_is_refused(tmp_path):
+    for restore, early, name in (
+        (Checkpoint, Begins(), "Begins"),
+        (BackupAndRestore, Count(), "Count"),
+        (BackupAndRestore, ParameterAveraging(), "ParameterAveraging"),
+        (BackupAndRestore, RankZero(Begins()), "RankZero"),
+        (BackupAndRestore, BroadcastGlobalVariablesCallback(0), "BroadcastGlobalVariables"),
+    ):
+        text = f"{restore.__name__} comes before .* Received: {name}.* with it. Put it first"
+        with pytest.raises(ConfigError, match=text):
+            fit([early, restore(tmp_path)])
+    with pytest.raises(ConfigError, match="no other one is with it. Received: BackupAndRestore"):
+        fit([Checkpoint(tmp_path), BackupAndRestore(tmp_path)])
+
+
+def test_the_order_on_another_rank_is_refused_on_all(tmp_path, monkeypatch):
+    every = [[], ["Begins"]]
+    monkeypatch.setattr(module.objects, "allgather_object", lambda own, name: every)
+    with pytest.raises(ConfigError, match="Received: Begins"):
+        Checkpoint(tmp_path)._require_order([])
+
+
+def test_a_state_inside_of_rank_zero_is_in_the_checkpoint(tmp_path):
+    fit(Checkpoint(tmp_path), Act(9, interrupt), more=[RankZero(Begins())])
+    with pytest.raises(ConfigError, match=r"has the states of .*'RankZero\(Begins\)'"):
+        fit(Checkpoint(tmp_path), model=build(), more=[Begins()])
+    count = Begins()
+    count.on_train_begin = lambda logs=None: None
+    fit(Checkpoint(tmp_path), more=[RankZero(count)])
+    assert (count.n, count.restored_at) == (3, 2)

@@ -1,4 +1,4 @@
-"""The callback Checkpoint in one process: damage, full disks, signals, what it refuses."""
+"""Checkpoint in one process: damage, unreadable folders, full disks, signals, what it refuses."""
 
 import errno
 import logging
@@ -23,6 +23,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
+from tests.unit.test_checkpoint_files import RUN, write
 from tfscale import preemption
 from tfscale.callbacks import (
     BackupAndRestore,
@@ -32,6 +33,7 @@ from tfscale.callbacks import (
 )
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
+from tfscale.checkpoints.files import UnreadableError, prune
 from tfscale.comm import runtime, start
 from tfscale.config import PREEMPTED, ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
@@ -75,31 +77,6 @@ def test_an_archive_behind_a_link_stays(tmp_path):
     assert len(list(folder.glob("step-*"))) == 1 + 2
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number):
-    """Nor is an error of input or output, which a network file system reports in passing."""
-    fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
-    newest, *older = list_checkpoints(tmp_path)
-    read = Path.open
-
-    def refuse(path, *arguments, **options):
-        if path.parent == newest.path and path.suffix == ".safetensors":
-            raise OSError(number, os.strerror(number))
-        return read(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    text = rf"read a checkpoint.*rank 0: rank-00000.safetensors: {os.strerror(number)}"
-    with pytest.raises(ConfigError, match=text):
-        fit(Checkpoint(tmp_path, 2))
-    assert [found.path for found in list_checkpoints(tmp_path)] == [
-        newest.path,
-        *(o.path for o in older),
-    ]
-    monkeypatch.undo()
-    _, batches = fit(Checkpoint(tmp_path, 2))
-    assert len(batches) == 12 - 6
-
-
 def test_all_damaged_is_an_error(tmp_path):
     fit(Checkpoint(tmp_path, 2), Act(5, interrupt))
     for found in list_checkpoints(tmp_path):
@@ -123,40 +100,39 @@ def test_a_full_disk_ends_training_and_keeps_what_was_there(tmp_path, monkeypatc
     assert steps_in(tmp_path) == [3]
 
 
+@pytest.fixture
+def received():
+    """Note each SIGTERM that a handler from before `fit` receives."""
+    signals = []
+    former = signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+    yield signals
+    signal.signal(signal.SIGTERM, former)
+
+
 @pytest.mark.parametrize("way", ["signal", "call"])
-def test_asked_to_make_room(tmp_path, way):
+def test_asked_to_make_room(tmp_path, received, way):
     """SIGTERM is handled while `fit` runs, and by the handler from before, afterwards."""
-    received = []
-    former = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
-    try:
-        whole, _ = fit(None)
-        ask = preemption.request_save_and_stop
-        if way == "signal":
-            ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-        with pytest.raises(SystemExit) as end:
-            fit(Checkpoint(tmp_path, every_n_epochs=9), Act(5, ask))
-        assert end.value.code == PREEMPTED == 75
-        assert steps_in(tmp_path) == [6] and not preemption.is_requested()
-        model, _ = fit(Checkpoint(tmp_path))
-        require_equal(model, whole)
-        assert not received
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [1]
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    whole, _ = fit(None)
+    ask = preemption.request_save_and_stop
+    if way == "signal":
+        ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    with pytest.raises(SystemExit) as end:
+        fit(Checkpoint(tmp_path, every_n_epochs=9), Act(5, ask))
+    assert end.value.code == PREEMPTED == 75
+    assert steps_in(tmp_path) == [6] and not preemption.is_requested()
+    model, _ = fit(Checkpoint(tmp_path))
+    require_equal(model, whole)
+    assert not received
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [1]
 
 
-def test_sigterm_after_an_error_is_not_swallowed(tmp_path):
-    received = []
-    former = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
-    try:
-        data = GlobalBatches(*arrays(), batch_size=BATCH)
-        with pytest.raises(Interruption):
-            build().fit(data, verbose=0, callbacks=[Checkpoint(tmp_path), Act(1, interrupt)])
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [1] and not preemption.is_requested()
-    finally:
-        signal.signal(signal.SIGTERM, former)
+def test_sigterm_after_an_error_is_not_swallowed(tmp_path, received):
+    data = GlobalBatches(*arrays(), batch_size=BATCH)
+    with pytest.raises(Interruption):
+        build().fit(data, verbose=0, callbacks=[Checkpoint(tmp_path), Act(1, interrupt)])
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [1] and not preemption.is_requested()
 
 
 def test_sigterm_to_a_forked_child_ends_it():
@@ -257,3 +233,74 @@ def test_rates_of_an_epoch_that_goes_on(tmp_path, is_built):
         more = [schedule(), Note()]
         fit(Checkpoint(tmp_path, 2), Act(stop, interrupt), build(is_built=is_built), more=more)
     assert rates == [0.1] * 4 + [0.01] * 2 + [0.01] * 2 + [0.001] * 4
+
+
+def refuse(monkeypatch, number, *paths):
+    """Let no folder of these be listed, and no file of these be opened."""
+    for owner, name in ((os, "listdir"), (os, "scandir"), (Path, "open")):
+        usual = getattr(owner, name)
+
+        def refusing(path=".", *arguments, usual=usual, **options):
+            if str(path) in map(str, paths):
+                raise OSError(number, os.strerror(number))
+            return usual(path, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, refusing)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", ["file", "newest", "directory"])
+def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, number, what):
+    """Sound, perhaps, and not missing: network file systems report such errors in passing."""
+    fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
+    newest = list_checkpoints(tmp_path)[0].path
+    file = newest / "rank-00000.safetensors"
+    path = {"file": file, "newest": newest, "directory": tmp_path}[what]
+    refuse(monkeypatch, number, path)
+    folder = newest if what == "file" else path
+    text = rf"read a checkpoint. Received: '{folder}', rank 0: {path.name}: {os.strerror(number)}"
+    with pytest.raises(ConfigError, match=text):
+        fit(Checkpoint(tmp_path, 2))
+    monkeypatch.undo()
+    assert steps_in(tmp_path) == [6, 4, 2]
+    assert len(fit(Checkpoint(tmp_path, 2))[1]) == 12 - 6
+
+
+def test_an_older_one_is_not_needed(tmp_path, monkeypatch):
+    fit(Checkpoint(tmp_path, 2), Act(7, interrupt))
+    refuse(monkeypatch, errno.EACCES, list_checkpoints(tmp_path)[1].path)
+    assert len(fit(Checkpoint(tmp_path, 2))[1]) == 12 - 6
+
+
+def test_nothing_is_deleted_that_cannot_be_listed(tmp_path, monkeypatch):
+    folders = [write(tmp_path, step) for step in (10, 20, 30, 40)]
+    refuse(monkeypatch, errno.EIO, folders[0], folders[2])
+    seen = list_checkpoints(tmp_path)
+    assert [found.is_finished for found in seen] == [True, False, True, False]
+    with pytest.raises(UnreadableError, match="Input/output error"):
+        seen[1].check()
+    monkeypatch.undo()  # from now on they could be
+    monkeypatch.setattr(module, "list_checkpoints", lambda directory: seen)
+    prune(tmp_path, 1, {RUN})
+    monkeypatch.undo()
+    assert steps_in(tmp_path) == [40, 30, 10]
+    refuse(monkeypatch, errno.EIO, tmp_path)
+    prune(tmp_path, 1, {RUN})
+    with pytest.raises(UnreadableError, match="Input/output error"):
+        list_checkpoints(tmp_path)
+    monkeypatch.undo()
+    prune(tmp_path, 1, {RUN})
+    assert steps_in(tmp_path) == [40]
+
+
+def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
+    """Another user's, say: rank 0 alone deletes, and the others would wait for it."""
+    for step in (10, 20):
+        write(tmp_path, step)
+
+    def refuse_to_delete(path, *arguments, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "unlink", refuse_to_delete)
+    prune(tmp_path, 1, {RUN})
+    assert steps_in(tmp_path) == [20, 10]

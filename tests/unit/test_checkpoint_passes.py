@@ -41,37 +41,34 @@ def fit(*callbacks, data=None, per_epoch, epochs=3, together=1, **more):
     return model, counted.batches, history
 
 
+def dataset(x, y):
+    """Return data of a length that Keras knows."""
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+
 @pytest.mark.parametrize(
-    ("per_epoch", "stop"), [(6, 1), (6, 7), (3, 1), (3, 4), (3, 7), (2, 1), (2, 3), (2, 4)]
+    ("options", "n_steps", "stops"),
+    [
+        ({"per_epoch": 6}, 18, (1, 7)),
+        ({"per_epoch": 3}, 9, (1, 4, 7)),
+        ({"per_epoch": 2}, 6, (1, 3, 4)),
+        # Keras takes whole executions: an epoch of 3 steps, 2 at a time, takes 4 batches.
+        ({"per_epoch": 3, "together": 2}, 6, (2, 3)),
+        ({"per_epoch": 4, "together": 2}, 6, (2, 3)),
+        ({"per_epoch": 3, "initial_epoch": 5, "epochs": 8}, 9, (1, 4)),
+        ({"per_epoch": 3, "data": dataset}, 9, (5,)),
+    ],
 )
-def test_steps_go_on_where_the_pass_was(tmp_path, per_epoch, stop):
-    whole, numbers, history = fit(per_epoch=per_epoch)
-    assert len(numbers) == 3 * per_epoch
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), per_epoch=per_epoch)
-    model, rest, continued = fit(Checkpoint(tmp_path, 1), per_epoch=per_epoch)
-    assert rest == numbers[stop:]
-    require_equal(model, whole)
-    assert continued["loss"] == history["loss"][-len(continued["loss"]) :]
-
-
-@pytest.mark.parametrize(("per_epoch", "stop"), [(3, 2), (3, 3), (4, 2), (4, 3)])
-def test_steps_that_are_executed_together(tmp_path, per_epoch, stop):
-    """Keras takes whole executions: an epoch of 3 steps, 2 at a time, takes 4 batches."""
-    whole, numbers, _ = fit(per_epoch=per_epoch, together=2)
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), per_epoch=per_epoch, together=2)
-    model, rest, _ = fit(Checkpoint(tmp_path, 1), per_epoch=per_epoch, together=2)
-    assert rest == numbers[stop:]
-    require_equal(model, whole)
-
-
-@pytest.mark.parametrize("stop", [1, 4])
-def test_training_that_begins_with_a_later_epoch(tmp_path, stop):
-    options = {"per_epoch": 3, "initial_epoch": 5, "epochs": 8}
-    whole, numbers, _ = fit(**options)
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), **options)
-    model, rest, _ = fit(Checkpoint(tmp_path, 1), **options)
-    assert rest == numbers[stop:]
-    require_equal(model, whole)
+def test_steps_go_on_where_the_pass_was(tmp_path, options, n_steps, stops):
+    whole, numbers, history = fit(**options)
+    assert len(numbers) == n_steps
+    for stop in stops:
+        folder = tmp_path / f"{stop}"
+        fit(Checkpoint(folder, 1), Act(stop, interrupt), **options)
+        model, rest, continued = fit(Checkpoint(folder, 1), **options)
+        assert rest == numbers[stop:], stop
+        require_equal(model, whole)
+        assert continued["loss"] == history["loss"][-len(continued["loss"]) :], stop
 
 
 def test_batches_of_another_size_than_fit_begins_with(tmp_path):
@@ -90,17 +87,6 @@ def test_batches_of_another_size_than_fit_begins_with(tmp_path):
     model, rest = fit_batches(8, Checkpoint(tmp_path, 1))  # 3 steps: fewer than were made
     assert rest[:2] == numbers[4:6] == [4, 5]
     assert int(model.optimizer.iterations) == 4 + len(rest)
-
-
-def test_a_dataset_of_known_length(tmp_path):
-    def data(x, y):
-        return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-
-    whole, numbers, _ = fit(data=data, per_epoch=3)
-    fit(Checkpoint(tmp_path, 1), Act(5, interrupt), data=data, per_epoch=3)
-    model, rest, _ = fit(Checkpoint(tmp_path, 1), data=data, per_epoch=3)
-    assert rest == numbers[5:]
-    require_equal(model, whole)
 
 
 def test_an_epoch_that_became_shorter_has_a_step_left():

@@ -1,12 +1,18 @@
-"""The arithmetic of global batches: every sample once, slices in rank order, clear refusals."""
+"""The arithmetic of global batches, and StepCount: an integer that is looked up at each use."""
 
+import copy
+import math
+import numbers
+import pickle
+
+import keras
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfscale.config import ConfigError, check_integer
-from tfscale.data.slices import BatchSlices, check_slices, epoch_order
+from tfscale.data.slices import BatchSlices, StepCount, check_slices, epoch_order
 
 SIZES = st.integers(1, 9)
 
@@ -20,28 +26,18 @@ def test_ranks_together_serve_what_one_process_serves(size, local, samples, drop
     batch_size = size * local
     alone = BatchSlices(samples, batch_size, drop_remainder=drop)
     together = all_ranks(samples, batch_size, size, drop)
+    served = []
     for step in range(alone.steps):
         pieces = [s.bounds(step) for s in together if step < s.steps]
         assert all(start < stop for start, stop in pieces)
         assert [stop for _, stop in pieces[:-1]] == [start for start, _ in pieces[1:]]
         assert (pieces[0][0], pieces[-1][1]) == alone.bounds(step)
-    assert max(s.steps for s in together) == alone.steps
-
-
-@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
-def test_without_drop_remainder_each_sample_is_served_once(size, local, samples):
-    ranks = all_ranks(samples, size * local, size, drop_remainder=False)
-    served = [range(*s.bounds(step)) for s in ranks for step in range(s.steps)]
-    assert sorted(position for piece in served for position in piece) == list(range(samples))
-    assert max(s.steps for s in ranks) - min(s.steps for s in ranks) <= 1
-
-
-@given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
-def test_full_batches_are_shared_equally(size, local, samples):
-    ranks = all_ranks(samples, size * local, size, drop_remainder=True)
-    assert {s.steps for s in ranks} == {samples // (size * local)}
-    for s in ranks:
-        assert all(stop - start == local for start, stop in map(s.bounds, range(s.steps)))
+        if step < samples // batch_size:
+            assert {stop - start for start, stop in pieces} == {local} and len(pieces) == size
+        served += range(*alone.bounds(step))
+    assert served == list(range(samples - samples % batch_size * drop))
+    steps = {s.steps for s in together}
+    assert max(steps) == alone.steps and max(steps) - min(steps) <= (not drop)
 
 
 @given(size=SIZES, local=st.integers(1, 7), samples=st.integers(1, 200))
@@ -118,3 +114,45 @@ def test_integers_only(value):
 
 def test_numpy_integers_pass():
     assert check_integer("batch_size", np.int64(8), 1) == 8
+
+
+def test_follows_its_value():
+    count = StepCount(4)
+    kept = count
+    assert list(range(kept)) == [0, 1, 2, 3]
+    count.value = 2
+    assert list(range(kept)) == [0, 1]
+    assert (kept or -1) is count
+    count.value = 0
+    assert (kept or -1) == -1
+
+
+def test_behaves_as_an_integer():
+    count = StepCount(12)
+    assert isinstance(count, numbers.Integral)
+    assert (int(count), float(count), repr(count), f"{count:03d}", "%d" % count) == (  # noqa: UP031
+        12, 12.0, "12", "012", "12",
+    )  # fmt: skip
+    assert count == 12 and count == 12 and count != 11 and count == StepCount(12)
+    assert count > 0 and count > 0 and count >= 12 and count <= 12 and not count < 12
+    assert (count + 1, 1 + count, count - 2, 14 - count, -count) == (13, 13, 10, 2, -12)
+    assert (count * 2, 24 / count, count // 5, 26 % count, count / 8) == (24, 2.0, 2, 2, 1.5)
+    assert math.log10(StepCount(100)) == 2 and np.log10(StepCount(100)) == 2
+    assert min(2, count) == 2 and np.asarray(count) == 12
+    assert copy.deepcopy(count) == 12 and pickle.loads(pickle.dumps(count)) == 12
+
+
+def test_is_not_hashable_as_it_changes():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(StepCount(1))
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_progress_bar_shows_the_present_value(verbose, capsys):
+    count = StepCount(4)
+    bar = keras.utils.Progbar(target=count, verbose=verbose)
+    count.value = 12
+    for step in range(1, 13):
+        bar.update(step, [("loss", 1.0)])
+    shown = capsys.readouterr().out
+    assert "12/12" in shown and "/4" not in shown
