@@ -40,6 +40,7 @@ Communicator Communicator::ForRanks(const Communicator& parent, const std::vecto
   MPI_Group_free(&chosen);
   MPI_Group_free(&all);
   std::vector<int> hosts;
+  hosts.reserve(ranks.size());
   for (int rank : ranks) hosts.push_back(parent.hosts().HostOf(rank));
   return {comm, HostLayout(hosts)};
 }

@@ -102,6 +102,7 @@ void Reduction::Add(const std::vector<const void*>& sources, char* out, size_t c
                     double scale) {
   channel_.workers->For(count, kGrain, [&](size_t begin, size_t end) {
     std::vector<const void*> parts;
+    parts.reserve(sources.size());
     for (const void* source : sources) {
       parts.push_back(static_cast<const char*>(source) + begin * element_);
     }
@@ -205,6 +206,7 @@ void Reduction::ExchangeSegments() {
   }
   if (is_allreduce()) {
     std::vector<size_t> cuts;
+    cuts.reserve(segments_.size() + 1);
     for (const Segment& segment : segments_) cuts.push_back(segment.begin * element_);
     cuts.push_back(total_ * element_);
     spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kResult,
