@@ -86,7 +86,7 @@ def test_two_chunks_and_two_replicated_layers_take_six_collectives(measured):
 
 
 def exchanges():
-    """Return what is measured, by name; groups of two ranks each."""
+    """Return the measured exchanges by name; groups have two ranks each."""
     sharded, whole = tfscale.Sharded(dense="weights"), tfscale.Allreduce()
     return {
         "chunked": tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),

@@ -12,6 +12,7 @@ from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses
 from tfscale.comm import mpi_files
 from tfscale.launcher.mpi_command import find_mpi
 
+# Open MPI names its files and variables otherwise; CI has MPICH, so nothing is skipped there.
 mpich_only = pytest.mark.skipif(
     (find_mpi() or pytest.fail("no MPI")).kind != "mpich", reason="names and variables are MPICH's"
 )

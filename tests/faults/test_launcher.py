@@ -93,6 +93,7 @@ def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
 @pytest.mark.parametrize("pause_s", [0.3, 1.0, 2.5])
 def test_a_stop_while_ranks_start(tmp_path, pause_s):
     """Python of `tfscale run`, mpiexec, or TensorFlow of the ranks is being loaded."""
+    # The ranks sleep until the stop ends them: one that ignored it would be noticed.
     script = "import tensorflow, tfscale; tfscale.init(); import time; time.sleep(100)"
     with Job(tmp_path, script, options=("--restarts", "3")) as job:
         time.sleep(pause_s)
@@ -139,7 +140,8 @@ def test_a_flood_of_output(tmp_path):
     assert 0 < peak_mb < 200_000  # in units of 1024 bytes
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
+# A namespace of process ids needs root, which CI has.
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root")
 @pytest.mark.timeout(START_S)
 def test_the_launcher_is_process_1_of_a_container(tmp_path):
     """It gets orphans, has no default handlers of signals, and its end is that of all."""

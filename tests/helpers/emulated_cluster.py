@@ -35,7 +35,7 @@ def link_bytes() -> np.ndarray:
 
 
 def run_on_cluster(module, n_nodes, size, folder):
-    """Run `python -m module RESULT` on links of 2 Gbit/s; return what rank 0 wrote as JSON."""
+    """Run `python -m module RESULT` on links of 2 Gbit/s; return the JSON that rank 0 wrote."""
     require_cluster()
     name = f"test{os.getpid()}"
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))

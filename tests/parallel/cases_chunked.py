@@ -186,7 +186,7 @@ def values_of(model):
 
 
 def look_at(model):
-    """Return what a user may do between two steps: evaluate, predict, read."""
+    """Return actions of users between two steps: evaluate, predict, read."""
     (x,), (y,) = samples(1)
     traced = tf.function(lambda: tf.add_n([tf.reduce_sum(v.value) for v in model.weights]))
     loss = model.evaluate(x, y, batch_size=BATCH, verbose=0)

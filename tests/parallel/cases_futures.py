@@ -204,7 +204,7 @@ def num_failed() -> int:
 
 
 def post_without_last_rank(*posts: Posts) -> str:
-    """Post on all ranks but the last, which stops; return what it is called."""
+    """Post on all ranks but the last, which stops; return the name of the collective."""
     last = tfscale.size() - 1
     for each in posts:
         each.run(tf.constant(1.0))

@@ -1,4 +1,4 @@
-"""What Horovod's Keras tests and scripts made for Horovod rely on."""
+"""Behaviour that Horovod's Keras tests and scripts for Horovod rely on."""
 
 from __future__ import annotations
 

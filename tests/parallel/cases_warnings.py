@@ -1,4 +1,4 @@
-"""What ranks are told of: training apart unawares, on the same samples, from other weights."""
+"""Warnings of ranks that exchange nothing, or train on equal samples or from unequal weights."""
 
 from __future__ import annotations
 

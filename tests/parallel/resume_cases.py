@@ -1,4 +1,4 @@
-"""What the ranks of `test_resume` do; a folder is in the environment."""
+"""Cases that `test_resume` runs on ranks; the environment names their folder."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back to optimizers, data and callbacks, and in which order they stand."""
+"""State that a checkpoint restores in optimizers, data and callbacks, and the callbacks' order."""
 
 import logging
 

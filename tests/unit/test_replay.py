@@ -192,6 +192,7 @@ def test_jobs_that_die_or_are_silent(tmp_path, monkeypatch, one_process):
     assert list(found) == cells
     assert "no memory left" in found["lstm/auto/2"]["error"]
     assert all("error" not in found[cell] for cell in cells if cell != "lstm/auto/2")
+    # Longer than the limit of a cell, which the recorder must end.
     replay.RECORDER.write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(replay, "SILENCE_S", 0.5)
     assert "no cell within" in record(tmp_path, cells[:1])["vgg/auto/2"]["error"]

@@ -24,7 +24,7 @@ def gather(
     callbacks: Sequence[str] | None,
     process_set: ProcessSet = global_process_set,
 ) -> list[dict[str, Any]]:
-    """Return what each rank says about the training that it begins. Collective.
+    """Return the descriptions that all ranks give of the training they begin. Collective.
 
     A rank calls this when a `fit` with tfscale callbacks begins, or else, with None for their
     names, in the first step of a DistributedOptimizer. Both are one collective, so that ranks which
