@@ -55,6 +55,7 @@ _NAMES_BY_MODULE = {
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),
     "keras": ("elastic",),
+    "transparent.distribute": ("distribute",),
     "optimizer.distributed": ("DistributedOptimizer", "PartialDistributedOptimizer"),
     "optimizer.saving": ("load_model",),
     "optimizer.scalable_schedule": ("ScalableSchedule",),

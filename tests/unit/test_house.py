@@ -26,6 +26,7 @@ ROOMS = (
     "fit",
     "checkpoints",
     "callbacks",
+    "transparent",
     "launcher",
     "keras",
 )

@@ -115,11 +115,16 @@ class MetricAverageCallback(Callback):
         model = self.model
 
         def of_all_ranks(results: Any) -> dict[str, Any]:
-            logs = _scalars(results)
-            _average_logs(model, logs, {"": _Snapshot.of(model)})
-            return logs
+            return metrics_of_all_ranks(model, results)
 
         replace_results(model, of_all_ranks)
+
+
+def metrics_of_all_ranks(model: keras.Model, results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of a step over the rows of all ranks, given this rank's. Collective."""
+    logs = _scalars(results)
+    _average_logs(model, logs, {"": _Snapshot.of(model)})
+    return logs
 
 
 @dataclasses.dataclass(frozen=True)

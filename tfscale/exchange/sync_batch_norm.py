@@ -51,35 +51,62 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return self._process_set is not before
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        group = self._process_set.group()
-        if group.size == 1 or group.rank < 0:
-            return super()._moments(inputs, mask)
-        mean, variance = super()._moments(inputs, mask)
-        wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
-        count = tf.cast(self._n_samples(inputs, mask), wide)
-        # Without a sample the mean is NaN, which weight zero would not remove.
-        mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
-        flat = [tf.reshape(tf.cast(x, wide), [-1]) for x in (mean, variance, count)]
-        own = tf.concat(flat, axis=0)
-        rows = allgather(
-            own[tf.newaxis], gradient="adjoint", process_set=self._process_set, name=self.path
-        )
-        rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
-        n_channels = mean.shape.num_elements()
-        means, variances, counts = tf.split(rows, [n_channels, n_channels, 1], axis=1)
-        weights = counts / tf.reduce_sum(counts)
-        common = tf.reduce_sum(weights * means, axis=0)
-        spread = variances + tf.math.squared_difference(means, common)
-        total = tf.reduce_sum(weights * spread, axis=0)
-        return (
-            tf.cast(tf.reshape(common, mean.shape), mean.dtype),
-            tf.cast(tf.reshape(total, variance.shape), variance.dtype),
-        )
+        return global_moments(self, inputs, mask, super()._moments(inputs, mask), self._process_set)
 
-    def _n_samples(self, inputs: Any, mask: Any) -> tf.Tensor:
-        """Return the number of values in each channel's statistics."""
-        if mask is None:
-            return tf.size(inputs) // tf.shape(inputs)[self.axis]
-        weights = tf.cast(mask, tf.float32)
-        per_entry = tf.size(inputs) // tf.shape(inputs)[self.axis] // tf.size(weights)
-        return tf.reduce_sum(weights) * tf.cast(per_entry, tf.float32)
+
+def global_moments(
+    layer: Any,
+    inputs: Any,
+    mask: Any,
+    local: tuple[Any, Any],
+    process_set: ProcessSet,
+    weight: tf.Tensor | None = None,
+) -> tuple[Any, Any]:
+    """Return mean and variance of all ranks' inputs of a BatchNormalization, given the local ones.
+
+    `weight` is that with which this rank's gradients will be multiplied: those that other ranks
+    send must have their ranks' weights instead. Collective, where the process set has several
+    ranks.
+    """
+    group = process_set.group()
+    if group.size == 1 or group.rank < 0:
+        return local
+    mean, variance = local
+    wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
+    count = tf.cast(_n_samples(layer, inputs, mask), wide)
+    # Without a sample the mean is NaN, which weight zero would not remove.
+    mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
+    flat = [tf.reshape(tf.cast(x, wide), [-1]) for x in (mean, variance, count)]
+    own = tf.concat(flat, axis=0)
+    if weight is not None:
+        weight = tf.cast(weight, wide)
+        own = _with_gradient_times(own, tf.math.divide_no_nan(tf.ones_like(weight), weight))
+    rows = allgather(own[tf.newaxis], gradient="adjoint", process_set=process_set, name=layer.path)
+    rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
+    if weight is not None:
+        rows = _with_gradient_times(rows, weight)
+    n_channels = mean.shape.num_elements()
+    means, variances, counts = tf.split(rows, [n_channels, n_channels, 1], axis=1)
+    weights = counts / tf.reduce_sum(counts)
+    common = tf.reduce_sum(weights * means, axis=0)
+    spread = variances + tf.math.squared_difference(means, common)
+    total = tf.reduce_sum(weights * spread, axis=0)
+    return (
+        tf.cast(tf.reshape(common, mean.shape), mean.dtype),
+        tf.cast(tf.reshape(total, variance.shape), variance.dtype),
+    )
+
+
+@tf.custom_gradient
+def _with_gradient_times(values: tf.Tensor, factor: tf.Tensor) -> Any:
+    """Return the values; their gradient is multiplied by a factor."""
+    return tf.identity(values), lambda gradient: (gradient * factor, None)
+
+
+def _n_samples(layer: Any, inputs: Any, mask: Any) -> tf.Tensor:
+    """Return the number of values in each channel's statistics."""
+    if mask is None:
+        return tf.size(inputs) // tf.shape(inputs)[layer.axis]
+    weights = tf.cast(mask, tf.float32)
+    per_entry = tf.size(inputs) // tf.shape(inputs)[layer.axis] // tf.size(weights)
+    return tf.reduce_sum(weights) * tf.cast(per_entry, tf.float32)

@@ -287,7 +287,18 @@ def _first_weights(model: Any, callbacks: set[str]) -> str:
     return first_step.digest_of(distributed, variables)
 
 
+_expects_equal_data = False  # whether all ranks read the same batches, and cut them in the step
+
+
+def expect_equal_data(is_expected: bool) -> None:
+    """Set whether ranks are to be given the same samples; else they are warned of."""
+    global _expects_equal_data
+    _expects_equal_data = is_expected
+
+
 def _warn_of_equal_samples(digests: list[str]) -> None:
+    if _expects_equal_data:
+        return
     for digest in {d for d in digests if d and digests.count(d) > 1}:
         ranks = [rank for rank, other in enumerate(digests) if other == digest]
         if runtime.rank() == ranks[0]:

@@ -19,6 +19,7 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
+from tfscale.data.shares import weigh
 from tfscale.exchange.base import Exchange, Watch, load, resolve
 from tfscale.exchange.executor import Executor
 from tfscale.exchange.local_sgd import LocalSGD
@@ -162,6 +163,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         variables = self._built_for() if trainable_variables is None else list(trainable_variables)
         self._built(variables)
         self._compare_ranks(variables)
+        grads = weigh(grads)
         if self._self_accumulator is None:
             self._exchange_and_update(list(grads), variables)
             return

@@ -86,10 +86,34 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
 
         if sharded_states(model):
             save_together(model, filepath, write, what)
+        elif _is_written_once:
+            on_first_rank(write, what)
         else:
             write()
 
     return safe_save
+
+
+_is_written_once = False  # whether all ranks call saves, and rank 0 writes for all
+
+
+def write_on_first_rank(is_written_once: bool) -> None:
+    """Set whether saves are called on all ranks and written by rank 0."""
+    global _is_written_once
+    _is_written_once = is_written_once
+
+
+def on_first_rank(write: Callable[[], None], what: str) -> None:
+    """Write on rank 0; return on all ranks when it is done, or has failed. Collective."""
+    error = ""
+    try:
+        if runtime.rank() == 0:
+            write()
+    except Exception as failure:
+        error = f"rank 0: {type(failure).__name__}: {failure}"
+    error = objects.broadcast_object(error, 0, name=what)
+    if error:
+        raise ExchangeError(f"Files must be written. Received: {error}")
 
 
 def save_beside(

@@ -1,0 +1,131 @@
+"""Shares of global batches: the rows that this rank computes within a traced or eager step.
+
+With `tfscale.distribute` every rank reads whole global batches, as one process would, and its step
+cuts out the rank's own rows. What averages over the rows of a batch (losses, gradients, metrics of
+scalars) needs the share's weight, because the shares of a batch may differ by one row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm import runtime
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's rows of one global batch: integers, or tensors where the length is not static.
+
+    Attributes:
+        start: First row.
+        rows: Number of rows, 0 or more.
+        total: Rows of the global batch.
+    """
+
+    start: Any
+    rows: Any
+    total: Any
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to have equally many rows."""
+        return isinstance(self.total, int) and self.total % runtime.size() == 0
+
+    def weight(self, dtype: Any) -> tf.Tensor:
+        """Return rows / (total / size), the weight of this rank's mean in the mean over ranks."""
+        return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
+
+    def cut(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part of rows, one or several for each row of the global batch."""
+        length = rows.shape[0]
+        if length is None:
+            length = tf.shape(rows)[0]
+        per_row = length // self.total
+        return rows[self.start * per_row : (self.start + self.rows) * per_row]
+
+
+_entered: list[Share] = []  # of the steps being traced or run, innermost last
+
+
+def current() -> Share | None:
+    """Return the share of the step being traced or run; None outside of steps."""
+    return _entered[-1] if _entered else None
+
+
+@contextlib.contextmanager
+def entering(share: Share) -> Iterator[None]:
+    """Make a share the current one within a block."""
+    _entered.append(share)
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
+def share_of(batch: Any) -> Share | None:
+    """Return this rank's share of a global batch; None for a batch without rows.
+
+    The first tensor with rows tells their number. Earlier ranks have one row more if the number of
+    ranks does not divide it; with fewer rows than ranks the last ranks have none.
+    """
+    first = next((leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)), None)
+    if first is None:
+        return None
+    total = first.shape[0]
+    total = tf.shape(first)[0] if total is None else int(total)
+    n_ranks, rank = runtime.size(), runtime.rank()
+    share, longer = total // n_ranks, total % n_ranks
+    lower = min if isinstance(total, int) else tf.minimum
+    more = int(rank < longer) if isinstance(total, int) else tf.cast(rank < longer, tf.int32)
+    return Share(rank * share + lower(rank, longer), share + more, total)
+
+
+def cut(batch: Any, share: Share) -> Any:
+    """Return this rank's rows of all tensors of a batch; other values are unchanged."""
+
+    def rows_of(leaf: Any) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            begin = [share.start] + [0] * (leaf.shape.rank - 1)
+            size = tf.concat([[share.rows], tf.shape(leaf, tf.int32)[1:]], 0)
+            return tf.sparse.slice(leaf, begin, tf.cast(size, tf.int64))
+        if not isinstance(share.total, int) and isinstance(leaf, tf.Tensor):
+            length = tf.debugging.assert_equal(tf.shape(leaf)[0], share.total, _UNEQUAL)
+            with tf.control_dependencies([] if length is None else [length]):
+                leaf = tf.identity(leaf)
+        elif leaf.shape[0] not in (None, share.total):
+            raise ValueError(f"{_UNEQUAL} Received: {leaf.shape[0]} and {share.total} rows.")
+        return leaf[share.start : share.start + share.rows]
+
+    return keras.tree.map_structure(rows_of, batch)
+
+
+_UNEQUAL = "All tensors of a batch must have as many rows, which the ranks share."
+
+
+def weigh(gradients: Sequence[Any]) -> list[Any]:
+    """Multiply gradients by the weight of the current share, where it may differ from 1."""
+    share = current()
+    if share is None or share.is_even:
+        return list(gradients)
+    return [None if g is None else _times(g, share) for g in gradients]
+
+
+def _times(gradient: Any, share: Share) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _times(gradient.values, share)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    weight = share.weight(gradient.dtype)
+    # A rank without rows may have a mean of nothing, which is NaN. Most steps are even.
+    return tf.cond(weight == 1, lambda: gradient, lambda: tf.math.multiply_no_nan(gradient, weight))
+
+
+def _has_rows(leaf: Any) -> bool:
+    return getattr(leaf, "shape", None) is not None and len(leaf.shape) > 0

@@ -1,0 +1,95 @@
+"""Patches of Keras's classes and modules, for `tfscale.distribute`, and the way to undo them.
+
+Private names used here, checked with Keras 3.10 and 3.15: the attributes `train_step`, `test_step`
+and `predict_step` of one model; `BatchNormalization._moments`;
+`keras.src.losses.loss.reduce_weighted_values` and `apply_mask`; the functions of
+`keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.losses import loss as keras_losses
+
+_MISSING = object()
+# Draws whose first argument is the shape of the result.
+_SHAPED = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomial", "beta")
+
+Wrap = Callable[[Any], Any]
+
+
+class Patches:
+    """Replaced attributes of classes and modules; `undo` restores what was there before."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def wrap(self, owner: Any, name: str, wrap: Wrap) -> None:
+        """Replace a function by `wrap(function)`, under its own name and signature."""
+        before = getattr(owner, name)
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, functools.wraps(before)(wrap(before)))
+
+    def undo(self) -> None:
+        """Restore all attributes, the last one first."""
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    # Places of Keras.
+
+    def wrap_model(self, **wraps: Wrap) -> None:
+        """Wrap methods of all models."""
+        vars_of_model = vars(keras.Model)
+        if "fit" in vars_of_model:  # a warning of the first `fit` waits there
+            del keras.Model.fit
+        for name, wrap in wraps.items():
+            self.wrap(keras.Model, name, wrap)
+
+    def wrap_moments(self, wrap: Wrap) -> None:
+        """Wrap the method (self, inputs, mask) with which BatchNormalization sees a batch."""
+        self.wrap(keras.layers.BatchNormalization, "_moments", wrap)
+
+    def wrap_reduction(self, wrap: Wrap) -> None:
+        """Wrap `reduce_weighted_values`, with which all losses make a number of their values."""
+        self.wrap(keras_losses, "reduce_weighted_values", wrap)
+
+    def wrap_means(self, wrap: Wrap) -> None:
+        """Wrap the method `update_state` (self, values, sample_weight) of the metric Mean."""
+        self.wrap(keras.metrics.Mean, "update_state", wrap)
+
+    def wrap_draws(self, shaped: Wrap, dropout: Wrap, categorical: Wrap) -> None:
+        """Wrap the draws of random numbers: of a shape, of dropout, and of logits."""
+        for name in _SHAPED:
+            self.wrap(keras_random, name, shaped)
+        self.wrap(keras_random, "dropout", dropout)
+        self.wrap(keras_random, "categorical", categorical)
+
+
+def weights_with_mask(sample_weight: Any, mask: Any, dtype: Any) -> Any:
+    """Return the product of sample weights and mask, of which either may be None, not both."""
+    return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction="sum")
+
+
+def arguments_of(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, those with defaults included, without `self`."""
+    given = inspect.signature(method).bind(*args, **kwargs)
+    given.apply_defaults()
+    named = dict(given.arguments)
+    named.pop("self")
+    named |= named.pop("kwargs", {})
+    return named
+
+
+def metrics_in_order(model: keras.Model, results: dict[str, Any]) -> Any:
+    """Return results as `train_on_batch` does: a number, or a list in the order of the metrics."""
+    return model._flatten_metrics_in_order(results)

@@ -1,0 +1,1 @@
+"""Training of unchanged Keras scripts on all ranks: `tfscale.distribute`."""

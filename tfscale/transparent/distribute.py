@@ -1,0 +1,342 @@
+"""`tfscale.distribute`: from then on, Keras's models train on all ranks as they do on one process.
+
+Each patch calls public parts of tfscale, which a script may use itself instead:
+
+* `fit` gets `callbacks.Synchronize` and wraps optimizers in `DistributedOptimizer`;
+* every rank reads the same global batches, and a step computes the rank's rows (`steps.py`);
+* `evaluate`, `train_on_batch` and `test_on_batch` return metrics of all rows, `predict` all rows;
+* callbacks that write run on rank 0 (`callbacks.RankZero`), and so does `model.save`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, RankZero, Synchronize
+from tfscale.callbacks.metric_average import metrics_of_all_ranks
+from tfscale.comm import objects, runtime
+from tfscale.comm.start import init
+from tfscale.config import ConfigError, ExchangeError, require
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.exchange.base import resolve
+from tfscale.fit import agreement
+from tfscale.fit.preparation import prepare
+from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
+from tfscale.internals.keras import wrap_once
+from tfscale.internals.optimizers import is_wrapped, optimizers_of, update_rule
+from tfscale.optimizer.distributed import DistributedOptimizer
+from tfscale.optimizer.saving import make_saves_safe, on_first_rank, write_on_first_rank
+from tfscale.transparent import steps
+
+BatchNorm = Literal["global", "local"]
+
+_WRITING = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
+# Packages whose callbacks write or send, and leave the model as it is.
+_WRITING_PACKAGES = ("wandb", "mlflow", "tqdm", "comet_ml", "neptune", "clearml", "dvclive", "aim")
+_COMPARED_BATCHES = 2
+_DIGEST_BYTES = 1 << 26  # of one array; of larger ones, rows at equal distances
+_PARTS = ("train_step", "test_step", "predict_step")
+_running: Distributed | None = None
+
+
+def distribute(
+    *,
+    exchange: Any = "allreduce",
+    batch_norm: BatchNorm = "global",
+    seed: int | None = None,
+    all_output: bool = False,
+) -> Distributed:
+    """Let this script's Keras models train on all ranks as they would in one process.
+
+    Call it before models are compiled, or start the script by `tfscale run --distribute`. It joins
+    the job. `fit`, `evaluate`, `predict`, `train_on_batch`, `test_on_batch` and `predict_on_batch`
+    then mean on all ranks together what they mean in one process: `batch_size` counts the samples
+    of all ranks, metrics are those of all samples, and files are written once. Every rank must run
+    the same script on the same data. Repeated calls do nothing. In one process only the seed is
+    set.
+
+    Collective: all ranks must call this.
+
+    Args:
+        exchange: As for `DistributedOptimizer`.
+        batch_norm: "global" normalises with the statistics of the whole batch, as one process
+            does; "local" with those of each rank's rows, which saves a message per layer and gives
+            other results.
+        seed: Seed of Python, NumPy, TensorFlow and Keras on all ranks; None draws one.
+        all_output: Whether ranks other than 0 print, too. Standard error is never touched.
+
+    Returns:
+        An object whose `undo()` restores Keras, except for optimizers that were wrapped.
+
+    Raises:
+        ConfigError: An argument is invalid.
+        ExchangeError: The ranks cannot communicate.
+    """
+    global _running
+    allowed = get_args(BatchNorm)
+    require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
+    resolve(exchange)
+    init()
+    drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+    keras.utils.set_random_seed(objects.broadcast_object(drawn, 0, name="seed"))
+    if _running is None:
+        _running = Distributed(exchange, batch_norm, all_output)
+    return _running
+
+
+class Distributed:
+    """The patches of `tfscale.distribute`, which `undo` takes back."""
+
+    def __init__(self, exchange: Any, batch_norm: BatchNorm, all_output: bool) -> None:
+        self._exchange, self._patches = exchange, Patches()
+        self._models: weakref.WeakKeyDictionary[keras.Model, steps.FirstBatches]
+        self._models = weakref.WeakKeyDictionary()
+        self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
+        self._stdout: int | None = None
+        if runtime.size() == 1:
+            return
+        steps.patch(self._patches, batch_norm)
+        self._patches.wrap_model(
+            fit=self._fit,
+            evaluate=self._evaluate,
+            predict=self._predict,
+            train_on_batch=self._on_batch,
+            test_on_batch=self._on_batch,
+            predict_on_batch=self._predict_on_batch,
+            save=_saving_once,
+            save_weights=_saving_once,
+            export=_exporting_once,
+        )
+        self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
+        agreement.expect_equal_data(True)
+        write_on_first_rank(True)
+        if runtime.rank() > 0 and not all_output:
+            self._drop_output()
+
+    def undo(self) -> None:
+        """Restore Keras, and the standard output of this rank. Compile models again afterwards."""
+        global _running
+        _running = None
+        self._patches.undo()
+        agreement.expect_equal_data(False)
+        write_on_first_rank(False)
+        for model in self._models:
+            for name in (*_PARTS, "save", "save_weights"):
+                vars(model).pop(name, None)
+            model.train_function = model.test_function = model.predict_function = None
+        if self._stdout is not None:
+            sys.stdout.flush()
+            os.dup2(self._stdout, 1)
+            os.close(self._stdout)
+            self._stdout = None
+
+    def _drop_output(self) -> None:
+        sys.stdout.flush()
+        self._stdout = os.dup(1)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.close(nothing)
+
+    # Models.
+
+    def _prepare(self, model: keras.Model) -> steps.FirstBatches:
+        """Let the steps of a model compute shares; return the comparison of its batches."""
+        if model not in self._models:
+            self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
+            nothing: Callable[[Any], None] = lambda batch: None  # noqa: E731
+            wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
+            wrap_once(model, "test_step", lambda step: steps.on_share(step, nothing))
+            wrap_once(model, "predict_step", steps.on_all_rows)
+            model.train_function = model.test_function = model.predict_function = None
+        return self._models[model]
+
+    def _prepare_training(self, model: keras.Model) -> steps.FirstBatches:
+        """Prepare a model, and wrap its optimizers."""
+        compare = self._prepare(model)
+        for name, value in list(vars(model).items()):
+            if isinstance(value, keras.optimizers.Optimizer) and not is_wrapped(value):
+                setattr(model, name, DistributedOptimizer(value, exchange=self._exchange))
+        self._updated_by.update(update_rule(o) for o in optimizers_of(model) if is_wrapped(o))
+        return compare
+
+    def _apply(self, apply: Any) -> Any:
+        def apply_inside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            rule = update_rule(optimizer)
+            if rule not in self._updated_by:
+                raise ConfigError(
+                    "tfscale.distribute knows the optimizers of compiled models, those that a "
+                    "model has as attributes included, in fit and train_on_batch. Received: "
+                    f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
+                    "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
+                    "train_step, instead of tfscale.distribute: see docs/distribute.md."
+                )
+            return apply(optimizer, *args, **kwargs)
+
+        return apply_inside
+
+    # Keras's methods.
+
+    def _fit(self, fit: Any) -> Any:
+        def fit_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(fit, model, *args, **kwargs)
+            self._prepare_training(model).expect()
+            _require_equal_arguments(given, "fit")
+            given["callbacks"] = arrange(given["callbacks"])
+            return fit(model, **given)
+
+        return fit_together
+
+    def _evaluate(self, evaluate: Any) -> Any:
+        def evaluate_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(evaluate, model, *args, **kwargs)
+            if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
+                self._prepare(model)
+                _require_equal_arguments(given, "evaluate")
+                given["callbacks"] = [MetricAverageCallback(), *_listed(given["callbacks"])]
+            return evaluate(model, **given)
+
+        return evaluate_together
+
+    def _predict(self, predict: Any) -> Any:
+        def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(predict, model, *args, **kwargs)
+            self._prepare(model)
+            _require_equal_arguments(given, "predict")
+            return predict(model, **given)
+
+        return predict_together
+
+    def _on_batch(self, on_batch: Any) -> Any:
+        def on_batch_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(on_batch, model, *args, **kwargs)
+            as_dict, given["return_dict"] = given["return_dict"], True
+            if "class_weight" in given:
+                self._prepare_training(model).expect()
+                prepare(model)
+            else:
+                self._prepare(model)
+            results = metrics_of_all_ranks(model, on_batch(model, **given))
+            return results if as_dict else metrics_in_order(model, results)
+
+        return on_batch_together
+
+    def _predict_on_batch(self, predict_on_batch: Any) -> Any:
+        def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            self._prepare(model)
+            return predict_on_batch(model, *args, **kwargs)
+
+        return predict_together
+
+
+# Saves.
+
+
+def _saving_once(save: Any) -> Any:
+    def save_once(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        name = save.__name__
+        if name in vars(model):  # the safe save calls this one
+            return save(model, *args, **kwargs)
+        make_saves_safe(model)
+        return getattr(model, name)(*args, **kwargs)
+
+    return save_once
+
+
+def _exporting_once(export: Any) -> Any:
+    def export_once(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        on_first_rank(lambda: export(model, *args, **kwargs), "model.export")
+
+    return export_once
+
+
+# Callbacks.
+
+
+def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Return the callbacks of a script as several ranks need them.
+
+    Those that restore come first, then `Synchronize`, then the script's own in their order. Those
+    that write run on rank 0.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        raise ConfigError(
+            "Callbacks must be given to fit in a list under tfscale.distribute. Received: a "
+            "CallbackList. Pass its callbacks."
+        )
+    first: list[Any] = []
+    others: list[Any] = []
+    for callback in _listed(callbacks):
+        if type(callback) is keras.callbacks.BackupAndRestore:
+            options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
+            first.append(BackupAndRestore(callback.backup_dir, *options))
+        elif isinstance(callback, BackupAndRestore):
+            first.append(callback)
+        else:
+            others.append(RankZero(callback) if _only_writes(callback) else callback)
+    synchronizes = any(isinstance(callback, Synchronize) for callback in others)
+    return [*first, *([] if synchronizes else [Synchronize()]), *others]
+
+
+def _only_writes(callback: Any) -> bool:
+    package = type(callback).__module__.partition(".")[0]
+    return isinstance(callback, _WRITING) or package in _WRITING_PACKAGES
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+# Arguments of the ranks.
+
+
+def _require_equal_arguments(given: dict[str, Any], method: str) -> None:
+    """Compare arrays and plain settings over ranks. Collective."""
+    if isinstance(given.get("x"), GlobalBatches):
+        raise ConfigError(
+            f"tfscale.distribute cuts batches itself. Received: x=GlobalBatches in {method}. Pass "
+            "the arrays or the dataset, with batch_size for all ranks together."
+        )
+    own = {name: _describe(value) for name, value in given.items() if name != "callbacks"}
+    every = objects.allgather_object(own, name=f"arguments of {method}")
+    for name in own:
+        found = [of_rank.get(name) for of_rank in every]
+        others = [str(rank) for rank, text in enumerate(found) if text != found[0]]
+        if others:
+            raise ExchangeError(
+                f"All ranks must call {method} with the same arguments. Received: other {name} on "
+                f"rank {', '.join(others)} than on rank 0. Read or generate the same data on "
+                "every rank; tfscale.distribute gives each its part."
+            )
+
+
+def _describe(value: Any) -> str:
+    """Return a text that is equal for equal arrays and settings, without reading other data."""
+    if isinstance(value, tf.Tensor):
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return f"{value.shape} {zlib.crc32(str(value.ravel()[:1000].tolist()).encode())}"
+        stride = max(1, value.nbytes // _DIGEST_BYTES) if value.ndim else 1
+        part = np.ascontiguousarray(value[::stride] if value.ndim else value)
+        return f"{value.shape} {value.dtype} {zlib.crc32(part.view(np.uint8))}"
+    if isinstance(value, list | tuple):
+        return str([_describe(item) for item in value[:1000]])
+    if isinstance(value, dict):
+        return str([(str(key), _describe(item)) for key, item in value.items()])
+    plain = isinstance(value, str | int | float | bool | type(None))
+    return repr(value) if plain else type(value).__name__

@@ -1,0 +1,244 @@
+"""What a step on a share of a batch does to give the numbers of a step on the whole batch.
+
+A model's `train_step`, `test_step` and `predict_step` are given whole batches and cut out this
+rank's rows. Within them, and only there,
+
+* losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
+  sums);
+* means of scalars weigh a rank by its rows, and so does the optimizer (`data/shares.py`);
+* BatchNormalization uses the statistics of the whole batch;
+* random numbers are drawn for the whole batch, and each rank takes those of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import collectives
+from tfscale.comm.runtime import Sum, global_process_set
+from tfscale.data import shares
+from tfscale.data.shares import Share
+from tfscale.exchange.sync_batch_norm import global_moments
+from tfscale.internals.classes import Patches, weights_with_mask
+
+_GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.int8, tf.uint8)
+_ARGUMENTS = ("x", "y", "sample_weight")
+_DIGEST_RANGE = 2**62
+
+
+def patch(patches: Patches, batch_norm: str) -> None:
+    """Patch what steps call; without effect outside of steps."""
+    patches.wrap_reduction(_reduced_over_ranks)
+    patches.wrap_means(_weighted_mean)
+    patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)
+    if batch_norm == "global":
+        patches.wrap_moments(_moments_of_all)
+
+
+# The steps of a model.
+
+
+def on_share(step: Callable[[Any], Any], compare: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Make a training or test step of whole batches one of this rank's rows."""
+
+    def step_on_share(batch: Any) -> Any:
+        compare(batch)
+        share = shares.share_of(batch)
+        if share is None:
+            return step(batch)
+        with shares.entering(share):
+            return step(shares.cut(batch, share))
+
+    return step_on_share
+
+
+def on_all_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a predict step compute this rank's rows and return those of all ranks, in order."""
+
+    def step_on_all_rows(batch: Any) -> Any:
+        share = shares.share_of(batch)
+        if share is None:
+            return step(batch)
+        with shares.entering(share):
+            own = step(shares.cut(batch, share))
+        if not all(map(_can_gather, keras.tree.flatten(own))):
+            return step(batch)  # every rank computes all
+        gather = collectives.allgather
+        return keras.tree.map_structure(lambda rows: gather(rows, name="rows of predict"), own)
+
+    return step_on_all_rows
+
+
+def _can_gather(output: Any) -> bool:
+    is_dense = tf.is_tensor(output) and not isinstance(output, tf.RaggedTensor | tf.SparseTensor)
+    return is_dense and output.shape.rank != 0 and output.dtype in _GATHERED
+
+
+class FirstBatches:
+    """Comparison of the first batches of a `fit` between ranks, before they are trained on."""
+
+    def __init__(self, n_batches: int) -> None:
+        self._n_batches = n_batches
+        self._left = tf.Variable(0, trainable=False, dtype=tf.int32)
+
+    def expect(self) -> None:
+        """Compare the batches that come next."""
+        self._left.assign(self._n_batches)
+
+    def __call__(self, batch: Any) -> None:
+        """Require that a batch is the same on all ranks, if it is one of the first."""
+        named = dict(zip(_ARGUMENTS, batch, strict=False)) if isinstance(batch, tuple) else {}
+        parts = (named or {"data": batch}).items()
+        names, leaves = [], []
+        for name, part in parts:
+            for leaf in tf.nest.flatten(part, expand_composites=True):
+                if leaf is not None:
+                    names.append(name)
+                    leaves.append(leaf)
+
+        def compare() -> tf.Tensor:
+            texts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
+            digests = [tf.strings.to_hash_bucket_fast(text, _DIGEST_RANGE) for text in texts]
+            with tf.control_dependencies([self._left.assign_sub(1)]):
+                every = collectives.allgather(tf.stack(digests)[tf.newaxis], name="first batches")
+            return tf.py_function(lambda found: _require_equal(names, found), [every], tf.int32)
+
+        if tf.executing_eagerly():
+            if int(self._left) > 0:
+                compare()
+            return
+        # A stateful op: the step's update, stateful too, comes after it.
+        tf.cond(self._left > 0, compare, lambda: tf.constant(0))
+
+
+def _require_equal(names: Sequence[str], every: tf.Tensor) -> int:
+    """Compare digests, a row for each rank; return 0."""
+    for name, found in zip(names, np.transpose(every.numpy()), strict=True):
+        others = [str(rank) for rank, digest in enumerate(found) if digest != found[0]]
+        if others:
+            # The mark by which `GuardedStep` knows errors of the exchange.
+            raise RuntimeError(
+                f"TFSCALE_FAILED: All ranks must be given the same batches. Received: other {name} "
+                f"on rank {', '.join(others)} than on rank 0. Shuffle by a fixed seed, and read "
+                "the same files in the same order on every rank."
+            )
+    return 0
+
+
+# Losses and metrics.
+
+
+def _reduced_over_ranks(reduce: Any) -> Any:
+    def reduce_over_ranks(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        loss = reduce(values, sample_weight, mask, reduction, dtype)
+        share = shares.current()
+        if share is None or reduction in (None, "none") or len(loss.shape) > 0:
+            return loss
+        # The rank's loss is weighted by rows / (total / size): this is what becomes of a sum.
+        share_of_sum = tf.math.divide_no_nan(
+            tf.cast(share.total, loss.dtype), tf.cast(share.rows, loss.dtype)
+        )
+        if reduction == "sum":
+            return loss * share_of_sum
+        is_weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if mask is None and not is_weighted:
+            return loss
+        weights = weights_with_mask(sample_weight if is_weighted else None, mask, loss.dtype)
+        own = tf.stop_gradient(tf.reduce_sum(tf.cast(weights, loss.dtype)))
+        every = collectives.allreduce(own, op=Sum, name="divisor of loss")
+        return loss * tf.math.divide_no_nan(own, every) * share_of_sum
+
+    return reduce_over_ranks
+
+
+def _weighted_mean(update_state: Any) -> Any:
+    def update(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        share = shares.current()
+        is_scalar = len(getattr(values, "shape", ())) == 0 and not isinstance(values, list | tuple)
+        if share is not None and not share.is_even and sample_weight is None and is_scalar:
+            values = tf.cast(values, self.dtype)
+            sample_weight = share.weight(values.dtype)
+            values = tf.where(sample_weight > 0, values, tf.zeros_like(values))  # of no rows: NaN
+        return update_state(self, values, sample_weight)
+
+    return update
+
+
+def _moments_of_all(moments: Any) -> Any:
+    def moments_of_all(self: Any, inputs: Any, mask: Any) -> Any:
+        share, local = shares.current(), moments(self, inputs, mask)
+        if share is None:
+            return local
+        weight = None if share.is_even else share.weight(tf.float64)
+        return global_moments(self, inputs, mask, local, global_process_set, weight)
+
+    return moments_of_all
+
+
+# Random numbers. Each draw is that of the whole batch, of which a rank takes its rows: a layer's
+# dropout is that of one process. Draws without rows, such as those for weights, are equal anyway.
+
+
+def _drawn_for_all(draw: Any) -> Any:
+    def draw_for_all(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        share = shares.current()
+        if share is None or not _is_of_rows(shape, share):
+            return draw(shape, *args, **kwargs)
+        whole, first, rows = _whole_shape(shape, share)
+        return draw(whole, *args, **kwargs)[first : first + rows]
+
+    return draw_for_all
+
+
+def _dropout_of_all(dropout: Any) -> Any:
+    def dropout_of_all(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+        share = shares.current()
+        if share is None or noise_shape is not None or not _is_of_rows(inputs.shape, share):
+            return dropout(inputs, rate, noise_shape, seed)
+        whole, first, rows = _whole_shape(tf.shape(inputs), share)
+        # As in the whole batch, whose values the dropout multiplies by 0 or 1 / (1 - rate).
+        kept = dropout(tf.ones(whole, inputs.dtype), rate, None, seed)[first : first + rows]
+        return tf.where(kept > 0, inputs * kept, tf.zeros_like(inputs))
+
+    return dropout_of_all
+
+
+def _categorical_of_all(categorical: Any) -> Any:
+    def categorical_of_all(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        share = shares.current()
+        if share is None or not _is_of_rows(logits.shape, share):
+            return categorical(logits, *args, **kwargs)
+        whole, first, rows = _whole_shape(tf.shape(logits), share)
+        after = whole[0] - first - rows
+        padded = tf.pad(logits, [[first, after], [0, 0]])  # row i of the draw depends on i only
+        return categorical(padded, *args, **kwargs)[first : first + rows]
+
+    return categorical_of_all
+
+
+def _is_of_rows(shape: Any, share: Share) -> bool:
+    """Return whether a shape begins with rows of the batch; a static one, if it has as many."""
+    first = shape[0] if len(shape) else 0
+    first = tf.get_static_value(first) if tf.is_tensor(first) else first
+    return first is None or (isinstance(share.rows, int) and int(first) == share.rows)
+
+
+def _whole_shape(shape: Any, share: Share) -> tuple[tf.Tensor, Any, Any]:
+    """Return the shape for the whole batch, the first row of this rank and its number of rows."""
+    shape = tf.convert_to_tensor(shape if tf.is_tensor(shape) else list(shape), tf.int32)
+    rows = shape[0]
+    per_row = rows // tf.maximum(share.rows, 1)
+    first = share.start * per_row
+    length = tf.maximum(share.total * per_row, first + rows)
+    return tf.concat([[length], shape[1:]], 0), first, rows
