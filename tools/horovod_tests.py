@@ -6,7 +6,7 @@ Takes the sources of Horovod 0.28.1, which are not part of this project. Copies 
 a temporary folder, changes their imports and what Keras 3 has renamed, and runs each test on all
 ranks. Tests that Horovod runs twice, eagerly and in a session of TensorFlow 1, are two
 tests here: the second has the suffix `_session`. Each file, and the test after a failure, gets
-fresh processes. Ends with status 1 if a test fails that `EXPECTED` does not name, or one passes
+fresh processes. Ends with status 1 if a test fails that `expected` does not name, or one passes
 that it names.
 
 Needs `pip install parameterized packaging` besides the tests' own packages.
@@ -157,6 +157,36 @@ _REASONS = {
         test_horovod_reducescatter_grad_cpu_process_sets""",
 }
 EXPECTED = {test: reason for reason, tests in _REASONS.items() for test in tests.split()}
+# On 3 ranks, besides.
+_REASONS_OF_THREE = {
+    "3 ranks, exact equality of floats: Horovod itself misses it, too": """
+        test_horovod_allreduce_average_cpu test_horovod_allreduce_average_cpu_session
+        test_horovod_allreduce_product_cpu test_horovod_allreduce_product_cpu_session
+        test_horovod_allreduce_cpu_prescale_session test_horovod_grouped_allreduce_average_cpu
+        test_horovod_grouped_allreduce_average_cpu_session
+        test_horovod_grouped_allreduce_product_cpu
+        test_horovod_grouped_allreduce_product_cpu_session
+        test_horovod_grouped_allreduce_mixed_indexed_slices_average_cpu
+        test_horovod_grouped_allreduce_mixed_indexed_slices_average_cpu_session
+        test_horovod_reducescatter_cpu_prescale_session
+        test_horovod_grouped_reducescatter_cpu_prescale_session""",
+    "3 ranks, exact equality of float16: sums are kept in float32 and rounded once, after the "
+    "factor": """
+        test_horovod_allreduce_cpu_postscale test_horovod_allreduce_cpu_postscale_session
+        test_horovod_reducescatter_cpu_postscale test_horovod_reducescatter_cpu_postscale_session
+        test_horovod_grouped_reducescatter_cpu_postscale
+        test_horovod_grouped_reducescatter_cpu_postscale_session""",
+    "TensorFlow 1: objects are sent eagerly only": """
+        test_allgather_object_process_sets_session test_broadcast_object_process_sets_session""",
+    "TensorFlow 1: a session leaves out a collective whose result is not used on this rank": """
+        test_horovod_broadcast_grad_cpu_process_sets_session""",
+}
+
+
+def expected(n_ranks: int) -> dict[str, str]:
+    """Return the tests that fail on a number of ranks, and why."""
+    more = _REASONS_OF_THREE if n_ranks == 3 else {}
+    return EXPECTED | {test: why for why, tests in more.items() for test in tests.split()}
 
 
 @dataclass(frozen=True)
@@ -300,7 +330,7 @@ def _read(path: Path) -> list[Result]:
     return [Result(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Result], known: dict[str, str]) -> str:
     """Return Markdown tables: counts by file, and the tests that fail by reason."""
     lines = ["| File | Passed | Skipped | Failed |", "|---|---|---|---|"]
     for file in dict.fromkeys(r.test.partition("::")[0] for r in results):
@@ -309,8 +339,8 @@ def table(results: list[Result]) -> str:
         lines.append(f"| `{file}` | {passed} | {skipped} | {counts.total()} |")
     bad = [r.test.rpartition("::")[2] for r in results if r.status not in ("passed", "skipped")]
     lines += ["", "| Reason | Tests that fail |", "|---|---|"] if bad else []
-    for reason in dict.fromkeys(EXPECTED.get(name, "**not expected**") for name in bad):
-        names = [n for n in bad if EXPECTED.get(n, "**not expected**") == reason]
+    for reason in dict.fromkeys(known.get(name, "**not expected**") for name in bad):
+        names = [n for n in bad if known.get(n, "**not expected**") == reason]
         lines.append(f"| {reason} | {', '.join(f'`{n}`' for n in names)} |")
     return "\n".join(lines) + "\n"
 
@@ -345,13 +375,14 @@ def main(argv: list[str] | None = None) -> int:
                 print(
                     f"{len(results)}/{len(tests)} {result.status} {result.test}{last}", flush=True
                 )
-    text = table(results)
+    known = expected(arguments.np)
+    text = table(results, known)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
     failed = {r.test.rpartition("::")[2] for r in results if r.status not in ("passed", "skipped")}
     run = {r.test.rpartition("::")[2] for r in results}
-    return int(bool((failed ^ EXPECTED.keys()) & run))
+    return int(bool((failed ^ known.keys()) & run))
 
 
 if __name__ == "__main__":

@@ -211,6 +211,16 @@ def case_different_dtypes_ops_and_collectives_name_both_ranks():
     np.testing.assert_array_equal(total, [tfscale.size()] * 2)
 
 
+def case_a_mean_of_sparse_rows_is_divided():
+    # As Horovod's: by 3, not times 1 / 3, which differs in the last bit.
+    for dtype in (tf.float16, tf.float32, tf.float64):
+        own = tf.cast(np.random.default_rng(0).uniform(-100, 100, (500, 2)), dtype)
+        first = 500 * tfscale.rank()
+        rows = tfscale.allreduce(tf.IndexedSlices(own, tf.range(first, first + 500)))
+        expected = tf.tile(own / tf.constant(tfscale.size(), dtype), [tfscale.size(), 1])
+        np.testing.assert_array_equal(rows.values, expected)
+
+
 def case_what_cannot_be_reduced():
     for dtype in (tf.bool, tf.string, tf.uint16):
         tensor = tf.zeros([2], dtype) if dtype != tf.string else tf.constant(["a"])

@@ -33,14 +33,15 @@ def widen(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return factor * tensor; integers are divided if it is 1 / n, else multiplied and cut."""
+    """Return factor * tensor: divided if it is 1 / n, else multiplied, and cut for integers."""
+    divisor = round(1.0 / factor) if factor else 0
     if factor == 1.0:
         return tensor
+    if divisor and abs(divisor * factor - 1.0) < 1e-12:
+        divide = tf.divide if tensor.dtype.is_floating else tf.truncatediv
+        return divide(tensor, tf.constant(divisor, tensor.dtype))
     if tensor.dtype.is_floating:
         return tensor * tf.constant(factor, tensor.dtype)
-    divisor = round(1.0 / factor) if factor else 0
-    if divisor and abs(divisor * factor - 1.0) < 1e-12:
-        return tf.truncatediv(tensor, tf.constant(divisor, tensor.dtype))
     return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
