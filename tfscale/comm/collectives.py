@@ -534,12 +534,16 @@ def deduplicate(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def allreduce_sparse(
-    slices: tf.IndexedSlices, reduction: Reduction, call: Call, is_mean: bool = False
+    slices: tf.IndexedSlices,
+    reduction: Reduction,
+    call: Call,
+    is_mean: bool = False,
+    keeps_repeats: bool = False,
 ) -> tf.IndexedSlices:
     """Sum or average sparse tensors: gather the rows of all ranks, add up those of equal index.
 
     Rows with equal indices are added up on each rank before they are sent (horovod#3328). With
-    `is_mean` integers become floats.
+    `is_mean` integers become floats. With `keeps_repeats` rows are gathered as they are.
     """
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
@@ -547,7 +551,7 @@ def allreduce_sparse(
             f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
     runtime.require_reducible([slices.values])
-    own = deduplicate(slices)
+    own = slices if keeps_repeats else deduplicate(slices)
     terms = reduction.terms("sparse") + _dense_shape_terms(own)
     if tf.executing_eagerly():
         agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
@@ -566,8 +570,9 @@ def allreduce_sparse(
         values = values / 1 if is_mean else values  # floats, as in Horovod
         rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
         return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
+    rows = tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape)
     # Keras's nonlinear rules (Adam squares each row) need each index once.
-    return deduplicate(tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape))
+    return rows if keeps_repeats else deduplicate(rows)
 
 
 def _dense_shape_terms(slices: tf.IndexedSlices) -> str:

@@ -186,7 +186,10 @@ class Executor:
         if group.size == 1 or group.rank < 0:
             # Keras's update rules are wrong for repeated indices (Adam adds up squares of parts),
             # and one process must train as several do.
-            own = [deduplicate(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+            sums = self.options.repeated_indices == "sum"
+            own = [
+                deduplicate(g) if sums and isinstance(g, tf.IndexedSlices) else g for g in gradients
+            ]
             return Reduced(own, list(variables), list(variables), _last_of(own))
         if not variables:
             raise ConfigError(
@@ -306,7 +309,8 @@ class Executor:
         if not isinstance(gradient, tf.IndexedSlices) or self.options.sparse_as_dense:
             return False
         is_cut = self.shards is not None and index in self.shards.pieces
-        return not is_cut and not is_cheaper_dense(gradient, size)
+        keeps_repeats = self.options.repeated_indices == "keras"
+        return not is_cut and (keeps_repeats or not is_cheaper_dense(gradient, size))
 
 
 def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:

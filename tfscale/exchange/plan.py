@@ -38,6 +38,7 @@ class GradientOptions:
     predivide: float = 1.0  # divides before the sum; size / predivide divides after it (Average)
     compression: Any = None  # see `tfscale.Compression`
     sparse_as_dense: bool = False
+    repeated_indices: str = "sum"  # or "keras": rows stay apart
     num_groups: int = 0  # number of buckets; 0: chosen by the strategy
     # Lists of variables that are sent together, or a number of buckets as in Horovod, which becomes
     # `num_groups`; None: chosen by the strategy.
@@ -55,6 +56,9 @@ class GradientOptions:
                 f"Received: gradient_predivide_factor={self.predivide}, op={self.op}."
             )
         require(self.predivide > 0, "gradient_predivide_factor", "greater than 0", self.predivide)
+        known = "'sum' or 'keras'"
+        fits = self.repeated_indices in ("sum", "keras")
+        require(fits, "repeated_indices", known, self.repeated_indices)
         known = "Compression.none, Compression.fp16 or Compression.bf16"
         require(hasattr(self.compression, "compress"), "compression", known, self.compression)
         groups = [] if self.groups is None else self.groups
@@ -187,7 +191,9 @@ class Rows(Part):
         """Gather the rows."""
         (i,) = self.indices
         reduction = wire.options.reduction(wire.group.size)
-        return {i: allreduce_sparse(gradients[i], reduction, wire.call(self.indices))}
+        keeps = wire.options.repeated_indices == "keras"
+        call = wire.call(self.indices)
+        return {i: allreduce_sparse(gradients[i], reduction, call, keeps_repeats=keeps)}
 
 
 @dataclass(frozen=True)

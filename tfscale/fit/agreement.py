@@ -33,6 +33,7 @@ _LOADING = {"Synchronize", "Checkpoint"}  # these set the learning rate of all r
 _EQUALISING = {"Synchronize", "ConsistencyCheck", "ParameterAveraging"}  # make equal or compare
 _RESTORING = {"Checkpoint", "BackupAndRestore"}  # when the first epoch begins
 _PROBED_BYTES = 1 << 16
+_COMPARED_OPTIONS = ("op", "predivide", "sparse_as_dense", "repeated_indices")
 _HINTS = {
     "tfscale callbacks": first_step.HINT,
     "batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
@@ -209,7 +210,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
         "backward_passes_per_step": str(1 if accumulator is None else accumulator.passes),
         "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),
-        **{key: str(getattr(options, key)) for key in ("op", "predivide", "sparse_as_dense")},
+        **{key: str(getattr(options, key)) for key in _COMPARED_OPTIONS},
     }
 
 

@@ -98,6 +98,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         scale_local_gradients: bool = True,
         exchange: Any = "allreduce",
         nonfinite: Policy = "warn",
+        repeated_indices: str = "sum",
     ) -> None:
         """Wrap an optimizer.
 
@@ -127,6 +128,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 step and parameter; or "skip" the step on all ranks. A skipped step leaves weights
                 and state unchanged; in `fit` with a tfscale callback, moving statistics stay
                 finite.
+            repeated_indices: "sum" adds up the rows of a sparse gradient that have one index, as a
+                dense gradient does; "keras" hands them to the optimizer apart, as Keras alone does.
+                They differ for update rules other than SGD, and with clipping.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -134,7 +138,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         _check(optimizer, backward_passes_per_step)
         super().__init__(optimizer)
         options = GradientOptions(
-            op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
+            op=op,
+            predivide=gradient_predivide_factor,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            repeated_indices=repeated_indices,
+            num_groups=num_groups,
+            groups=groups,
         )
         strategy = resolve(exchange)
         self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
@@ -200,7 +210,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
         executor, inner = self._built(variables), self.__wrapped__
         self._refuse(variables)
-        if executor.process_set.size() == 1:
+        if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
             warn_of_sums(update_rule(inner), gradients)
         reduced = executor.reduce(gradients, variables)
         # A step that is given up because another rank stopped must change nothing, not even

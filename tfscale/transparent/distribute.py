@@ -168,7 +168,10 @@ class Distributed:
         compare = self._prepare(model)
         for name, value in list(vars(model).items()):
             if isinstance(value, keras.optimizers.Optimizer) and not is_wrapped(value):
-                setattr(model, name, DistributedOptimizer(value, exchange=self._exchange))
+                wrapped = DistributedOptimizer(
+                    value, exchange=self._exchange, repeated_indices="keras"
+                )
+                setattr(model, name, wrapped)
         self._updated_by.update(update_rule(o) for o in optimizers_of(model) if is_wrapped(o))
         return compare
 
