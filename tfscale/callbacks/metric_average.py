@@ -48,6 +48,7 @@ class MetricAverageCallback(Callback):
     """
 
     averages_metrics = True
+    averages_validation = False  # whether callbacks see the metrics of all ranks in `on_test_end`
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class MetricAverageCallback(Callback):
         if self._is_fitting:
             # The model resets its metrics next.
             self._snapshots.setdefault("", _Snapshot.of(self.model))
-        else:
+        if not self._is_fitting or self.averages_validation:
             around = running_session()
             if around is None or not around.is_void:  # no rank would answer there
                 self._replace_results()

@@ -59,6 +59,9 @@ class Synchronize(Container):
 
     shows_averages = True
     compared = ("averages_metrics", "checks")
+    # Whether a model that cannot be built before its first step is refused: `fit` of
+    # `tfscale.distribute` gives all ranks the same seed and the same batches.
+    requires_built = True
 
     def __init__(
         self,
@@ -95,12 +98,21 @@ class Synchronize(Container):
         fits, known = 0 <= self.root_rank < runtime.size(), f"a rank, 0 to {runtime.size() - 1}"
         require(fits, "root_rank", known, self.root_rank, "Pass 0 if in doubt.")
         if runtime.size() > 1:
-            build(self.model)
-            _broadcast(self.model, self.root_rank, self.local_variables)
+            if self._is_built():
+                _broadcast(self.model, self.root_rank, self.local_variables)
             if self.session.group_average is not None:
                 self.session.group_average.start_from_here()
         for part in self.parts():
             part.on_train_begin(logs)
+
+    def _is_built(self) -> bool:
+        try:
+            build(self.model)
+        except ConfigError:
+            if self.requires_built:
+                raise
+            return False
+        return True
 
 
 class BroadcastGlobalVariablesCallback(Synchronize):

@@ -57,7 +57,12 @@ class DistributedGradientTape(wrapt.ObjectProxy):
         """
         super().__init__(gradtape)
         options = GradientOptions(
-            op, gradient_predivide_factor, compression, sparse_as_dense, num_groups, groups
+            op=op,
+            predivide=gradient_predivide_factor,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            num_groups=num_groups,
+            groups=groups,
         )
         strategy = resolve(exchange)
         self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)

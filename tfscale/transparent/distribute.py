@@ -289,8 +289,13 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
             first.append(callback)
         else:
             others.append(RankZero(callback) if _only_writes(callback) else callback)
-    synchronizes = any(isinstance(callback, Synchronize) for callback in others)
-    return [*first, *([] if synchronizes else [Synchronize()]), *others]
+    synchronize = Synchronize()
+    synchronize.requires_built = False
+    for part in synchronize.companions:
+        if isinstance(part, MetricAverageCallback):
+            part.averages_validation = True
+    has_one = any(isinstance(callback, Synchronize) for callback in others)
+    return [*first, *([] if has_one else [synchronize]), *others]
 
 
 def _only_writes(callback: Any) -> bool:
