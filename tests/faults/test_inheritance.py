@@ -73,14 +73,30 @@ def test_a_job_that_is_killed_leaves_no_file(tmp_path, victim):
         assert not [path for path in files if os.path.exists(path)]
 
 
-SMALL = 'mount -t tmpfs -o size=1500k none /dev/shm && exec "$@"'
+def with_shared_memory(size):
+    """The prefix of a command that gives it a /dev/shm of its own."""
+    return ("unshare", "-m", "sh", "-c", MOUNT.format(size), "sh")
+
+
+MOUNT = 'mount -t tmpfs -o size={} none /dev/shm && exec "$@"'
+needs_mount = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount"
+)
 
 
 @mpich_only
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
+@needs_mount
+@pytest.mark.timeout(START_S)
+def test_ranks_start_with_sixteen_megabytes_of_shared_memory(tmp_path):
+    with Job(tmp_path, WAITS, "later", prefix=with_shared_memory("16m")) as job:
+        assert all(job.ready(rank) for rank in range(2)), job.output()
+
+
+@mpich_only
+@needs_mount
 @pytest.mark.timeout(START_S)
 def test_too_little_shared_memory_is_said_at_once(tmp_path):
-    prefix = ("unshare", "-m", "sh", "-c", SMALL, "sh")
+    prefix = with_shared_memory("1500k")
     with Job(tmp_path, WAITS, "later", options=("--restarts", "3"), prefix=prefix) as job:
         assert job.process.wait(START_S) == 1, job.output()
     said = r"2 ranks on a host need 2 times 1\.1 MB in /dev/shm\. Received: [01]\.\d MB free\."
