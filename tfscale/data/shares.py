@@ -118,6 +118,20 @@ def weigh(gradients: Sequence[Any]) -> list[Any]:
     return [None if g is None else _times(g, share) for g in gradients]
 
 
+def is_common(values: tf.Tensor) -> bool:
+    """Return whether the rows of a tensor belong to no single samples of the current batch.
+
+    Their number is then static, unlike that of the samples, or no multiple of it. A number that is
+    a multiple by chance counts as rows of samples.
+    """
+    share, length = current(), values.shape[0]
+    if share is None or length is None:
+        return False
+    if isinstance(share.total, int):
+        return share.is_even and length % share.rows != 0
+    return True
+
+
 def _times(gradient: Any, share: Share) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         values = _times(gradient.values, share)

@@ -20,6 +20,7 @@ from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
+from tfscale.data import shares
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, build_segments, row_cuts
@@ -192,8 +193,11 @@ class Rows(Part):
         (i,) = self.indices
         reduction = wire.options.reduction(wire.group.size)
         keeps = wire.options.repeated_indices == "keras"
-        call = wire.call(self.indices)
-        return {i: allreduce_sparse(gradients[i], reduction, call, keeps_repeats=keeps)}
+        call, slices = wire.call(self.indices), gradients[i]
+        if keeps and shares.is_common(slices.values):  # one row for all samples: positions
+            (values,) = runtime.backend().allreduce([slices.values], call, reduction)
+            return {i: tf.IndexedSlices(values, slices.indices, slices.dense_shape)}
+        return {i: allreduce_sparse(slices, reduction, call, keeps_repeats=keeps)}
 
 
 @dataclass(frozen=True)
