@@ -51,7 +51,7 @@ wheel: build
 test: build
 	@$(BIN)/python tools/cpp_tests.py --variants plain
 	@$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -m "not slow" $(PYTEST)
-	@RANKS=quick $(BIN)/python -m pytest tests/parallel tests/faults -m quick $(PYTEST)
+	@RANKS=quick $(BIN)/python -m pytest tests/parallel tests/faults tests/scripts -m quick $(PYTEST)
 
 # The wheel is tested away from the sources, in an environment that has nothing else of its own:
 # TensorFlow, MPI and pytest are seen through a path file.

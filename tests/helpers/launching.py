@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -55,7 +56,8 @@ class Started:
 
     def output_tail(self, characters: int = 6000) -> str:
         """Return the end of what was printed."""
-        return self.output.read_text(errors="replace")[-characters:]
+        # As bytes: progress bars contain carriage returns, which read_text makes new lines of.
+        return self.output.read_bytes().decode(errors="replace")[-characters:]
 
 
 def start_ranks(
@@ -94,21 +96,32 @@ def start_job(
         output: File for what all print.
         prefix: Words before `tfscale run`.
     """
-    words = [*prefix, sys.executable, "-m", "tfscale.launcher.cli", "run", *options, "--", *command]
-    return _start(words, env, output)
+    return _start([*prefix, *job_words(options, command)], env, output)
 
 
-def _start(words: Sequence[str], env: Mapping[str, str] | None, output: Path) -> Started:
+def job_words(options: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return `tfscale run` with options for a command."""
+    return [sys.executable, "-m", "tfscale.launcher.cli", "run", *options, "--", *command]
+
+
+def _start(
+    words: Sequence[str],
+    env: Mapping[str, str] | None,
+    output: Path,
+    folder: Path | None = None,
+    errors: Path | None = None,
+) -> Started:
     # The folder of the tests first: `tests` must be importable in the ranks as it is here.
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     job, environ = new_job({**os.environ, **QUIET, "PYTHONPATH": path, **(env or {})})
-    with output.open("w") as file:
+    with output.open("w") as file, (errors or Path(os.devnull)).open("w") as error_file:
         process = subprocess.Popen(
             words,
+            cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=file,
-            stderr=subprocess.STDOUT,
+            stderr=error_file if errors else subprocess.STDOUT,
             start_new_session=True,
         )
     return Started(process, job, output)
@@ -122,11 +135,13 @@ class ScriptResult:
         exit_code: mpiexec's; None if it did not end in time and was killed.
         output: What all ranks printed, in the order it came.
         seconds: Duration.
+        errors: What they wrote to standard error; "" if that is part of the output.
     """
 
     exit_code: int | None
     output: str
     seconds: float
+    errors: str = ""
 
 
 def launch_script(
@@ -151,13 +166,34 @@ def launch_script(
         else:
             command = [sys.executable, "-u", words[0]]
         command += words[1:]
-        start = time.monotonic()
-        started = start_ranks(size, command, env, Path(folder) / "output")
-        try:
-            code: int | None = started.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            seconds = time.monotonic() - start
-            started.end()
-        return ScriptResult(code, started.output_tail(100_000), seconds)
+        return _wait(start_ranks(size, command, env, Path(folder) / "output"), timeout_s)
+
+
+def run_in_folder(
+    words: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str] | None = None
+) -> ScriptResult:
+    """Run a command in a folder; what it writes to standard error is kept apart.
+
+    Args:
+        words: Program and arguments; `job_words` gives those of `tfscale run`.
+        folder: Made if it is missing.
+        timeout_s: Limit in seconds; then all processes are killed.
+        env: Variables set in addition.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tfscale-script-") as name:
+        output, errors = Path(name) / "output", Path(name) / "errors"
+        result = _wait(_start(words, env, output, folder, errors), timeout_s)
+        return dataclasses.replace(result, errors=errors.read_text(errors="replace"))
+
+
+def _wait(started: Started, timeout_s: float) -> ScriptResult:
+    start = time.monotonic()
+    try:
+        code: int | None = started.process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        seconds = time.monotonic() - start
+        started.end()
+    return ScriptResult(code, started.output_tail(100_000), seconds)
