@@ -42,9 +42,14 @@ train: build
 	@$(BIN)/tfscale run -np $(NP) $(BIN)/python $(SCRIPT) --data $(DATA) $(ARGS)
 
 # After `build`, which the wheel shares its objects with: make -j must not compile both at once.
+# One wheel for several TensorFlow versions: make wheel TF="2.18 2.21"
 wheel: build
 	@rm -rf build/lib build/lib.* build/bdist.* dist
+ifdef TF
+	@$(BIN)/python tools/build_wheel.py $(TF)
+else
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
+endif
 	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale.so > /dev/null
 
 # A few minutes: what most mistakes show in. Unit tests side by side, then what needs ranks of its own.
@@ -80,7 +85,7 @@ check: venv
 	@$(BIN)/clang-format --dry-run -Werror $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
 	@printf '%s\n' $(wildcard custom_ops/comm/*.cc) | xargs -P 2 -I{} $(BIN)/clang-tidy --quiet {} \
 	  -- -std=c++17 -Icustom_ops -isystem $(VENV)/include
-	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_house.py tests/unit/test_packaging.py tests/unit/test_prose.py tests/bench
+	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_house.py tests/unit/test_packaging.py tests/unit/test_prose.py tests/bench -m "not slow"
 
 format: venv
 	@$(BIN)/ruff format $(CHECKED)

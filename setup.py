@@ -2,11 +2,13 @@
 
 Compiling needs MPI's compiler wrapper, a C++17 compiler and the TensorFlow that will be used, so it
 happens only without build isolation (`pip install --no-build-isolation .`). Otherwise the package
-is pure Python until `tfscale build` has been run where it is installed.
+is pure Python, and `tfscale run` compiles the library at its first use. A wheel gets libraries that
+are compiled already, in folders of TFSCALE_LIBRARIES: see tools/build_wheel.py.
 """
 
 import functools
 import importlib
+import os
 import shutil
 import sys
 import types
@@ -21,6 +23,7 @@ except ImportError:
     from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
+COMPILED = os.environ.get("TFSCALE_LIBRARIES")
 
 
 def import_bare(name):
@@ -36,11 +39,11 @@ def import_bare(name):
 @functools.cache
 def missing():
     """Return what keeps the library from being compiled here, or an empty string."""
-    toolchain = import_bare("tfscale.comm.native")
+    native = import_bare("tfscale.comm.native")
     try:
-        toolchain.find_toolchain()
-        toolchain.find_tensorflow(ROOT / "build" / "native")
-    except toolchain.BuildError as error:
+        native.find_toolchain()
+        native.find_tensorflow(ROOT / "build" / "native")
+    except native.BuildError as error:
         return str(error)
     return ""
 
@@ -57,10 +60,13 @@ class BuildNative(build_py):
             for room in ("comm", "tf"):
                 target = package / "_lib" / "custom_ops" / room
                 shutil.copytree(ROOT / "custom_ops" / room, target)
-        if missing():
-            self.announce(f"tfscale: installed without its library. {missing()}", level=3)
-            return
-        import_bare("tfscale.comm.native").build(package / "_lib", ROOT / "build" / "native")
+        if COMPILED:
+            shutil.copytree(COMPILED, package / "_lib", dirs_exist_ok=True)
+        elif missing():
+            text = "tfscale: its library will be compiled at the first use, not now."
+            self.announce(f"{text} {missing()}", level=3)
+        else:
+            import_bare("tfscale.comm.native").build(package / "_lib", ROOT / "build" / "native")
 
 
 class NativeDistribution(Distribution):
@@ -68,7 +74,7 @@ class NativeDistribution(Distribution):
 
     def has_ext_modules(self):
         """Return whether the library will be in the package."""
-        return not missing()
+        return bool(COMPILED) or not missing()
 
 
 class NativeWheel(bdist_wheel):

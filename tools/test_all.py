@@ -41,12 +41,14 @@ class Unit:
         minutes: What it usually takes on two cores.
         words: Arguments of pytest, or of `tools/cpp_tests.py`.
         is_cpp: It is the latter.
+        is_of_sources: It reads the sources, and runs in their folder.
     """
 
     name: str
     minutes: float
     words: tuple[str, ...]
     is_cpp: bool = False
+    is_of_sources: bool = False
 
 
 UNITS = (
@@ -62,6 +64,7 @@ UNITS = (
             *(f"--ignore=tests/unit/{name}.py" for name in OF_SOURCES),
         ),
     ),
+    Unit("first use", 2.0, ("tests/unit/test_packaging.py", "-m", "slow"), is_of_sources=True),
     Unit("1 rank", 1.5, (PARALLEL, "-k", "test_case and 1-")),
     Unit("2 ranks", 8.0, (PARALLEL, "-k", "test_case and 2-")),
     Unit("3 ranks", 7.0, (PARALLEL, "-k", "test_case and 3-")),
@@ -92,12 +95,13 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> int:
-    """Run a unit in a folder without the library's sources; return its exit status."""
+    """Run a unit, in a folder without the library's sources if it can; return its exit status."""
     if unit.is_cpp:
         command = [sys.executable, str(ROOT / "tools" / "cpp_tests.py"), *unit.words]
         return subprocess.run(command, cwd=ROOT).returncode
-    command = [str(python.absolute()), "-m", "pytest", *unit.words, *more]
-    return subprocess.run(command, cwd=folder).returncode
+    interpreter = sys.executable if unit.is_of_sources else str(python.absolute())
+    command = [interpreter, "-m", "pytest", *unit.words, *more]
+    return subprocess.run(command, cwd=ROOT if unit.is_of_sources else folder).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -255,12 +255,12 @@ def test_doctor_without_mpi_or_library(monkeypatch):
     monkeypatch.setattr(doctor, "find_mpi", lambda: None)
     monkeypatch.setattr(doctor, "find_tool", lambda name: None)
     monkeypatch.setattr(
-        doctor.native, "library_path", lambda: _raise(doctor.ExchangeError("no library"))
+        doctor.library, "prepare_library", lambda _: _raise(doctor.ExchangeError("no library"))
     )
     monkeypatch.setattr(doctor, "check_gpus", lambda timeout_s: doctor.Check("gpus", "info", "0"))
     checks = {check.name: check for check in doctor.examine({})}
     assert checks["mpi"].status == "missing"
-    assert checks["library"].remedy == "install mpicxx and g++, then: tfscale build"
+    assert (checks["library"].status, checks["library"].detail) == ("missing", "no library")
     assert "self test" not in checks
     assert doctor.check_keras({"KERAS_BACKEND": "jax"}).status == "missing"
     assert doctor.check_threads({"TF_NUM_INTEROP_THREADS": "1"}).status == "warning"

@@ -1,51 +1,25 @@
-"""The shared library's stamp, and the build's messages."""
-
-import json
+"""The build's messages, and what it builds again."""
 
 import pytest
 
 from tfscale.comm import native
 from tfscale.comm.backends import engine
 from tfscale.comm.backends.engine import Library
-from tfscale.comm.native import library_path
+from tfscale.comm.library import prepare_library
 from tfscale.config import ExchangeError
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / native.LIBRARY_NAME).write_bytes(b"")
-    stamp = {"tensorflow": native.present_tensorflow(), "mpi": "MPICH", "mpicxx": "mpicxx"}
-    (tmp_path / native.STAMP_NAME).write_text(json.dumps(stamp))
-    return tmp_path
-
-
-def test_a_library_that_fits(folder):
-    assert native.library_path(folder) == str(folder / native.LIBRARY_NAME)
-
-
-def test_a_library_for_another_tensorflow_is_refused(folder):
-    (folder / native.STAMP_NAME).write_text(json.dumps({"tensorflow": "2.17.1"}))
-    with pytest.raises(ExchangeError, match=r"built with 2\.17\.1.*tfscale build"):
-        native.library_path(folder)
-
-
-def test_no_library_names_the_command(tmp_path):
-    with pytest.raises(ExchangeError, match="Received: none in .* tfscale build"):
-        native.library_path(tmp_path)
-    assert native.read_stamp(tmp_path) is None
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):
     monkeypatch.setitem(engine._SIGNATURES, "from_a_later_version", (None, ()))
     with pytest.raises(ExchangeError, match=r"tfscale_from_a_later_version.*`tfscale build`"):
-        Library(library_path())
+        Library(str(prepare_library()))
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "find_tool", lambda name: None)
     with pytest.raises(native.BuildError, match="no mpicxx.*pip install mpich"):
         native.find_toolchain()
-    monkeypatch.setattr(native, "installed_tensorflow", lambda: None)
+    monkeypatch.setattr(native, "present_tensorflow", lambda: None)
     with pytest.raises(native.BuildError, match="needs the TensorFlow"):
         native.find_tensorflow(tmp_path)
 
@@ -70,6 +44,35 @@ def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
     assert native.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
     monkeypatch.setenv("PATH", "")
     assert native.find_tool("mpi-tool") == str(tmp_path / "python/bin/mpi-tool")
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ('#define MPICH_VERSION "4.1.2"\n#define MPI_VERSION 4', "MPICH 4.1.2"),
+        ('#define I_MPI_VERSION "2021.13"\n#define MPICH_VERSION "3.4"', "Intel MPI 2021.13"),
+        (
+            "#define OMPI_MAJOR_VERSION 5\n#define OMPI_MINOR_VERSION 0\n"
+            "#define OMPI_RELEASE_VERSION 6",
+            "Open MPI 5.0.6",
+        ),
+    ],
+)
+def test_an_mpi_is_named_by_its_header(header, name, tmp_path):
+    (tmp_path / "mpi.h").write_text(header)
+    wrapper = tmp_path / "mpicxx"
+    wrapper.write_text(f"#!/bin/sh\necho g++ -I{tmp_path} -L{tmp_path} -lmpi\n")
+    wrapper.chmod(0o755)
+    toolchain = native.find_toolchain(str(wrapper))
+    assert toolchain.mpi == name
+    assert f"-Wl,-rpath,{tmp_path}" in toolchain.link_flags
+    assert toolchain.version[0].isdigit()
+
+
+def test_no_compiler_names_the_command_that_installs_one(monkeypatch):
+    monkeypatch.setattr(native.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(native.BuildError, match=r"C\+\+17 compiler.*apt-get install g\+\+"):
+        native.find_toolchain()
 
 
 def test_a_failing_compiler_shows_its_message(tmp_path):

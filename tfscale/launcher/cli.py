@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.comm import native
-from tfscale.config import ConfigError, environment
+from tfscale.comm import library
+from tfscale.config import ConfigError, ExchangeError, environment, variable_name
 from tfscale.launcher import mpi_command
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.plan import add_plan
@@ -118,9 +118,20 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(command)
         return 0
+    _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
     if not options.quiet:  # beside the program's own output, which may be piped into another
         print(f"tfscale: {command}", file=sys.stderr, flush=True)
     return job.run()
+
+
+def _prepare_library(
+    spec: mpi_command.LaunchSpec, mpi: mpi_command.Mpi | None, environ: dict[str, str]
+) -> None:
+    """Compile the library before the ranks start, unless they need none or are on other hosts."""
+    given = {**environ, **(spec.environment or {})}
+    is_engine = given.get(variable_name("backend"), "") in ("", "auto", "engine")
+    if spec.size > 1 and is_engine and not mpi_command.has_other_hosts(spec, given):
+        library.prepare_library(mpi.kind if mpi else "")
 
 
 def _show(job: Job, spec: mpi_command.LaunchSpec) -> str:
@@ -157,10 +168,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_build(commands: argparse._SubParsersAction) -> None:
-    what = "build the shared library for the TensorFlow and MPI that are here"
+    what = "compile the library into the package, for the TensorFlow and MPI that are here"
     build = commands.add_parser("build", help=what)
-    native.add_options(build)
-    build.set_defaults(handler=native.run)
+    library.add_options(build)
+    build.set_defaults(handler=library.run)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -210,6 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tfscale: {error}", file=sys.stderr)
         return 2
+    except ExchangeError as error:
+        print(f"tfscale: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # while the library is compiled; a job handles signals itself
+        return 130
 
 
 if __name__ == "__main__":

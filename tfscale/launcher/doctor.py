@@ -10,8 +10,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfscale.comm import mpi_files, native
-from tfscale.comm.native import PACKAGE, SUPPORTED_TENSORFLOW, find_tool, installed_tensorflow
+from tfscale.comm import library, mpi_files
+from tfscale.comm.native import (
+    PACKAGE,
+    SUPPORTED_TENSORFLOW,
+    find_tool,
+    identity,
+    installed_tensorflow,
+    read_stamp,
+)
 from tfscale.config import ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -91,20 +98,39 @@ def check_mpi(mpi: Mpi | None) -> Check:
 
 
 def check_library(mpi: Mpi | None) -> Check:
-    """Look for a shared library that fits TensorFlow and MPI."""
+    """Look for a library that fits TensorFlow and MPI; compile it if there is none."""
     try:
-        path = native.library_path()
+        path = library.prepare_library(mpi.kind if mpi else "")
     except ExchangeError as error:
-        needs = [tool for tool in ("mpicxx", "g++") if find_tool(tool) is None]
-        remedy = f"install {' and '.join(needs)}, then: tfscale build" if needs else "tfscale build"
-        return Check("library", "missing", str(error), remedy)
-    stamp = native.read_stamp() or {}
-    detail = f"{path}, built with TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
-    is_open = "Open MPI" in stamp["mpi"]
-    if mpi is not None and is_open != (mpi.kind == "openmpi"):
-        remedy = f"tfscale build, or start with the mpiexec beside {stamp['mpicxx']}"
-        return Check("library", "missing", f"{detail}; but mpiexec is of {mpi.kind}", remedy)
+        return Check("library", "missing", str(error))
+    is_packaged = path.is_relative_to(library.PACKAGED)
+    place = "in the package" if is_packaged else f"in the cache, key {path.parent.name}"
+    stamp = read_stamp(path.parent) or {}
+    detail = f"{place}: {path}, of TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
+    others = [folder for folder in library.packaged_folders() if folder != path.parent]
+    for folder in others if not is_packaged else ():
+        stamp = read_stamp(folder) or {}
+        detail += f"; not used: {folder}, of TensorFlow {stamp['tensorflow']}, {stamp['mpi']}"
     return Check("library", "ok", detail)
+
+
+def check_cache() -> Check:
+    """List the compiled libraries in the user's cache."""
+    folder, lines = library.cache_folder(), []
+    try:
+        cached, sources = library.cached_libraries(), identity("")["sources"]
+    except ExchangeError as error:
+        return Check("cache", "missing", str(error))
+    for one in cached:
+        is_old = one.stamp["sources"] != sources or not os.path.exists(one.stamp["mpicxx"])
+        lines.append(
+            f"\n{'':21}{one.key}, {one.n_bytes / 2**20:.1f} MB, TensorFlow "
+            f"{one.stamp['tensorflow']}, {one.stamp['mpi']}, {one.stamp['compiler']}"
+            f"{': of another tfscale or a removed MPI, rm -r it' if is_old else ''}"
+        )
+    n_bytes = sum(one.n_bytes for one in cached)
+    detail = f"{folder}: {len(cached)} libraries, {n_bytes / 2**20:.1f} MB"
+    return Check("cache", "info", detail + "".join(lines))
 
 
 def check_threads(environ: Mapping[str, str]) -> Check:
@@ -186,6 +212,7 @@ def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]
         check_keras(environ),
         check_mpi(mpi),
         check_library(mpi),
+        check_cache(),
         Check("horovod", "info", _installed("horovod") or _NO_HOROVOD),
         check_threads(environ),
         check_shared_memory(),

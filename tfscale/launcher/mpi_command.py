@@ -249,7 +249,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+def has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     """Return whether the user or a scheduler may place ranks on other hosts.
 
     mpiexec itself reads the host lists of PBS, LSF and Grid Engine.
@@ -275,7 +275,7 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     where ranks may be on other hosts, whose cores are unknown here: `tfscale.init` then sets the
     threads.
     """
-    if not sets_threads(environ) or spec.size < 2 or _has_other_hosts(spec, environ):
+    if not sets_threads(environ) or spec.size < 2 or has_other_hosts(spec, environ):
         return {}
     threads = max(1, spec.n_cores // spec.size)
     wanted = {
@@ -293,7 +293,7 @@ def loopback_variables(
 
     An interface that the user chose in `environ` stays.
     """
-    if mpi is None or mpi.kind != "mpich" or _has_other_hosts(spec, environ):
+    if mpi is None or mpi.kind != "mpich" or has_other_hosts(spec, environ):
         return {}
     wanted = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     return {name: value for name, value in wanted.items() if name not in environ}

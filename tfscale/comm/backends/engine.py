@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
+import logging
 import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +25,13 @@ from tfscale.comm.backends.base import (
     Tensors,
 )
 from tfscale.comm.backends.slots import Slots
-from tfscale.comm.native import library_path
+from tfscale.comm.library import PACKAGED, prepare_library
 from tfscale.comm.software import versions
-from tfscale.config import ExchangeError, Settings
+from tfscale.config import ExchangeError, Settings, environment
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import SegmentedBucket
+
+logger = logging.getLogger("tfscale")
 
 _WORLD = -1  # instead of the Fortran handle of a communicator
 _MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
@@ -125,8 +129,19 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Return the library of this installation, loaded once."""
-    return Library(library_path())
+    """Return the library of this installation, loaded once; it is compiled if there is none."""
+    launch = process.discover(environment())
+    kind = launch.launcher if launch else ""
+    who = f"rank {launch.rank} (host {socket.gethostname()})" if launch else ""
+    path = prepare_library(kind, who)
+    try:
+        return Library(str(path))
+    except ExchangeError as error:
+        # One that comes with the package may need later system libraries than this host has.
+        if not (path.is_relative_to(PACKAGED) and isinstance(error.__cause__, tf.errors.OpError)):
+            raise
+        logger.info("The library in the package does not load here. %s", error.__cause__)
+        return Library(str(prepare_library(kind, who, is_packaged=False)))
 
 
 def show_on_signal() -> int:

@@ -1,0 +1,291 @@
+"""The library that fits: in the package, in the user's cache, or compiled at its first use."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfscale.comm import library, native, start
+from tfscale.comm.backends import engine
+from tfscale.config import ExchangeError, Settings
+from tfscale.launcher import cli, doctor, mpi_command
+
+VERSION = native.present_tensorflow()
+# A process that compiles by writing a file, slowly, and notes that it did.
+COMPILER = """
+import sys, time
+from pathlib import Path
+from tfscale.comm import library, native
+
+def build(output_dir, build_dir):
+    with open(sys.argv[1], "a") as notes:
+        notes.write("compiled\\n")
+    time.sleep(1)
+    (output_dir / native.STAMP_NAME).write_text("{}")
+    (output_dir / native.LIBRARY_NAME).write_bytes(b"made")
+    return output_dir / native.LIBRARY_NAME
+
+library.build, library.PACKAGED = build, Path("/none")
+print(library.prepare_library(who=sys.argv[2]))
+"""
+
+
+def put(folder, **stamp):
+    """Write an empty library with a build record."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / native.LIBRARY_NAME).write_bytes(b"")
+    stamp = {"tensorflow": VERSION, "mpi": "MPICH 5.0.2", **stamp}
+    (folder / native.STAMP_NAME).write_text(json.dumps(stamp))
+    return folder / native.LIBRARY_NAME
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Folders of an empty package and an empty cache."""
+    package, cache = tmp_path / "package", tmp_path / "home" / "tfscale"
+    package.mkdir()
+    monkeypatch.setattr(library, "PACKAGED", package)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    return package, cache
+
+
+def wanted():
+    return native.identity(VERSION, native.find_toolchain())
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Builds that are done without a compiler."""
+    calls = []
+
+    def build(output_dir, build_dir):
+        calls.append(output_dir)
+        return put(output_dir, **wanted())
+
+    monkeypatch.setattr(library, "build", build)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("/cache", "/cache/tfscale"), ("cache", "~/.cache/tfscale"), ("", "~/.cache/tfscale")],
+)
+def test_the_cache_folder(monkeypatch, value, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert library.cache_folder() == Path(expected).expanduser()
+
+
+def test_the_key_names_everything_that_a_library_depends_on():
+    stamp = wanted()
+    assert set(stamp) == {"sources", "tensorflow", "machine", "compiler", "mpicxx", "mpi"}
+    keys = {library.key_of({**stamp, name: "another"}) for name in stamp} | {library.key_of(stamp)}
+    assert len(keys) == 1 + len(stamp)
+    assert library.key_of(dict(reversed(stamp.items()))) == library.key_of(stamp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stamp", "fits"),
+    [
+        ("", {}, True),
+        ("mpich", {}, True),
+        ("intel", {}, True),
+        ("srun", {}, True),
+        ("openmpi", {}, False),
+        ("openmpi", {"mpi": "Open MPI 5.0.6"}, True),
+        ("mpich", {"mpi": "Open MPI v4.1.4, package: Debian"}, False),
+        ("", {"tensorflow": "2.17.1"}, False),
+        ("", {"sources": "of another version"}, False),
+        ("", {"machine": "another, glibc 2.36"}, False),
+    ],
+)
+def test_the_library_in_the_package_is_used_if_it_fits(places, kind, stamp, fits):
+    path = put(places[0], **stamp)
+    assert library.find_library(kind) == (path if fits else None)
+
+
+def test_a_wheel_of_several_tensorflow_versions_picks_one(places):
+    put(places[0] / "tensorflow-2.17", tensorflow="2.17.1")
+    path = put(places[0] / "tensorflow-own")
+    assert library.find_library() == path
+
+
+def test_what_does_not_fit_is_compiled_into_the_cache_once(places, compiled, capsys):
+    put(places[0], tensorflow="2.17.1")
+    path = library.prepare_library()
+    key = library.key_of(wanted())
+    assert path == places[1] / key / native.LIBRARY_NAME
+    assert [folder.parent.parent for folder in compiled] == [places[1]]
+    told = capsys.readouterr().err
+    assert f"tfscale: compiling the library for TensorFlow {VERSION} and " in told
+    assert "once on this machine: about " in told and f"kept in {path.parent}" in told
+    assert library.prepare_library() == library.find_library() == path
+    assert len(compiled) == 1 and capsys.readouterr().err == ""
+    assert places[1].stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_tensorflow_in_place_is_another_library(places, compiled, monkeypatch):
+    first = library.prepare_library()
+    monkeypatch.setattr(library, "require_tensorflow", lambda: "2.99.0")
+    assert library.find_library() is None
+    second = library.prepare_library()
+    assert second.parent.parent == first.parent.parent and second != first
+    assert len(compiled) == 2
+
+
+def test_a_host_without_compiler_uses_what_another_one_compiled(places, compiled, monkeypatch):
+    path = library.prepare_library("mpich")
+    monkeypatch.setattr(native, "find_tool", lambda name: None)
+    assert library.prepare_library("mpich") == path
+    with pytest.raises(native.BuildError, match="no mpicxx"):
+        library.prepare_library("openmpi")
+
+
+@pytest.mark.parametrize("which", ["cache", "library"])
+@pytest.mark.parametrize("fault", ["mode", "owner"])
+def test_a_folder_that_others_may_write_to_is_refused(places, compiled, monkeypatch, fault, which):
+    folder = library.prepare_library().parent
+    folder = folder if which == "library" else folder.parent
+    if fault == "mode":
+        folder.chmod(0o770)
+        expected = f"Received: {folder} of user id {os.geteuid()} with mode 0770. Remove it"
+    else:
+        monkeypatch.setattr(library.os, "geteuid", lambda: 12345)
+        expected = f"Received: {places[1]} of user id"
+    with pytest.raises(ExchangeError, match="with mode 0700, since code is loaded") as caught:
+        library.prepare_library()
+    assert expected in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named(places, compiled, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    with pytest.raises(ExchangeError, match="must be writable.*file.*Set XDG_CACHE_HOME"):
+        library.prepare_library()
+
+
+def test_two_processes_compile_once(places, tmp_path):
+    words = [sys.executable, "-c", COMPILER, str(tmp_path / "notes")]
+    started = [
+        subprocess.Popen(
+            [*words, f"rank {rank}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    ends = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ends
+    assert (tmp_path / "notes").read_text() == "compiled\n"
+    paths = {out for out, _ in ends}
+    assert len(paths) == 1 and Path(paths.pop().strip()).read_bytes() == b"made"
+    told = "".join(err for _, err in ends)
+    assert told.count("compiling the library") == 1, told
+    assert told.count("waiting for ") == 1, told
+
+
+def test_what_a_killed_process_left_is_removed(places, compiled):
+    left = places[1] / "unfinished-1"
+    left.mkdir(parents=True)
+    places[1].chmod(0o700)
+    (places[1] / library.key_of(wanted())).mkdir()  # without a library
+    assert library.prepare_library().exists()
+    assert not left.exists()
+
+
+def test_without_locks_the_first_to_finish_wins(places, compiled, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def build_twice(output_dir, build_dir):
+        put(places[1] / library.key_of(wanted()), **wanted())  # another process was faster
+        return put(output_dir)
+
+    monkeypatch.setattr(library.fcntl, "lockf", refuse)
+    monkeypatch.setattr(library, "build", build_twice)
+    path = library.prepare_library()
+    assert native.read_stamp(path.parent) == wanted()
+    assert not list(places[1].glob("unfinished-*"))
+
+
+def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
+    packaged, genuine, asked = put(tmp_path), library.prepare_library(), []
+
+    def prepare(kind, who, is_packaged=True):
+        asked.append(is_packaged)
+        return packaged if is_packaged else genuine
+
+    monkeypatch.setattr(engine, "PACKAGED", tmp_path)
+    monkeypatch.setattr(engine, "prepare_library", prepare)
+    engine.load.__wrapped__()
+    assert asked == [True, False]
+
+
+def test_compiling_is_not_part_of_the_start_s_time_limit(monkeypatch):
+    def compile_slowly():
+        raise ExchangeError("compiled first")
+
+    monkeypatch.setattr(start, "load", compile_slowly)
+    monkeypatch.setattr(start, "deadline_of_start", lambda *_: pytest.fail("the limit runs"))
+    with pytest.raises(ExchangeError, match="compiled first"):
+        start.start("engine", Settings(), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "is_needed"),
+    [
+        (["-np", "2"], {}, True),
+        (["-np", "2", "--env", "TFSCALE_BACKEND=engine"], {}, True),
+        (["-np", "1"], {}, False),
+        (["-np", "2", "--dry-run"], {}, False),
+        (["-np", "2", "-H", "other:2"], {}, False),
+        (["-np", "2"], {"TFSCALE_BACKEND": "horovod"}, False),
+    ],
+)
+def test_the_launcher_compiles_before_ranks_start(monkeypatch, capsys, words, variables, is_needed):
+    calls = []
+
+    def prepare(kind):
+        calls.append(kind)
+        raise ExchangeError("Compiling needs a compiler.")
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    mpi = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
+    monkeypatch.setattr(mpi_command, "find_mpi", lambda *_: mpi)
+    monkeypatch.setattr(cli.library, "prepare_library", prepare)
+    monkeypatch.setattr(cli.Job, "run", lambda self: 0)
+    assert cli.main(["run", *words, "python"]) == int(is_needed)
+    assert calls == ["mpich"] * is_needed
+    assert is_needed == ("tfscale: Compiling needs a compiler.\n" in capsys.readouterr().err)
+
+
+def test_build_in_a_package_that_is_not_writable(places, monkeypatch, capsys):
+    def build(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "/package")
+
+    monkeypatch.setattr(library, "build", build)
+    assert library.main([]) == 1
+    assert f"compiles the library into {places[1]} at its first start" in capsys.readouterr().err
+
+
+def test_the_doctor_tells_the_library_and_the_cache(places, compiled):
+    put(places[0], tensorflow="2.17.1")
+    mpi = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
+    check, key = doctor.check_library(mpi), library.key_of(wanted())
+    assert check.status == "ok"
+    assert check.detail.startswith(f"in the cache, key {key}: {places[1] / key}")
+    assert f"not used: {places[0]}, of TensorFlow 2.17.1, MPICH 5.0.2" in check.detail
+    put(places[1] / "0123", sources="", mpicxx="mpicxx", compiler="g++ 12")
+    check = doctor.check_cache()
+    assert (check.status, check.detail.split(",")[0]) == ("info", f"{places[1]}: 2 libraries")
+    (line,) = [text for text in check.detail.splitlines() if "0123" in text]
+    assert line.endswith("g++ 12: of another tfscale or a removed MPI, rm -r it")
+    assert not next(text for text in check.detail.splitlines() if key in text).endswith("it")
+    put(places[0])
+    assert doctor.check_library(mpi).detail.startswith(f"in the package: {places[0]}")
+    places[1].chmod(0o755)
+    (places[0] / native.STAMP_NAME).unlink()
+    check = doctor.check_library(mpi)
+    assert check.status == "missing" and "mode 0700" in check.detail
