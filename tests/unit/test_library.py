@@ -189,7 +189,6 @@ def test_what_a_killed_process_left_is_removed(places, compiled):
     left = places[1] / "unfinished-1"
     left.mkdir(parents=True)
     places[1].chmod(0o700)
-    (places[1] / library.key_of(wanted())).mkdir()  # without a library
     assert library.prepare_library().exists()
     assert not left.exists()
 
@@ -279,7 +278,7 @@ def test_the_doctor_tells_the_library_and_the_cache(places, compiled):
     assert f"not used: {places[0]}, of TensorFlow 2.17.1, MPICH 5.0.2" in check.detail
     put(places[1] / "0123", sources="", mpicxx="mpicxx", compiler="g++ 12")
     check = doctor.check_cache()
-    assert (check.status, check.detail.split(",")[0]) == ("info", f"{places[1]}: 2 libraries")
+    assert (check.status, check.detail.split(",")[0]) == ("info", f"{places[1]}: 2 compiled")
     (line,) = [text for text in check.detail.splitlines() if "0123" in text]
     assert line.endswith("g++ 12: of another tfscale or a removed MPI, rm -r it")
     assert not next(text for text in check.detail.splitlines() if key in text).endswith("it")

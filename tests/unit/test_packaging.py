@@ -74,16 +74,17 @@ def test_a_wheel_without_compiler_and_mpi_has_the_sources(pure_wheel):
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tmp_path):
     """As a new user: TensorFlow and MPI are there, seen through a path file, and a compiler."""
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv" / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib"))
-    (tmp_path / "venv" / site.relative_to(sys.prefix) / "seen.pth").write_text(f"{site}\n")
-    words = ["install", "-q", "--no-deps", "--no-index", str(pure_wheel)]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *words], check=True)
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "train.py").write_text(SUM)
     environ = {**os.environ, **QUIET, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environ.pop("PYTHONPATH", None)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    words = ["install", "-q", "--no-deps", "--no-index", str(pure_wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
+    subprocess.run(pip, cwd=tmp_path, env=environ, check=True)
+    site = Path(sysconfig.get_path("purelib"))
+    (tmp_path / "venv" / site.relative_to(sys.prefix) / "seen.pth").write_text(f"{site}\n")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text(SUM)
     told = []
     for _ in range(2):
         done = subprocess.run(

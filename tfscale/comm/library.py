@@ -133,7 +133,7 @@ def find_cached(kind: str = "") -> Path | None:
         keys = [
             one.key
             for one in cached_libraries()
-            if _fits(one.stamp, wanted, kind) and one.stamp["machine"] == wanted["machine"]
+            if _fits(one.stamp, wanted, kind) and one.stamp.get("machine") == wanted["machine"]
         ]
     for key in keys:
         if read_stamp(folder / key) is not None:
@@ -169,10 +169,10 @@ def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> 
         BuildError: Something is missing, such as a compiler; the text says how to install it.
         ExchangeError: The cache is not writable, or others may write to it.
     """
-    found = find_library(kind) if is_packaged else find_cached(kind)
-    if found is not None:
-        return found
     try:
+        found = find_library(kind) if is_packaged else find_cached(kind)
+        if found is not None:
+            return found
         return _compile_once(identity(require_tensorflow(), _find_toolchain(kind)), who)
     except OSError as error:
         raise ExchangeError(
@@ -192,10 +192,11 @@ def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
     n_cores = len(os.sched_getaffinity(0))
     duration = f"about {max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S // n_cores)} s"
     with _locked(folder / "lock", who, duration) as is_locked:
+        names = os.listdir(folder)  # NFS then shows what other hosts have made, too
         if read_stamp(target) is None:
-            if is_locked:  # no other process compiles: these are of killed ones
-                for left in (target, *folder.glob(_UNFINISHED + "*")):
-                    shutil.rmtree(left, ignore_errors=True)
+            for name in names if is_locked else ():  # no other process compiles
+                if name.startswith(_UNFINISHED):
+                    shutil.rmtree(folder / name, ignore_errors=True)  # of a killed one
             versions = f"TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
             _say(who, f"compiling the library for {versions}, once on this machine: {duration}.")
             started = time.monotonic()

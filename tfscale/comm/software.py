@@ -52,7 +52,7 @@ def mpi_built() -> bool:
     """Return whether the native library, which needs MPI, is built or can be, at its first use."""
     try:
         return bool(find_library() or find_toolchain())
-    except ExchangeError:
+    except (ExchangeError, OSError):
         return False
 
 

@@ -129,7 +129,7 @@ def check_cache() -> Check:
             f"{': of another tfscale or a removed MPI, rm -r it' if is_old else ''}"
         )
     n_bytes = sum(one.n_bytes for one in cached)
-    detail = f"{folder}: {len(cached)} libraries, {n_bytes / 2**20:.1f} MB"
+    detail = f"{folder}: {len(cached)} compiled, {n_bytes / 2**20:.1f} MB"
     return Check("cache", "info", detail + "".join(lines))
 
 
