@@ -70,6 +70,21 @@ def test_a_wheel_without_compiler_and_mpi_has_the_sources(pure_wheel):
     assert not [name for name in names if name.endswith(".so")]
 
 
+def test_a_wheel_of_several_tensorflow_versions_has_a_library_for_each(pure_wheel, tmp_path):
+    folders = {f"tensorflow-{version}" for version in ("2.18", "2.21")}
+    for folder in folders:
+        (tmp_path / "libraries" / folder).mkdir(parents=True)
+        (tmp_path / "libraries" / folder / "libtfscale.so").touch()
+    environ = {**os.environ, "TFSCALE_LIBRARIES": str(tmp_path / "libraries")}
+    source = pure_wheel.parents[1] / "source"
+    setup(source, "bdist_wheel", "-d", str(tmp_path / "dist"), env=environ)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert "-py3-none-linux_" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"tfscale/_lib/{folder}/libtfscale.so" for folder in folders} <= set(names)
+    assert "tfscale/_lib/custom_ops/comm/engine.cc" in names
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tmp_path):
