@@ -8,7 +8,7 @@ scalars) needs the share's weight, because the shares of a batch may differ by o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,17 @@ def cut(batch: Any, share: Share) -> Any:
 _UNEQUAL = "All tensors of a batch must have as many rows, which the ranks share."
 
 
-def weigh(gradients: Sequence[Any]) -> list[Any]:
-    """Multiply gradients by the weight of the current share, where it may differ from 1."""
+def weighted(gradient: Any) -> Any:
+    """Return a gradient times the weight of the current share, where that may differ from 1."""
     share = current()
-    if share is None or share.is_even:
-        return list(gradients)
-    return [None if g is None else _times(g, share) for g in gradients]
+    if share is None or share.is_even or gradient is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weighted(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    weight = share.weight(gradient.dtype)
+    # A rank without rows may have a mean of nothing, which is NaN. Most steps are even.
+    return tf.cond(weight == 1, lambda: gradient, lambda: tf.math.multiply_no_nan(gradient, weight))
 
 
 def is_common(values: tf.Tensor) -> bool:
@@ -130,15 +135,6 @@ def is_common(values: tf.Tensor) -> bool:
     if isinstance(share.total, int):
         return share.is_even and length % share.rows != 0
     return True
-
-
-def _times(gradient: Any, share: Share) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _times(gradient.values, share)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    weight = share.weight(gradient.dtype)
-    # A rank without rows may have a mean of nothing, which is NaN. Most steps are even.
-    return tf.cond(weight == 1, lambda: gradient, lambda: tf.math.multiply_no_nan(gradient, weight))
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -24,6 +24,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
+from tfscale.data import shares
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
 from tfscale.internals.keras import layers_of, replace_call, replaced_call, weights_of
@@ -117,7 +118,7 @@ class ReplicatedCall:
             outputs = tf.matmul(x, kernel)
 
             def gradient(error: tf.Tensor) -> list[Any]:
-                errors = self._gather(layer, group, error, "errors")
+                errors = self._gather(layer, group, shares.weighted(error), "errors")
                 errors *= tf.constant(factor, errors.dtype)
                 of_kernel = self._kernel_gradient(layer, group, sent, errors)
                 of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []

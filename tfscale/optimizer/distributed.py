@@ -19,8 +19,9 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
-from tfscale.data.shares import weigh
+from tfscale.data import shares
 from tfscale.exchange.base import Exchange, Watch, load, resolve
+from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import GradientOptions
@@ -173,7 +174,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         variables = self._built_for() if trainable_variables is None else list(trainable_variables)
         self._built(variables)
         self._compare_ranks(variables)
-        grads = weigh(grads)
+        if shares.current() is not None:
+            # Layers that exchange activations have weighted what they sent.
+            pairs = zip(grads, variables, strict=True)
+            grads = [shares.weighted(g) if use_of(v) == "plain" else g for g, v in pairs]
         if self._self_accumulator is None:
             self._exchange_and_update(list(grads), variables)
             return
