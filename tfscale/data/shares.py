@@ -50,6 +50,20 @@ class Share:
         return rows[self.start * per_row : (self.start + self.rows) * per_row]
 
 
+_are_used = False
+
+
+def use(are_used: bool) -> None:
+    """Set whether all ranks read the same global batches, and their steps cut out shares."""
+    global _are_used
+    _are_used = are_used
+
+
+def are_used() -> bool:
+    """Return whether the ranks are given the same batches on purpose."""
+    return _are_used
+
+
 _entered: list[Share] = []  # of the steps being traced or run, innermost last
 
 

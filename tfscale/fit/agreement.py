@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
+from tfscale.data import shares
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
@@ -288,17 +289,8 @@ def _first_weights(model: Any, callbacks: set[str]) -> str:
     return first_step.digest_of(distributed, variables)
 
 
-_expects_equal_data = False  # whether all ranks read the same batches, and cut them in the step
-
-
-def expect_equal_data(is_expected: bool) -> None:
-    """Set whether ranks are to be given the same samples; else they are warned of."""
-    global _expects_equal_data
-    _expects_equal_data = is_expected
-
-
 def _warn_of_equal_samples(digests: list[str]) -> None:
-    if _expects_equal_data:
+    if shares.are_used():
         return
     for digest in {d for d in digests if d and digests.count(d) > 1}:
         ranks = [rank for rank, other in enumerate(digests) if other == digest]

@@ -21,8 +21,9 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ExchangeError
+from tfscale.data import shares
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of
+from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
     accumulators,
@@ -294,6 +295,8 @@ class GuardedStep:
         except tf.errors.OutOfRangeError:
             if session is not None:
                 session.end_of_data()
+            if shares.are_used() and not model.run_eagerly:
+                _count_missing_batch(model)
             raise
         except tf.errors.OpError as error:
             if has_stopped(error.message):
@@ -319,6 +322,16 @@ class GuardedStep:
         logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
         model.stop_training = True
         return model.get_metrics_result() if self._last_logs is None else self._last_logs
+
+
+def _count_missing_batch(model: keras.Model) -> None:
+    """Count a step that found no data, as Keras's own does where nothing is exchanged.
+
+    No data feeds the update of `iterations` there, so it happens although the step fails.
+    """
+    for optimizer in optimizers_of(model):
+        if scaled_by(optimizer) is None:
+            iterations_of(optimizer).assign_add(1)
 
 
 class Lookahead:

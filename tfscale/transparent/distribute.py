@@ -26,9 +26,9 @@ from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.start import init
 from tfscale.config import ConfigError, ExchangeError, require
+from tfscale.data import shares
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange.base import resolve
-from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import wrap_once
@@ -121,7 +121,7 @@ class Distributed:
             export=_exporting_once,
         )
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
-        agreement.expect_equal_data(True)
+        shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0 and not all_output:
             self._drop_output()
@@ -131,7 +131,7 @@ class Distributed:
         global _running
         _running = None
         self._patches.undo()
-        agreement.expect_equal_data(False)
+        shares.use(False)
         write_on_first_rank(False)
         for model in self._models:
             for name in (*_PARTS, "save", "save_weights"):

@@ -1,4 +1,4 @@
-"""What a step on a share of a batch does to give the numbers of a step on the whole batch.
+"""Steps on shares of batches, which give the numbers of steps on whole batches.
 
 A model's `train_step`, `test_step` and `predict_step` are given whole batches and cut out this
 rank's rows. Within them, and only there,
@@ -143,8 +143,10 @@ def _reduced_over_ranks(reduce: Any) -> Any:
     ) -> Any:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         share = shares.current()
-        if share is None or reduction in (None, "none") or len(loss.shape) > 0:
+        if share is None or reduction in (None, "none"):
             return loss
+        if tuple(loss.shape) == (0,):  # Keras leaves the values of a rank without rows as they are
+            loss = tf.reduce_sum(loss)
         # The rank's loss is weighted by rows / (total / size): this is what becomes of a sum.
         share_of_sum = tf.math.divide_no_nan(
             tf.cast(share.total, loss.dtype), tf.cast(share.rows, loss.dtype)
@@ -229,7 +231,8 @@ def _categorical_of_all(categorical: Any) -> Any:
 
 def _is_of_rows(shape: Any, share: Share) -> bool:
     """Return whether a shape begins with rows of the batch; a static one, if it has as many."""
-    first = shape[0] if len(shape) else 0
+    length = shape.shape[0] if tf.is_tensor(shape) else len(shape)
+    first = 0 if length == 0 else shape[0]
     first = tf.get_static_value(first) if tf.is_tensor(first) else first
     return first is None or (isinstance(share.rows, int) and int(first) == share.rows)
 
