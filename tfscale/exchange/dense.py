@@ -24,7 +24,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
-from tfscale.data import shares
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
 from tfscale.internals.keras import layers_of, replace_call, replaced_call, weights_of

@@ -20,7 +20,7 @@ from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
-from tfscale.data import shares
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, build_segments, row_cuts

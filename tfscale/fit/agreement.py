@@ -17,8 +17,8 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.data import shares
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.exchange import batch_shares as shares
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
 from tfscale.fit.uneven_batches import require_equal_numbers

@@ -21,7 +21,7 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ExchangeError
-from tfscale.data import shares
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.optimizer.distributed import (

@@ -19,7 +19,7 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
-from tfscale.data import shares
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import Exchange, Watch, load, resolve
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor

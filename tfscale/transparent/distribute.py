@@ -26,8 +26,8 @@ from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.start import init
 from tfscale.config import ConfigError, ExchangeError, require
-from tfscale.data import shares
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
 from tfscale.fit.preparation import prepare
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order

@@ -5,7 +5,7 @@ rank's rows. Within them, and only there,
 
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums);
-* means of scalars weigh a rank by its rows, and so does the optimizer (`data/shares.py`);
+* means of scalars weigh a rank by its rows, and so does the optimizer (`exchange/batch_shares.py`);
 * BatchNormalization uses the statistics of the whole batch;
 * random numbers are drawn for the whole batch, and each rank takes those of its rows.
 """
@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tfscale.comm import collectives
 from tfscale.comm.runtime import Sum, global_process_set
-from tfscale.data import shares
-from tfscale.data.shares import Share
+from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
 from tfscale.internals.classes import Patches, weights_with_mask
 
