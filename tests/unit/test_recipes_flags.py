@@ -3,7 +3,6 @@
 import contextlib
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import command_line
@@ -12,7 +11,7 @@ import pytest
 import training
 from absl import flags
 from absl.testing import flagsaver
-from command_line import flags_parser, verbosity
+from command_line import flags_parser
 
 RECIPES = Path(command_line.__file__).parent
 FLAGS = flags.FLAGS
@@ -76,29 +75,6 @@ def test_other_flags_are_not(recipe, words):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "told"),
-    [
-        ("resnet", "--images 100", "--images 100"),
-        ("resnet", "--test-images 100", "--test-images 100"),
-        ("resnet", "--noaugment", "--noaugment"),
-        ("vgg", "--images 100 --test-images 9", "--images 100, --test-images 9"),
-    ],
-)
-def test_imagenet_is_used_whole(recipe, words, told):
-    with _recipe(recipe, f"--data imagenet --data-dir nowhere {words}".split()) as names:
-        load = names["load_imagenet" if recipe == "resnet" else "load"]
-        with pytest.raises(SystemExit, match=f"ImageNet is used whole.*Received: {told}. Leave"):
-            load()
-
-
-def test_sizes_of_smoke_are_no_flags_of_the_command_line():
-    with _recipe("vgg", ["--smoke", "--data", "imagenet"]) as names:
-        flags_parser(names["SMOKE"])(["vgg", "--smoke", "--data", "imagenet"])
-        assert FLAGS.images == 320
-        command_line.refuse("ImageNet is used whole.", {"images": 0})
-
-
-@pytest.mark.parametrize(
     ("words", "schedule"),
     [("", "cosine"), ("--adaptive-batch 256", "constant"), ("--batch-schedule 3:9", "constant")],
 )
@@ -135,11 +111,3 @@ def test_commands_that_are_published_are_taken(recipe, words, published, monkeyp
         optimizer = names["build_optimizer"](*options, 100)
         times = 1 / (1 - optimizer.momentum) if published else 1
         assert optimizer.weight_decay == pytest.approx(PAPERS[recipe] * times)
-
-
-def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch):
-    monkeypatch.delenv("TFSCALE_TERMINAL", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert verbosity() == 2
-    monkeypatch.setenv("TFSCALE_TERMINAL", "1")  # by `tfscale run`
-    assert verbosity() == 1

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import plots
 import pytest
 import training  # noqa: F401  its flags are defined once, and outlive those of a recipe
-from absl import flags
-from command_line import flags_parser
 from metrics import psnr, psnr_of_enlarged
 from run_folder import RunFolder
 
@@ -66,27 +63,6 @@ def _size_of_png(path):
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
 
 
-def test_a_metric_that_some_epochs_lack_leaves_a_gap(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plots.Figure, "savefig", lambda own, *_, **__: figures.append(own))
-    base = {"seconds": 2.0, "loss": 0.5}
-    some = {2: {"model_distance": 0.8}, 3: {"model_distance": 0.9, "val_loss": 0.6}}
-    lines = [{"epoch": epoch, **base, **some.get(epoch, {})} for epoch in (1, 2, 3, 4)]
-    plots.learning_curve(lines, tmp_path / "some.png")
-    loss, distance = figures[0].axes
-    curves = [curve.get_ydata() for curve in (*loss.lines, *distance.lines)]
-    gap = np.nan
-    expected = [[0.5, 0.5, 0.5, 0.5], [gap, gap, 0.6, gap], [gap, 0.8, 0.9, gap]]
-    np.testing.assert_array_equal(curves, expected)
-
-
-def test_restorations_have_one_row_per_picture(tmp_path):
-    row = plots.Restoration(*(RANDOM.random((8, 8, 1)).astype(np.float32) for _ in range(3)))
-    for count in (1, 3):
-        plots.restorations([row] * count, tmp_path / f"{count}.png")
-    assert _size_of_png(tmp_path / "3.png")[1] == 3 * _size_of_png(tmp_path / "1.png")[1]
-
-
 def _fit(folder, epochs, initial_epoch=0):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -130,19 +106,6 @@ def test_run_folder_holds_settings_one_line_per_epoch_and_a_picture(tmp_path):
     assert _size_of_png(folder / "learning_curve.png")[0] > 0
 
 
-def test_a_run_whose_picture_fails_is_whole_all_the_same(tmp_path, monkeypatch, caplog):
-    seen = []
-
-    def fail(lines, path, baselines):
-        seen.append(json.loads((path.parent / "run.json").read_text()))
-        raise KeyError("model_distance")
-
-    monkeypatch.setattr(plots, "learning_curve", fail)
-    _fit(tmp_path, epochs=2)
-    assert "seconds" in seen[0]  # noted first
-    assert "learning_curve.png was not drawn: KeyError: 'model_distance'." in caplog.text
-
-
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
 def test_files_of_a_run_are_whole_whatever_ends_it(tmp_path, monkeypatch, name):
     _fit(tmp_path, epochs=2)
@@ -158,36 +121,3 @@ def test_files_of_a_run_are_whole_whatever_ends_it(tmp_path, monkeypatch, name):
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path, epochs=3, initial_epoch=1)
     assert (tmp_path / name).read_text() == before
-
-
-@pytest.fixture
-def values():
-    values = flags.FlagValues()
-    flags.DEFINE_integer("batch_size", 16, "", flag_values=values)
-    flags.DEFINE_string("run_name", "name", "", flag_values=values)
-    flags.DEFINE_bool("smoke", False, "", flag_values=values)
-    return values
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--batch-size=4", "--run-name=a-b"],
-        ["--batch_size", "4", "--run_name", "a-b"],
-        ["-batch-size", "4", "-run-name", "a-b"],
-    ],
-)
-def test_flags_may_have_dashes_and_their_values_keep_theirs(values, argv):
-    assert flags_parser({}, values)(["recipe", *argv]) == ["recipe"]
-    assert (values.batch_size, values.run_name) == (4, "a-b")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], (16, "name")), (["--smoke", "--run-name", "mine"], (2, "mine")), (["--smoke"], (2, "x"))],
-)
-def test_smoke_shrinks_what_the_command_line_does_not_set(values, words, expected):
-    flags_parser({"batch_size": 2, "run_name": "x"}, values)(["recipe", *words])
-    assert (values.batch_size, values.run_name) == expected
-    with pytest.raises(SystemExit, match=r"(?s)bach_size.*--helpshort"):
-        flags_parser({}, values)(["recipe", "--bach-size", "4"])

@@ -93,9 +93,3 @@ def test_an_evaluation_in_between_changes_nothing():
     model.compile("sgd", "mse")
     model.evaluate(data, verbose=0)
     assert epochs_of(data) == epochs_of(shards())
-
-
-def test_batches_that_cannot_be_shared_out(monkeypatch):
-    as_rank(monkeypatch, 0, 3)
-    with pytest.raises(ValueError, match="Received: batch_size=8, ranks=3"):
-        shards()

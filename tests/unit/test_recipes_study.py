@@ -21,12 +21,6 @@ from tests.helpers import fake_study
 from tests.helpers.fake_study import STUDY
 from tfscale.data import GlobalBatches
 
-ADAPTIVE_KEY = (
-    "2 recipes/resnet.py --data=fashion_mnist --images=20000 --depth=8 --epochs=30 "
-    "--schedule=constant --learning_rate=0.1 --batch_size=64 --batch_schedule=8:128,15:256,22:512 "
-    "--seed=1"
-)
-
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
@@ -126,41 +120,6 @@ def test_a_configuration_of_which_one_seed_misses_the_threshold_has_no_total_spe
     outcomes = [study_runs.Outcome(run, epochs, [], []) for epochs in (hit, miss)]
     (summary,) = study_report.summaries(study, outcomes)
     assert summary.epochs_to_threshold is None and summary.seconds_to_threshold is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (STUDY + "BATCHES = 1", "it defines BATCHES"),
-        ("", "missing"),
-        (
-            STUDY.replace("small batch", "large (16)"),
-            r"differ in letters.*\['large \(16\)', 'Large: 16'\]",
-        ),
-        (None, "must be one of .*Received: none_such"),
-    ],
-)
-def test_files_that_are_no_study_are_refused(tmp_path, study, text, message):
-    path = tmp_path / "wrong.py"
-    path.write_text(text or "")
-    with pytest.raises(SystemExit, match=message):
-        study_runs.load("none_such" if text is None else str(path))
-
-
-def test_configurations_and_seeds_that_are_not_there_are_refused(study, tmp_path):
-    every = list(study_runs.runs(study, tmp_path))
-    assert study_runs.choose(study, every, "", []) == every
-    assert study_runs.choose(study, every, "batch", ["2"]) == [every[2]]
-    with pytest.raises(SystemExit, match="Received: 7. Choose from 1, 2"):
-        study_runs.choose(study, every, "", ["1", "7"])
-    with pytest.raises(SystemExit, match="Received: typo. Choose from: small batch; Large: 16"):
-        study_runs.choose(study, every, "typo", [])
-
-
-def test_runs_on_disk_are_recognised_by_the_key_that_they_have():
-    study = study_runs.load("adaptive_batch")
-    keys = [study_runs._key(run) for run in study_runs.runs(study, Path("runs"))]
-    assert keys[2] == ADAPTIVE_KEY
 
 
 @pytest.mark.parametrize(

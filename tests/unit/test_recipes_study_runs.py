@@ -82,24 +82,6 @@ def test_a_run_in_parts_names_every_commit(run, study, tmp_path, monkeypatch):
     assert told["commit"] == "second" and len(told["parts"]) == 2
 
 
-def test_an_attempt_without_an_epoch_has_made_nothing(run, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    (run.folder / "metrics.jsonl").write_text("")
-    _set_commit(monkeypatch, "second")
-    assert study_runs.finish(run)
-    assert study_metadata.parts(study_metadata.read(run.folder)) == [provenance.describe()]
-
-
-def test_notes_without_parts_are_read(run, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    path = run.folder / "study.json"
-    path.write_text(json.dumps({"key": study_runs._key(run), "commit": "old", "load": 1}))
-    _set_commit(monkeypatch, "new")
-    assert study_runs.finish(run)
-    parts = study_metadata.parts(study_metadata.read(run.folder))
-    assert parts == [{"commit": "old", "load": "1"}, provenance.describe()]
-
-
 @pytest.mark.parametrize(
     "text", ["", '{"key": "2 reci', "[]", '{"commit": "abc"}', None, "a folder"]
 )

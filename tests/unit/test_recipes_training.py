@@ -32,12 +32,6 @@ def test_exchanges_are_named_by_class_and_arguments():
     assert vars(chunked).items() >= options.items()
 
 
-@pytest.mark.parametrize("name", ["nonsense", "", "average", "DistributedOptimizer"])
-def test_other_names_are_refused(name):
-    with pytest.raises(SystemExit, match="must name a strategy of docs/exchanges.md. Received: "):
-        training.parse_exchange(name)
-
-
 @pytest.mark.parametrize(("scaling", "peak"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
 def test_the_rate_follows_the_batch(scaling, peak):
     FLAGS.learning_rate, FLAGS.batch_size, FLAGS.epochs, FLAGS.scaling = 0.1, 512, 10, scaling
@@ -126,10 +120,3 @@ def test_mixed_precision_ends_in_float32_and_scales_the_loss_inside(precision):
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     assert is_scaled == (precision == "float16")
     tfscale.shutdown()
-
-
-def test_without_mixed_precision_and_with_averaging_nothing_is_wrapped():
-    model, optimizer = lenet5(), keras.optimizers.SGD(0.1)
-    FLAGS.average_every = 2
-    assert training.with_float_outputs(model) is model
-    assert training.distributed(optimizer) is optimizer
