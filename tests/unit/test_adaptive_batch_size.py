@@ -68,19 +68,6 @@ def test_batch_and_rate_grow_and_decay():
     np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
 
 
-def test_bar_and_line_of_the_epoch(capsys):
-    data = make_data()
-    keras.config.enable_interactive_logging()
-    make_model().fit(data, epochs=5, verbose=2, callbacks=[adaptive(data, verbose=1)])
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if "loss" in line]
-    assert [line.split()[0] for line in lines] == ["8/8", "8/8", "4/4", "4/4", "2/2"]
-    for line, size in zip(lines, (6, 6, 12, 12, 24), strict=True):
-        assert f"batch_size: {size}" in line
-        assert "theta: " in line and "learning_rate: " in line
-    assert "Epoch 2: batch 6 -> 12, learning rate times 2: end of epoch 2, interval 2." in shown
-
-
 def test_theta_is_that_of_equation_5_4():
     data, model = make_data(), make_model(keras.optimizers.SGD(0.125))
     start = [w.copy() for w in model.get_weights()]
@@ -186,14 +173,6 @@ def test_velocities_follow_the_rate():
     np.testing.assert_allclose(velocity(True), 2 * velocity(False), rtol=1e-6)
 
 
-def test_each_fit_starts_afresh():
-    data = make_data()
-    callback, model = adaptive(data), make_model()
-    first = model.fit(data, epochs=3, verbose=0, callbacks=[callback]).history
-    second = model.fit(data, epochs=3, verbose=0, callbacks=[callback]).history
-    assert first["batch_size"] == second["batch_size"] == [6, 6, 12]
-
-
 class Interruption(Exception):
     pass
 
@@ -248,3 +227,14 @@ def test_a_second_fit_starts_afresh():
     model.optimizer.learning_rate = 0.01  # who changes it in between means it
     model.fit(data, epochs=1, verbose=0, callbacks=[callback])
     assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
+
+
+def test_a_model_that_is_not_built_is_built_from_the_data():
+    data, model = make_data(), keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    first, look = [], keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: first.append(model.layers[0].kernel.shape)
+    )  # fmt: skip
+    history = model.fit(data, epochs=3, verbose=0, callbacks=[adaptive(data), look]).history
+    assert history["batch_size"] == [6, 6, 12] and np.all(np.isfinite(history["theta"]))
+    assert first == [(4, 1)]

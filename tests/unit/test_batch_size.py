@@ -11,9 +11,8 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.launcher import cli
-from tfscale.launcher.plan import read_numbers
 from tfscale.launcher.tune.scripts import measure_script
-from tfscale.measure.batch_size import SizeMeasures, Stage, advise, measure, write_report
+from tfscale.measure.batch_size import SizeMeasures, Stage, advise, measure
 
 SAMPLES = 256
 
@@ -156,12 +155,6 @@ def test_no_noise_no_growth(noise):
     assert advice.max_batch_size == advice.start_batch_size == 64
 
 
-def test_text(tmp_path):
-    text = write_report([stage([4.0, 3.5], [0.5, 1.0], 7.0)], tmp_path)
-    assert "| 32 | 9 | 3.5 |" in " ".join(text.split())
-    assert "Start with 32:" in text and "Grow up to 32:" in text
-
-
 # Scripts
 
 SCRIPT = """
@@ -239,10 +232,3 @@ def test_scripts_that_cannot_be_measured(tmp_path, code, text):
     path.write_text(code)
     with pytest.raises(ConfigError, match=text):
         measure_script([str(path)], batch_sizes=(8, 32), at_epochs=(0,), samples=64)
-
-
-def test_arguments_of_the_command(tmp_path, capsys):
-    assert cli.main(["tune", "batch-size", str(tmp_path / "none.py")]) == 2
-    assert "no such file" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="Received: --stages 0,x"):
-        read_numbers("0,x", "--stages", least=0)

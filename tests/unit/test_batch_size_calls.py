@@ -3,7 +3,6 @@
 import pytest
 
 from tests.unit.callback_models import single_job  # noqa: F401
-from tfscale.config import ConfigError
 from tfscale.launcher.tune.scripts import measure_script
 
 SCRIPT = """
@@ -75,21 +74,3 @@ def test_stages_count_from_the_first_epoch(tmp_path, capsys):
     stages = measured(tmp_path / "train.py", "x, y, 32, 9, 0, note, initial_epoch=5", (0, 1))
     assert [stage.epoch for stage in stages] == [0, 1]
     assert "trained 5" in capsys.readouterr().out
-
-
-def test_a_split_that_nobody_knows(tmp_path):
-    with pytest.raises(ConfigError, match="Received: validation_split=0.25. Split the data"):
-        measured(tmp_path / "train.py", "x, y, validation_split=0.25")
-
-
-def test_callbacks_of_the_script_are_kept_wherever_they_stand(tmp_path, capsys):
-    stages = measured(tmp_path / "train.py", "x, y, 32, 5, 0, [note]", at_epochs=(0, 1))
-    assert [stage.epoch for stage in stages] == [0, 1]
-    assert "trained 0" in capsys.readouterr().out
-
-
-def test_a_call_that_keras_would_refuse(tmp_path):
-    with pytest.raises(TypeError, match="batch"):
-        measured(tmp_path / "train.py", "x, y, 32, batch=32")
-    with pytest.raises(ConfigError, match="Received: NoneType. Use tfscale.data.GlobalBatches"):
-        measured(tmp_path / "train.py", "batch_size=32")

@@ -3,14 +3,10 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import Watch, arrays, make_data, make_model
-from tests.unit.test_global_batches import as_rank
+from tests.unit.test_adaptive_batch_size import Watch, make_data, make_model
 from tfscale.callbacks import BatchSizeSchedule, LearningRateScaling
-from tfscale.config import ConfigError
 
 
 def test_sizes_at_given_epochs(capsys):
@@ -32,45 +28,6 @@ def test_the_size_follows_the_epoch_wherever_fit_begins():
     assert [size for _, size, _ in watch.seen] == [12, 24]
     make_model().fit(data, epochs=1, verbose=0, callbacks=[schedule, watch])
     assert [size for _, size, _ in watch.seen] == [12, 24, 6]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [({}, "Received: none"), ({-1: 4}, "epoch=-1"), ({1: 0}, "batch_size=0"), ({1: 2.5}, "=2.5")],
-)
-def test_schedules_without_sense(sizes, text):
-    with pytest.raises(ConfigError, match=text):
-        BatchSizeSchedule(sizes)
-
-
-def test_sizes_beyond_the_data():
-    with pytest.raises(ConfigError, match="Received: size=49, samples=48. Use a smaller size"):
-        make_model().fit(make_data(), verbose=0, callbacks=[BatchSizeSchedule({1: 49})])
-
-
-def test_sizes_that_the_ranks_cannot_share():
-    data = as_rank(make_data(), 0, 2)
-    with pytest.raises(ConfigError, match="batch_size=9, size=2") as error:
-        make_model().fit(data, verbose=0, callbacks=[BatchSizeSchedule({1: 9})])
-    assert "Name sizes that are multiples" in str(error.value)
-    assert "max_batch_size" not in str(error.value) and "active_ranks" not in str(error.value)
-
-
-@pytest.mark.parametrize("wrap", [lambda schedule: schedule, tfscale.ScalableSchedule])
-def test_rates_that_count_steps(wrap):
-    rate = wrap(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
-    model = make_model(keras.optimizers.SGD(rate))
-    with pytest.raises(ConfigError, match=f"learning_rate={type(rate).__name__}. Use a number"):
-        model.fit(make_data(), verbose=0, callbacks=[BatchSizeSchedule({1: 12})])
-
-
-def test_other_data():
-    x, y = arrays()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(6).repeat()
-    with pytest.raises(ConfigError, match="Use tfscale.data.GlobalBatches"):
-        make_model().fit(
-            dataset, steps_per_epoch=2, verbose=0, callbacks=[BatchSizeSchedule({1: 12})]
-        )
 
 
 @pytest.mark.parametrize(("rule", "target"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
@@ -95,12 +52,3 @@ def test_no_warm_up():
     scaling = LearningRateScaling(0.125, 6, 24, warmup_epochs=0)
     make_model().fit(data, epochs=1, verbose=0, callbacks=[scaling, watch])
     assert watch.seen == [(2, 24, 0.5)]
-
-
-@pytest.mark.parametrize("options", [{"rule": "cubic"}, {"batch_size": 0}, {"warmup_epochs": -1}])
-def test_scalings_out_of_range(options):
-    name, value = next(iter(options.items()))
-    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-        LearningRateScaling(
-            **{"initial_lr": 0.1, "base_batch_size": 6, "batch_size": 12, **options}
-        )

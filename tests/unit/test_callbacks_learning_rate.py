@@ -163,13 +163,6 @@ def test_warmup_ends_where_steps_are_executed_together(together, momentum, capsy
     assert "finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
 
 
-def test_a_learning_rate_schedule_object_is_refused():
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    model = model_with(keras.optimizers.SGD(schedule))
-    with pytest.raises(ConfigError, match="Create the optimizer with a float"):
-        fit(model, [LearningRateScheduleCallback(0.1, 0.5)], epochs=1)
-
-
 def test_unknown_steps_per_epoch():
     def batches():
         while True:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 
-import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.callbacks import (
     BestModelCheckpoint,
-    MetricAverageCallback,
     ModelCheckpoint,
     RankZero,
 )
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.comm import runtime
-from tfscale.config import ConfigError
 from tfscale.optimizer.saving import make_saves_safe
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
@@ -32,46 +28,6 @@ def compiled():
     return model
 
 
-ALIASES = {"on_batch_begin", "on_batch_end"}
-
-
-def count(calls):
-    return Counter(name for name in calls if name not in ALIASES)
-
-
-class Spy(keras.callbacks.Callback):
-    """Records the names of all hooks that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __getattribute__(self, name):
-        if name.startswith(("on_", "set_")):
-            self.calls.append(name)
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_zero_forwards_every_hook(rank):
-    spy = Spy()
-    with mock.patch.object(runtime, "rank", lambda: rank):
-        model = compiled()
-        wrapped = RankZero(spy)
-        spy.calls.clear()
-        model.fit(X, X, epochs=2, validation_data=(X, X), verbose=0, callbacks=[wrapped])
-        model.predict(X, verbose=0, callbacks=[wrapped])
-        calls, spy.calls = spy.calls, []
-    if rank == 1:
-        assert calls == [] and spy.model is None
-        return
-    model.fit(X, X, epochs=2, validation_data=(X, X), verbose=0, callbacks=[spy])
-    model.predict(X, verbose=0, callbacks=[spy])
-    assert count(calls) == count(spy.calls)
-    hooks = {name for name in dir(keras.callbacks.Callback) if name.startswith("on_")}
-    assert set(count(calls)) - {"set_model", "set_params"} == hooks - ALIASES
-
-
 def test_rank_zero_stops_training():
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -79,12 +35,6 @@ def test_rank_zero_stops_training():
 
     history = compiled().fit(X, X, epochs=5, verbose=0, callbacks=[RankZero(Stop())])
     assert len(history.history["loss"]) == 1
-
-
-def test_rank_zero_refuses_what_communicates():
-    for wrong in (MetricAverageCallback(), print):
-        with pytest.raises(ConfigError, match="does not communicate"):
-            RankZero(wrong)
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
@@ -146,40 +96,3 @@ def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
     other = compiled()
     other.load_weights(path)
     np.testing.assert_array_equal(other.get_weights()[0], models[0].get_weights()[0])
-
-
-def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
-    model = compiled()
-    make_saves_safe(model)
-    with pytest.raises(ValueError):
-        model.save(tmp_path / "model.unknown")
-    model.save_weights(str(tmp_path / "sharded.weights.json"), max_shard_size=1.0)
-    model.save(tmp_path / "model.keras", zipped=True)
-    model.fit(X, X, verbose=0)
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".rank")]
-    with pytest.raises(OSError):
-        model.save(tmp_path / "missing" / "model.keras")
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        keras.callbacks.ReduceLROnPlateau(),
-        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
-        keras.callbacks.SwapEMAWeights(),
-        keras.callbacks.EarlyStopping(restore_best_weights=True),
-    ],
-)
-def test_rank_zero_takes_nothing_that_changes_the_model(callback):
-    with pytest.raises(ConfigError, match=r"leaves the model as it is.*Received: \w+"):
-        RankZero(callback)
-    RankZero(keras.callbacks.EarlyStopping())
-
-
-@pytest.mark.parametrize(
-    "kind", [keras.callbacks.BackupAndRestore, tfscale.callbacks.BackupAndRestore]
-)
-def test_rank_zero_takes_no_backup(kind, tmp_path):
-    """It would decide for one rank in which epoch to begin."""
-    with pytest.raises(ConfigError, match=r"BackupAndRestore among them"):
-        RankZero(kind(tmp_path))

@@ -21,7 +21,7 @@ from tfscale.callbacks import (
     NonTrainableState,
 )
 from tfscale.checkpoints import variables as model_state
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ExchangeError
 
 
 def test_frozen_layers_seeds_and_counters_are_no_averaged_state():
@@ -141,22 +141,6 @@ def test_moving_statistics_are_united_when_the_last_batch_is_not_known(steps):
     first, second = FakeRanks(2).run(body)
     np.testing.assert_array_equal(first, second)
     assert np.any(first != 0.0)
-
-
-def test_a_model_that_cannot_be_built_from_shapes():
-    class NeedsValues(keras.Model):
-        def build(self, shape):
-            raise RuntimeError("no shapes please")
-
-        def call(self, x):
-            return x
-
-    models = [compiled(NeedsValues()) for _ in range(2)]
-    for error in FakeRanks(2).run(
-        lambda rank: fit(models[rank], [BroadcastGlobalVariablesCallback(0)])
-    ):
-        assert isinstance(error, ConfigError)
-        assert "no shapes please" in str(error) and "Call the model on one batch" in str(error)
 
 
 class TwoOptimizers(keras.Model):

@@ -161,11 +161,6 @@ def test_published_tables_agree_with_the_recipes(model, name, shape):
     assert flops == pytest.approx(expected, rel=0.03)
 
 
-def test_open_dimensions_must_be_named():
-    with pytest.raises(ConfigError, match="Pass --input-shape"):
-        read_layers(edsr())
-
-
 def test_models_are_found(tmp_path):
     small_model().save(tmp_path / "model.keras")
     assert find_model(None, str(tmp_path / "model.keras")).count_params() > 0
@@ -197,17 +192,6 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
     assert shown == (tmp_path / "plan.md").read_text()
     assert "Which exchange wins" in shown and "sharded" in shown
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    "ranks, samples, said", [("1,4", 64, True), ("3", 64, True), ("3", 63, False)]
-)
-def test_groups_that_divide_nothing_are_told_of(ranks, samples, said, capsys):
-    words = ["--model", "resnet20", "--ranks", ranks, "--global-batch", str(samples)]
-    assert cli.main(["plan", *words, "--groups", "3"]) == 0
-    shown = capsys.readouterr()
-    assert ("no local SGD: its 3 groups must divide" in shown.err) == said
-    assert (LOCAL_SGD in shown.out) != said
 
 
 def test_ranks_of_a_host_share_its_link(capsys):

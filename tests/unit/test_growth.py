@@ -161,14 +161,6 @@ def test_noise_scale_grows_when_it_reaches_the_next_size():
     assert sizes_of(4, lambda e: measures(), signal="noise_scale") == [32] * 4
 
 
-def test_decisions_say_what_and_why():
-    control = GrowthControl(GrowthSettings(SIZES))
-    reasons = [control.end_epoch(epoch, measures()).reasons for epoch in range(3)]
-    assert reasons[:2] == [(), ()]
-    assert reasons[2][0].startswith("the batch grows every 3 epochs: theta changed by at most 10%")
-    assert reasons[2][1] == "batch 32 -> 64, learning rate times 2: end of epoch 3, interval 3"
-
-
 @pytest.mark.parametrize("signal", ["theta", "noise_scale"])
 def test_state_goes_on_identically(signal):
     settings = GrowthSettings((2, 4, 8, 16), signal=signal, window=1, decay=0.5)
@@ -182,12 +174,6 @@ def test_state_goes_on_identically(signal):
         assert (second.batch_size, second.rate_scale) == (first.batch_size, first.rate_scale)
         got += [second.end_epoch(e, series[e]) for e in range(cut, len(series))]
         assert got == expected
-
-
-def test_another_ladder_is_refused():
-    state = GrowthControl(GrowthSettings(SIZES)).state()
-    with pytest.raises(ConfigError, match=r"Received: \[32, 64\]; the backup has \[32, 64, 128\]"):
-        GrowthControl(GrowthSettings((32, 64))).restore(state)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""What callbacks refuse: the type of the error, and the words that name its argument."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tests.unit.callback_models import single_job  # noqa: F401
+from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
+from tests.unit.test_global_batches import as_rank
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BatchSizeSchedule,
+    BroadcastGlobalVariablesCallback,
+    LearningRateScaling,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    RankZero,
+)
+from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY, check_compared
+from tfscale.callbacks.batch_size_schedule import check_sizes
+from tfscale.comm import runtime
+from tfscale.config import ConfigError
+from tfscale.data import GlobalBatches
+
+DECAY = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+
+
+def fit(*callbacks, data=None, model=None, rate=0.1, **options):
+    model = model or make_model(keras.optimizers.SGD(rate))
+    model.fit(data or make_data(), verbose=0, callbacks=list(callbacks), **options)
+
+
+def grow(*callbacks, data=None, before=(), model=None, rate=0.1, fit_options=None, **options):
+    data = data or make_data()
+    fit_options = {"data": data, **(fit_options or {})}
+    fit(*before, adaptive(data, **options), *callbacks, model=model, rate=rate, **fit_options)
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices(arrays()).batch(6)
+
+
+class LooksAtValues(keras.Model):
+    """A model that cannot be built from shapes alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.compile("sgd", "mse")
+
+    def call(self, x):
+        return self.out(x[x.numpy()[0, 0] > 0 :])
+
+
+def silent():
+    """Return a model whose step reports no loss."""
+
+    class Silent(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+            return {"other": 0.0}
+
+    model = Silent([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+REFUSED = [
+    # AdaptiveBatchSize
+    ("max_batch_size=96, samples=48", lambda: grow(maximum=96)),
+    ("start_batch_size=6, max_batch_size=3", lambda: grow(maximum=3)),
+    ("Received: data=.*GlobalBatches", lambda: grow(data=dataset())),
+    ("another object, GlobalBatches", lambda: grow(fit_options={"data": make_data()})),
+    ("BatchSizeSchedule and AdaptiveBatch", lambda: grow(BatchSizeSchedule({1: 12}))),
+    ("AdaptiveBatchSize and BatchSize", lambda: grow(before=[BatchSizeSchedule({1: 12})])),
+    ("Received: steps_per_epoch", lambda: grow(fit_options={"steps_per_epoch": 3})),
+    (r"learning_rate=ExponentialDecay.*ScalableSchedule", lambda: grow(rate=DECAY)),
+    *(
+        (
+            f"One callback sets the learning rate.*{name}",
+            lambda other=other: grow(other, warmup_epochs=2),
+        )
+        for name, other in (
+            ("Scheduler", keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)),
+            ("Schedule", LearningRateScheduleCallback(0.1, 0.5)),
+            ("Warmup", LearningRateWarmupCallback(0.1, warmup_epochs=3)),
+            ("Plateau", keras.callbacks.ReduceLROnPlateau()),
+        )
+    ),
+    ("BackupAndRestore comes before", lambda: grow(BackupAndRestore("backup"))),
+    ("its shapes cannot", lambda: grow(model=LooksAtValues())),
+    ("logs=", lambda: grow(model=silent())),
+    ("Received: one process", lambda: grow(signal="noise_scale")),
+    (r"interval=\(1, 9\)", lambda: grow(signal="noise_scale", interval=(1, 9))),
+    ("active_ranks='some'", lambda: grow(active_ranks="some")),
+    ("rule='best'", lambda: grow(rule="best")),
+    ("signal='loss'", lambda: grow(signal="loss")),
+    ("factor=1", lambda: grow(factor=1)),
+    ("interval=0", lambda: grow(interval=0)),
+    ("high=2", lambda: grow(interval=(4, 2))),
+    ("start_batch_size=30", lambda: grow(start_batch_size=30)),
+    (
+        r"\[6, 9, 18\].*batch_size=9, size=2",
+        lambda: check_sizes(
+            as_rank(make_data(), 0, 2), [6, 9, 18], "max_batch_size", GROWTH_REMEDY
+        ),
+    ),
+    (
+        r"Remove repeat\(\)",
+        lambda: GlobalBatches.from_dataset(dataset().unbatch().repeat(), batch_size=6),
+    ),
+    # BatchSizeSchedule and LearningRateScaling
+    ("Received: none", lambda: BatchSizeSchedule({})),
+    ("epoch=-1", lambda: BatchSizeSchedule({-1: 4})),
+    ("batch_size=0", lambda: BatchSizeSchedule({1: 0})),
+    ("=2.5", lambda: BatchSizeSchedule({1: 2.5})),
+    ("size=49, samples=48", lambda: fit(BatchSizeSchedule({1: 49}))),
+    (
+        "batch_size=9, size=2",
+        lambda: fit(BatchSizeSchedule({1: 9}), data=as_rank(make_data(), 0, 2)),
+    ),
+    ("learning_rate=ExponentialDecay", lambda: fit(BatchSizeSchedule({1: 12}), rate=DECAY)),
+    (
+        "learning_rate=ScalableSchedule",
+        lambda: fit(BatchSizeSchedule({1: 12}), rate=tfscale.ScalableSchedule(DECAY)),
+    ),
+    ("GlobalBatches", lambda: fit(BatchSizeSchedule({1: 12}), data=dataset())),
+    (
+        "BatchSizeSchedule and BatchSizeSchedule",
+        lambda: fit(BatchSizeSchedule({1: 12}), BatchSizeSchedule({2: 12})),
+    ),
+    ("rule='cubic'", lambda: LearningRateScaling(0.1, 6, 12, "cubic")),
+    ("batch_size=0", lambda: LearningRateScaling(0.1, 6, 0)),
+    ("warmup_epochs=-1", lambda: LearningRateScaling(0.1, 6, 12, warmup_epochs=-1)),
+    # Learning rates, broadcast
+    ("optimizer with a float", lambda: fit(LearningRateScheduleCallback(0.1, 0.5), rate=DECAY)),
+    ("non_trainable='median'", lambda: BroadcastGlobalVariablesCallback(0, non_trainable="median")),
+    ("root_rank=1", lambda: fit(BroadcastGlobalVariablesCallback(1))),
+    # RankZero: what communicates, changes the model, or decides where to begin
+    ("does not communicate", lambda: RankZero(MetricAverageCallback())),
+    ("does not communicate", lambda: RankZero(print)),
+    *(
+        ("leaves the model as it is", lambda other=other: RankZero(other))
+        for other in (
+            keras.callbacks.ReduceLROnPlateau(),
+            keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+            keras.callbacks.SwapEMAWeights(),
+            keras.callbacks.EarlyStopping(restore_best_weights=True),
+        )
+    ),
+    ("BackupAndRestore among", lambda: RankZero(keras.callbacks.BackupAndRestore("backup"))),
+    ("BackupAndRestore among", lambda: RankZero(BackupAndRestore("backup"))),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_refused(words, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "lonely"),
+    [(2, [2, 4, 8], 2), (3, [3, 6], 3), (4, [2, 3, 6], 2), (2, [4, 8], None), (4, [3], None)],
+)
+def test_noise_scale_needs_two_ranks_with_samples(monkeypatch, size, sizes, lonely):
+    monkeypatch.setattr(runtime, "size", lambda: size)
+    if lonely is None:
+        check_compared(sizes)
+        return
+    with pytest.raises(ConfigError, match=f"batch size {lonely}, which feeds one of {size} ranks"):
+        check_compared(sizes)
