@@ -2,51 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks.cells import Choice, cells_of
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """Paths that would have been written."""
-    paths = []
-
-    def measure(cells, n_rounds, path, timeout_s, tell):
-        paths.append(path)
-        return {"runs": []}
-
-    monkeypatch.setattr(command, "measure", measure)
-    monkeypatch.setattr(command, "leave_on_sigterm", lambda: None)
-    return paths
-
-
-def _call(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
-    return command.main()
-
-
-def test_each_extent_has_a_file_of_its_own(called, monkeypatch, tmp_path):
-    for words in ([], ["--quick"], ["--full"], ["--output", str(tmp_path / "mine.json")]):
-        assert _call(monkeypatch, "step", *words) == 0
-    assert [path.name for path in called] == ["table.json", "quick.json", "full.json", "mine.json"]
-    assert len({path.parent for path in called[:3]}) == 1
-
-
-def test_unknown_systems_are_refused_at_once(called, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        _call(monkeypatch, "step", "--systems", "compute", "tfscale-fastest")
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "Received: tfscale-fastest." in told
-    assert "compute, tfscale-allreduce, tfscale-chunked" in told
-    assert not called
 
 
 def test_systems_may_be_of_any_suite_and_of_other_exchanges():

@@ -2,21 +2,8 @@
 
 import pytest
 
-from benchmarks.gather_tables import gathers_table
 from benchmarks.kernel_times import BACKWARD, FORWARD, by_pass, kernels_of
-from benchmarks.pictures import draw_gathers
-from benchmarks.worker_gathers import picture, shares_of
-
-STEP = {"forward": 0.5, "backward": 0.25, "exposed": 0.25}
-RUN = {
-    "suite": "gathers",
-    "group": "resnet50 1gbit",
-    "n_ranks": 4,
-    "samples": {"wire": [0.6, 0.6]},
-    "shares": [[STEP, STEP], [{**STEP, "forward": 0.7}, STEP]],
-    "ahead_s": [[0.1, 0.1], [0.1, 0.1]],
-    "picture": {"gathers": [[0.0, 10.0]], FORWARD: [[5.0, 20.0]], BACKWARD: [[-9.0, -1.0]]},
-}
+from benchmarks.worker_gathers import shares_of
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -77,21 +64,3 @@ def test_every_moment_of_the_gathers_is_hidden_once_or_exposed():
     shares = shares_of(gathers, passes)
     assert shares == pytest.approx({"forward": 7 / 20, "backward": 2 / 20, "exposed": 11 / 20})
     assert shares_of(gathers, {FORWARD: [], BACKWARD: []})["exposed"] == 1
-
-
-def test_the_table_and_the_picture_of_gathers(tmp_path):
-    failed = {"suite": "gathers", "error": "exit code 1"}
-    line = gathers_table([RUN, failed, {"suite": "step"}]).splitlines()[-1]
-    assert "| resnet50 1gbit | 4 ranks | 600 (600..600) | 50 % (50..55) | 25 % (25..25) |" in line
-    assert line.endswith("| 100 (100..100) |")
-    draw_gathers([failed], tmp_path)
-    assert not list(tmp_path.iterdir())
-    draw_gathers([RUN], tmp_path)
-    assert (tmp_path / "benchmarks-gathers.png").stat().st_size > 1000
-
-
-def test_the_picture_shows_what_is_near_the_gathers():
-    ms = 1_000_000
-    passes = {FORWARD: [(10 * ms, 11 * ms), (11 * ms + 9, 12 * ms), (999 * ms, 1000 * ms)]}
-    shown = picture([(2 * ms, 10 * ms)], {**passes, BACKWARD: []})
-    assert shown == {"gathers": [[0.0, 8.0]], FORWARD: [[8.0, 10.0]], BACKWARD: []}

@@ -9,11 +9,6 @@ from benchmarks.launch import RunFailedError
 from tests.bench.fakes import cell
 
 
-def test_without_git_there_is_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None
-
-
 @pytest.mark.parametrize("changes", ["", "a line", "another line"])
 def test_changes_are_a_commit_of_their_own(monkeypatch, changes):
     found = {"rev-parse": "abc", "diff": changes}

@@ -1,14 +1,10 @@
 """The page of results."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import harness, sessions
-from benchmarks import report as program
-from benchmarks.markdown import ratio_text, three_digits
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
 from benchmarks.step_tables import eligible, overhead_table, summary
@@ -65,31 +61,6 @@ def test_the_page_names_each_session_once():
     ]
 
 
-def test_a_page_of_failed_runs_only(tmp_path, monkeypatch):
-    failed = {**run("horovod", 0, 2.0), "error": "killed"}
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps({"sessions": {"s": {"commit": "abc"}}, "runs": [failed]}))
-    monkeypatch.setattr(sys, "argv", ["report", str(path), "--output", str(tmp_path / "page")])
-    program.main()
-    assert "Failed: vgg 1gbit horovod." in (tmp_path / "page" / "benchmarks.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        ((2.0,), "2.00"),
-        ((1.0, 2.0, 3.0), "2.00 (range of 3: 1.00..3.00)"),
-        ((2.0, None, 2.0), "2.00 (range of 2: 2.00..2.00)"),  # a failed round shifts no pairs
-        ((1.0, 2.0, 2.0, 2.0, 3.0), "2.00 (1.00.."),
-    ],
-)
-def test_the_interval_says_what_it_is(seconds, text):
-    horovod = [run("horovod", number, s) for number, s in enumerate(seconds) if s]
-    row = _row(horovod + _rounds("tfscale-auto", *[1.0] * 5))
-    assert ratio_text(row, "horovod", "tfscale-auto").startswith(text)
-    assert ratio_text(row, "mwms", "tfscale-auto") == "—"
-
-
 def test_overhead_of_one_process_pairs_the_blocks():
     where = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
     for keras, expected in (([1.0, 2.0, 4.0], "range of 3: "), ([1.0] * 5, "")):
@@ -126,14 +97,6 @@ def test_without_horovod_all_rounds_count():
         "tfscale-allreduce"
     ]
     assert _summary_of(slow, lucky)["Horovod / best fixed |"] == "— |"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.9997, "1000"), (0.9994, "999"), (2.1503, "2150"), (0.0731, "73.1"), (3.4e-6, "0.0034")],
-)
-def test_milliseconds_have_no_exponent(seconds, text):
-    assert three_digits(seconds) == text
 
 
 def test_the_committed_page_is_up_to_date():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import harness, provenance, sessions
 from benchmarks.markdown import ratio_of
 from benchmarks.rows import collect
-from tests.bench.fakes import CELLS, run
+from tests.bench.fakes import CELLS
 
 
 @pytest.fixture
@@ -102,21 +102,6 @@ def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monke
     ran, content = measure(CELLS, 2)
     assert ran == ["horovod", *SYSTEMS[::-1]]
     assert len(content["runs"]) == 6
-
-
-def test_older_files_have_a_session_per_commit(tmp_path):
-    runs = [run("horovod", 0, 2.0), run("tfscale-auto", 0, 1.0, commit="abc+")]
-    runs += [run("tfscale-chunked", 0, 1.0)]
-    for one in runs:
-        del one["session"]
-    last = {"created": "then", "machine": {}, "versions": {}, "commit": "abc+", "command": []}
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({**last, "runs": runs}))
-    content = sessions.read(path)
-    assert content["sessions"] == {"abc": {"commit": "abc"}, "abc+": last}
-    (row,) = collect(content["runs"], "step")
-    assert ratio_of(row, "horovod", "tfscale-auto") is None
-    assert ratio_of(row, "horovod", "tfscale-chunked").n == 1
 
 
 def test_a_file_is_whole_when_its_writer_dies(tmp_path, monkeypatch):

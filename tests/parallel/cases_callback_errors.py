@@ -86,19 +86,6 @@ def case_rank_zero_stops_all_ranks():
     fit(model, own(), first)
 
 
-def case_a_rank_that_stops_within_an_epoch_stops_all():
-    # After the batch of the first epoch there may be one step more, which had begun.
-    for batch, steps in ((0, 1), (0, 2), (1, 3), (2, 3)):
-        model = compiled(functional())
-        first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-        for callbacks in ([*first, StopAt(batch, epoch=0)], [StopAt(batch, epoch=0), *first]):
-            before = int(model.optimizer.iterations)
-            fit(model, own(12), callbacks, epochs=4, batch_size=12 // steps)
-            require_equal_ranks([*model.weights, model.optimizer.iterations])
-            done = int(model.optimizer.iterations) - before
-            assert batch + 1 <= done <= batch + 2, (batch, steps, done)
-
-
 def case_checkpoints_of_all_ranks():
     with shared_folder() as folder:
         names = ["plain", "ours", "best"]

@@ -126,27 +126,6 @@ def case_weights_are_compared_within_the_process_set():
         tfscale.remove_process_set(members)
 
 
-def case_moving_statistics_are_averaged_before_validation():
-    keras.utils.set_random_seed(1)
-    model = compiled(functional(), keras.optimizers.SGD(0.0))
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_test_begin(self, logs=None):
-            seen.append(self.model.get_layer("normalize").moving_mean.numpy().copy())
-
-    means = []
-    for rank in range(tfscale.size()):
-        plain = functional()
-        plain.set_weights(model.get_weights())
-        plain.compile(keras.optimizers.SGD(0.0), "binary_crossentropy")
-        fit(plain, data(8, 100 + rank), [], epochs=1)
-        means.append(plain.get_layer("normalize").moving_mean.numpy())
-    callbacks = [BroadcastGlobalVariablesCallback(0), Look()]
-    fit(model, own(), callbacks, epochs=1, validation_data=own())
-    np.testing.assert_allclose(seen[0], np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
-
-
 def metrics():
     return ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
 

@@ -14,7 +14,6 @@ from tests.parallel.callback_models import (
     compiled,
     functional,
     own,
-    require_error_everywhere,
 )
 from tests.parallel.cases_local_sgd import agree
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
@@ -248,27 +247,6 @@ def case_evaluations_within_an_epoch_that_does_not_count():
     assert tfscale.allgather_object(results) == [results] * tfscale.size()
     kept = model.evaluate(*own(), verbose=0, callbacks=[MetricAverageCallback()], return_dict=True)
     assert tfscale.allgather_object(kept) == [kept] * tfscale.size()
-
-
-@sizes(2)
-def case_a_last_batch_for_one_rank_only_says_what_to_do():
-    data = _batches(n=13, shuffle=False, drop_remainder=False)
-    callbacks = [BroadcastGlobalVariablesCallback(0)]
-    require_error(
-        lambda: compiled(functional()).fit(data, callbacks=callbacks),
-        *("ConfigError", "drop_remainder"),
-    )
-
-
-@sizes(2, 3)
-def case_shares_instead_of_all_samples_are_refused():
-    x, y = own(24)
-    x = x + tfscale.rank()
-    data = tfscale.data.GlobalBatches(x, y, batch_size=12)
-    require_error_everywhere(
-        lambda: compiled(functional()).fit(data, callbacks=[BroadcastGlobalVariablesCallback(0)]),
-        "all samples in the same order",
-    )
 
 
 N_BATCHES = 6

@@ -77,15 +77,6 @@ def case_local_layers_stay_local_when_training_begins():
     assert all(differ(slots)) and not any(differ(model.get_layer("common").weights))
 
 
-@sizes(2, timeout_s=60)
-def case_slots_of_local_layers_stay_local():
-    model = local_model([keras.layers.Dense(1, name="head")])
-    fit(model)
-    before = values_of(model.optimizer._momentums[-2:])
-    tfscale.broadcast_global_variables(0, model)
-    require_identical(model.optimizer._momentums[-2:], before)
-
-
 @sizes(1, 2, timeout_s=60)
 def case_a_backup_keeps_local_layers():
     """Rank 0 writes those of all ranks."""
@@ -162,12 +153,6 @@ def case_data_of_unknown_length_ends_between_two_exchanges():
     again.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
     again.fit(data, epochs=2, verbose=0, callbacks=[start])
     require_equal_ranks(again.weights)
-
-
-@sizes(2)
-def case_a_model_must_be_compiled_before_it_is_prepared():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    require_error(lambda: tfscale.prepare(model), "A model must be compiled before it is prepared")
 
 
 def recorded(tape, kernel, bias):

@@ -74,13 +74,6 @@ def test_exit_status_of_ranks_that_left_together():
     assert outcome.is_orderly
 
 
-def test_75_of_ranks_that_were_not_asked_is_said_and_not_passed_on():
-    done = Report(0, "a", 75, None, False, True)
-    outcome = run(says(done, done))
-    assert outcome.exit_code == 1 and outcome.is_orderly
-    assert "there was no request" in outcome.describe()
-
-
 def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
     told = Report(0, "a", 1, None, True, True, error="rank 1 has left\n", is_told=True)
     left = Report(1, "a", 5, None, True, True, has_left=True)

@@ -29,8 +29,6 @@ from tests.unit.test_adaptive_batch_size import (
 from tests.unit.test_adaptive_batch_size import Interruption as Interrupted
 from tfscale.callbacks import BackupAndRestore, RankZero
 from tfscale.checkpoints import list_checkpoints
-from tfscale.checkpoints.resumable import kind_of, resumables
-from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 
@@ -133,43 +131,6 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
-class Orders(keras.callbacks.Callback):
-    """Notes number and seed of the order of each epoch."""
-
-    def __init__(self, data):
-        super().__init__()
-        self.data, self.seen = data, []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 0:
-            self.seen.append((self.data.epoch, self.data.state()["seed"]))
-
-
-def second_fit(backup, *others, seed=3, is_first_run=True):
-    """Run a program that trains twice on its data; return weights and orders of the second fit.
-
-    Started again it does not train a first time, as its first fit is over.
-    """
-    data, model = make_data(seed=seed), make_model()
-    if is_first_run:
-        model.fit(data, epochs=2, verbose=0)
-    orders = Orders(data)
-    callbacks = [*([BackupAndRestore(backup)] if backup else []), *others, orders]
-    with contextlib.suppress(Interrupted):
-        model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
-    return model.get_weights(), orders.seen
-
-
-def test_a_later_fit_goes_on_with_its_order(tmp_path):
-    expected, orders = second_fit(None)
-    assert orders == [(2, 3), (3, 3), (4, 3), (5, 3)]
-    second_fit(tmp_path, InterruptAt(2, 1))
-    weights, rest = second_fit(tmp_path, seed=9, is_first_run=False)
-    assert rest == orders[2:]
-    for own, wanted in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(own, wanted)
-
-
 def interrupted(backup, at=(2, 0), **options):
     data = make_data()
     callbacks = [BackupAndRestore(backup, **options), adaptive(data), InterruptAt(*at)]
@@ -220,19 +181,6 @@ def test_a_callback_of_ones_own_goes_on(tmp_path, wrap):
     count = Count()
     fit(BackupAndRestore(tmp_path), more=[wrap(count)])
     assert (count.n, count.restored_at) == (3, 2)
-
-
-def test_inside_of_rank_zero_other_ranks_have_no_state(monkeypatch):
-    """Their callback learned of nothing, and must not be asked."""
-    count = Count()
-    inside, other = resumables([RankZero(count), RankZero(keras.callbacks.History()), Count()])
-    assert [kind_of(c) for c in (inside, other)] == ["RankZero(Count)", "Count"]
-    count.n = 3
-    assert inside.backup_state() == {"n": 3}
-    monkeypatch.setattr(runtime, "rank", lambda: 1)
-    assert inside.backup_state() == {}
-    inside.restore_state({}, 2)
-    assert (count.n, count.restored_at) == (3, None)
 
 
 class TwoOptimizers(keras.Model):

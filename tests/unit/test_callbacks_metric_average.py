@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tfscale.callbacks import MetricAverageCallback
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError
 
 SHARES = (10, 24, 4)  # samples of each rank, in two batches
 VALIDATION_SHARES = (6, 2, 9)
@@ -128,18 +128,6 @@ def test_fit_and_evaluate_give_the_metrics_of_one_process():
         # Without the callback the metrics are this rank's own again.
         assert named == pytest.approx(own, rel=1e-6)
         assert named["loss"] != pytest.approx(expected["val_loss"][0], rel=1e-4)
-
-
-def test_a_key_of_one_rank_is_an_error_on_all():
-    parts = shares(data(12, 0), (4, 4, 4))
-    models = [model_of(["accuracy"]) for _ in parts]
-
-    def body(rank):
-        fit(models[rank], parts[rank], parts[0] if rank == 1 else None, [MetricAverageCallback()])
-
-    for error in FakeRanks(3).run(body):
-        assert isinstance(error, ExchangeError)
-        assert "'val_accuracy' on ranks [1] only" in str(error)
 
 
 def test_numbers_of_callbacks_are_averaged_and_objects_left_alone():

@@ -28,7 +28,6 @@ from tfscale.callbacks import (
     ParameterAveraging,
     RankZero,
 )
-from tfscale.callbacks import checkpoint as module
 from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.resumable import read_counters, restore_counters
 from tfscale.checkpoints.snapshot_restore import Reader
@@ -137,13 +136,6 @@ def test_other_samples_are_told_apart_and_rounding_is_not():
     check({"a": x, "b": words}, {"a": x, "b": list(words)})
     with pytest.raises(ExchangeError, match="shared out by hand"):
         check({"a": x, "b": words}, {"a": x, "b": words[::-1]})
-
-
-def test_parameters_of_a_finished_fit_are_plain():
-    data = GlobalBatches(*arrays(), batch_size=BATCH)
-    callbacks = [BroadcastGlobalVariablesCallback(0)]
-    history = build().fit(data, epochs=1, verbose=0, callbacks=callbacks)
-    assert type(history.params["steps"]) is int and history.params["steps"] == STEPS
 
 
 optimizers, callbacks = keras.optimizers, keras.callbacks
@@ -285,13 +277,6 @@ def test_a_state_that_would_come_too_late_is_refused(tmp_path):
             fit([early, restore(tmp_path)])
     with pytest.raises(ConfigError, match="no other one is with it. Received: BackupAndRestore"):
         fit([Checkpoint(tmp_path), BackupAndRestore(tmp_path)])
-
-
-def test_the_order_on_another_rank_is_refused_on_all(tmp_path, monkeypatch):
-    every = [[], ["Begins"]]
-    monkeypatch.setattr(module.objects, "allgather_object", lambda own, name: every)
-    with pytest.raises(ConfigError, match="Received: Begins"):
-        Checkpoint(tmp_path)._require_order([])
 
 
 def test_a_state_inside_of_rank_zero_is_in_the_checkpoint(tmp_path):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tfscale.config import ConfigError, ExchangeError
-from tools.cluster import commands, control, running
+from tools.cluster import commands, running
 from tools.cluster.layout import NETWORK, make_layout, parse_rate
 from tools.cluster.state import State, delete_state, read_state, state_path, write_state
 
@@ -22,29 +22,11 @@ def test_each_node_has_an_address_of_its_own_in_the_network_for_measuring():
     assert NETWORK.subnet_of(ipaddress.ip_network("198.18.0.0/15"))
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../x", "A", "1a", "a" * 17, "a;b"])
-def test_names_are_plain(name):
-    with pytest.raises(ConfigError, match="1 to 16 lower-case letters"):
-        make_layout(name, 2)
-
-
-@pytest.mark.parametrize("n_nodes", [0, 65])
-def test_numbers_of_nodes(n_nodes):
-    with pytest.raises(ConfigError, match=f"1 to 64 nodes. Received: {n_nodes}"):
-        make_layout("main", n_nodes)
-
-
 @pytest.mark.parametrize(
     ("text", "rate"), [("1gbit", 1e9), ("250mbit", 2.5e8), ("2.5Gbit", 2.5e9), ("1000kbit", 1e6)]
 )
 def test_rates(text, rate):
     assert parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "1", "fast", "0gbit", "1kbit", "200gbit", "1 gbit; true"])
-def test_rates_that_are_refused(text):
-    with pytest.raises(ConfigError, match="A rate is a number with a unit"):
-        parse_rate(text)
 
 
 def test_every_command_stays_in_namespaces_of_the_cluster():
@@ -78,12 +60,6 @@ def test_delay_and_loss_are_inside_the_rate():
     assert len(netem) == 6
     assert all(line[line.index("parent") + 1] == "1:1" for line in netem)
     assert all(line[line.index("delay") + 1] == "0.5ms" for line in netem)
-
-
-@pytest.mark.parametrize("wrong", [{"delay_ms": -1.0}, {"loss_percent": 100.0}])
-def test_shapes_that_are_refused(wrong):
-    with pytest.raises(ConfigError, match="A delay is 0 or more"):
-        commands.Shape(1e9, **wrong)
 
 
 def test_counters_are_the_nodes_point_of_view():
@@ -124,16 +100,6 @@ def test_the_launcher_refuses_other_hosts(tmp_path, host):
     assert f"{host} is no node of the emulated cluster main" in done.stderr
 
 
-def test_tcp_is_forced_and_cores_are_given_away_when_scarce():
-    variables = commands.run_variables("launcher", n_ranks=4, n_cores=2)
-    assert variables["MPIR_CVAR_CH4_NETMOD"] == "ofi"
-    assert variables["FI_PROVIDER"] == "tcp"
-    assert variables["FI_TCP_IFACE"] == "eth0"
-    assert variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
-    roomy = commands.run_variables("launcher", n_ranks=2, n_cores=2)
-    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in roomy
-
-
 def test_links_that_moved_nothing_are_an_error():
     busy, idle = {"sent": 10**6, "received": 10**6}, {"sent": 10**6, "received": 100}
     running.check_moved({"node0": busy, "node1": busy})
@@ -167,16 +133,3 @@ def test_a_state_file_of_someone_else_is_refused(tmp_path, change):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match="must be one that tfscale wrote"):
         read_state("main", tmp_path)
-
-
-def test_without_root_it_says_so(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert control.find_obstacle() == "network namespaces need root"
-    for call in (
-        lambda: control.up("main", 2),
-        lambda: control.down("main"),
-        lambda: control.read_bytes("main"),
-        lambda: running.run("main", 2, ["true"]),
-    ):
-        with pytest.raises(ConfigError, match="needs root.*Received: user id 1000"):
-            call()

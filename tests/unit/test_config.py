@@ -92,10 +92,3 @@ def test_the_environment_is_read_once(monkeypatch):
     assert config.settings().chunk_bytes == 1280
     monkeypatch.undo()
     config.settings.cache_clear()
-
-
-def test_the_environment_is_a_copy(monkeypatch):
-    monkeypatch.setenv("TFSCALE_TEST", "1")
-    before = config.environment()
-    monkeypatch.delenv("TFSCALE_TEST")
-    assert before["TFSCALE_TEST"] == "1" and "TFSCALE_TEST" not in config.environment()

@@ -7,12 +7,9 @@ import keras
 import numpy as np
 import pytest
 
-import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale.callbacks import (
-    BroadcastGlobalVariablesCallback,
     Callback,
-    ConsistencyCheck,
     MetricAverageCallback,
     Synchronize,
 )
@@ -48,18 +45,6 @@ def test_callbacks_of_a_fit_share_a_session_and_the_next_fit_has_another():
     assert first.seen == second.seen and len(first.seen) == 4
     assert first.seen[0] is first.seen[1] is not first.seen[2]
     assert session_of(model) is first.seen[2] is first.seen[3]
-
-
-def test_a_session_knows_what_fit_was_given():
-    model, valid, counts = compiled(), (X[:4], X[:4]), []
-    look = Look(lambda look: counts.append(look.session.call.epochs.num_batches))
-    given = {"batch_size": 4, "epochs": 3, "initial_epoch": 2, "validation_data": valid}
-    model.fit(X, X, verbose=0, callbacks=[look], class_weight={0: 1.0}, **given)
-    session = look.seen[0]
-    assert session.data is X and session.model is model and look in session.callbacks
-    assert session.call.batch_size == 4 and session.call.initial_epoch == 2
-    assert session.call.validation_data is valid and session.call.class_weight == {0: 1.0}
-    assert counts == [2]
 
 
 def test_a_session_does_not_keep_what_serves_the_batches():
@@ -121,21 +106,3 @@ def test_a_session_keeps_no_model_alive():
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_horovods_names_are_parts_of_synchronize():
-    every, own = Synchronize(0), BroadcastGlobalVariablesCallback(0, consistency_check=False)
-    kinds = [type(part) for part in every.companions]
-    assert ConsistencyCheck in kinds and MetricAverageCallback in kinds
-    assert every.averages_metrics and not own.averages_metrics and isinstance(own, Synchronize)
-    assert [type(part) for part in own.companions] == kinds[:2]
-    without = Synchronize(metrics=False, check=False)
-    assert [type(part) for part in without.companions] == kinds[:2]
-    assert tfscale.callbacks.Synchronize is Synchronize
-
-
-def test_local_variables_are_known_to_all_parts():
-    model, callback = compiled(), Synchronize()
-    callback.register_local_var(model.weights[0])
-    known = [p.local_variables for p in callback.companions if hasattr(p, "local_variables")]
-    assert len(known) == 2 and all(part[0] is model.weights[0] for part in known)

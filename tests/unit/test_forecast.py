@@ -205,11 +205,6 @@ def test_ranks_of_a_host_share_its_link(capsys):
     assert steps_ms[1] == pytest.approx(steps_ms[0] * 4 / 5, rel=0.05)
 
 
-def test_the_command_explains(capsys):
-    assert cli.main(["plan", "--model", "vgg-a", "--explain", "4"]) == 0
-    assert "fc1/kernel" in capsys.readouterr().out
-
-
 def test_a_model_of_a_module_in_the_working_directory(tmp_path):
     """Of a console script, whose own folder is on Python's path instead."""
     (tmp_path / "own_models.py").write_text(

@@ -97,15 +97,6 @@ def test_batch_size_changes_inside_one_fit(hook, capsys):
     ]  # fmt: skip
 
 
-def test_bar_is_exact_with_the_default_verbosity(capsys):
-    data = make(40, batch_size=10)
-    grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (10, 2)[epoch]))
-    keras.config.enable_interactive_logging()
-    Recorder().fit(data, epochs=2, verbose=1, callbacks=[grow])
-    first, second = capsys.readouterr().out.split("Epoch 2/2")
-    assert "4/4" in first and "20/20" in second and "/4" not in second
-
-
 def test_a_change_amid_an_epoch_waits_for_the_next():
     data, model = make(40, batch_size=10), Recorder()
     change = At(on_train_batch_end=lambda _, step: setattr(data, "batch_size", 20))

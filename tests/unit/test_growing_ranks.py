@@ -99,10 +99,3 @@ def test_data_without_targets():
     with pytest.raises(ConfigError, match="Received: data without y"):
         make_model().fit(data, verbose=0, callbacks=[adaptive(data, active_ranks="grow")])
     assert len(data[0]) == 1
-
-
-def test_losses_that_are_means():
-    for loss in (keras.losses.MeanSquaredError(), keras.losses.mean_squared_error, ["mse"]):
-        data, model = make_data(), make_model()
-        model.compile("sgd", loss)
-        model.fit(data, verbose=0, callbacks=[adaptive(data, active_ranks="grow")])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tfscale.comm.process import Launch, discover, expand_counts
+from tfscale.comm.process import Launch, discover
 from tfscale.comm.start import require_size
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
@@ -70,11 +70,6 @@ GLOO_VARIABLES = (
 )
 def test_discover(variables, expected):
     assert discover(dict(word.split("=") for word in variables.split())) == expected
-
-
-def test_expand_counts():
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("") == []
 
 
 def test_mpich_line():

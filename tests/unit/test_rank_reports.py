@@ -1,7 +1,6 @@
 """Messages of the processes beside ranks, among the lines that ranks print."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -234,21 +233,6 @@ def test_the_first_rank_that_failed_by_itself_counts():
     assert reader.failure() == KILLED
     reader.reports.remove(KILLED)
     assert reader.failure() == told
-
-
-def test_lines_for_people():
-    text = KILLED.describe()
-    assert "rank 1 on host node7 was killed by signal 9 (SIGKILL)" in text
-    assert text.splitlines()[-1].endswith("sum of w (slot 3 of step), run 7.")
-    assert (
-        "exit status 0 before tfscale.shutdown()" in Report(1, "a", 0, None, True, True).describe()
-    )
-    unnamed = Report(1, "node7", None, signal.SIGRTMAX - 6, True, True).describe()
-    assert f"killed by signal {signal.SIGRTMAX - 6} (a real-time signal)" in unnamed
-    failed = Report(1, "a", 3, None, True, False).describe()
-    assert failed.splitlines() == [
-        "tfscale: rank 1 on host a failed with exit status 3, before tfscale.init().",
-    ]
 
 
 def beat(pulse, now, *hosts):

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,13 +91,6 @@ def test_equal_recordings_end_with_0(tmp_path, capsys):
     assert text.count("equal ") == len(CELLS) and "DIFFERENT" not in text
 
 
-def test_what_is_wrong_in_both_is_no_proof():
-    lines, is_wrong = replay.compare({}, {}, [CELL], [])
-    assert is_wrong and "missing in base" in lines[1]
-    failed = {CELL: {"error": "no such option"}}
-    assert replay.compare(failed, failed, [CELL], [])[1]
-
-
 def test_expected_differences_are_shown_and_pass(tmp_path, capsys):
     code, text = run(tmp_path, capsys, change_a_bit, "--expect", f"lstm/*  {CELL}")
     assert code == 0
@@ -138,15 +129,6 @@ def test_slots_of_a_timeline_are_in_the_order_of_the_plan():
     ]
 
 
-def test_ranks_that_differ_are_recorded_each():
-    """Rows of an embedding: each rank sends its own number of them in each step."""
-    events = [bar(rank, 0, 0, n, 4 * (rank + n), "rows") for rank in (0, 1) for n in (1, 2, 3)]
-    assert replay_cells.slots_of({"traceEvents": events}, 2) == [
-        ("rank 0 plan 0 slot 0", "3 x 4,8,12 bytes", "rows"),
-        ("rank 1 plan 0 slot 0", "3 x 8,12,16 bytes", "rows"),
-    ]
-
-
 def test_digests_tell_bits_and_shapes_apart():
     zeros = np.zeros((2, 3), "float32")
     others = [-zeros, zeros.T.copy(), zeros.astype("int32"), np.nextafter(zeros, 1)]
@@ -154,91 +136,5 @@ def test_digests_tell_bits_and_shapes_apart():
     assert replay_cells.digest(zeros) == replay_cells.digest(zeros.copy())
 
 
-def test_standard_cells_have_each_pair_on_two_numbers_of_ranks():
-    names = replay_cells.standard_cells()
-    assert set(replay_cells.QUICK) < set(names) < set(replay_cells.all_cells())
-    ranks = {}
-    for name in names:
-        pair, _, n_ranks = name.rpartition("/")
-        ranks.setdefault(pair, set()).add(n_ranks)
-    for pair, found in ranks.items():
-        assert "4" in found if "local" in pair else {"2"} < found and found & {"3", "4"}, pair
-    assert {name.rpartition("/")[2] for name in names} == set("1234")
-
-
 def record(tree, cells):
     return {name: own for job in replay.record(tree, cells, "test") for name, own in job.items()}
-
-
-@pytest.fixture
-def one_process(tmp_path, monkeypatch):
-    """A script in the place of the cells, which dies in those of an LSTM."""
-    script = tmp_path / "cells.py"
-    script.write_text(
-        "import json, sys\n"
-        "for cell in sys.argv[2:]:\n"
-        "    if cell.startswith('lstm'):\n"
-        "        raise SystemExit('no memory left')\n"
-        "    with open(sys.argv[1], 'a') as file:\n"
-        "        file.write(json.dumps({'cell': cell, 'cpu_s': 1.0}) + '\\n')\n"
-    )
-    monkeypatch.setattr(replay, "RECORDER", script)
-    monkeypatch.setattr(replay, "mpiexec", lambda n_ranks: [])
-
-
-def test_jobs_that_die_or_are_silent(tmp_path, monkeypatch, one_process):
-    cells = ["vgg/auto/2", "lstm/auto/2", "edsr/auto/2", "vgg/auto/3"]
-    found = record(tmp_path, cells)
-    assert list(found) == cells
-    assert "no memory left" in found["lstm/auto/2"]["error"]
-    assert all("error" not in found[cell] for cell in cells if cell != "lstm/auto/2")
-    # Longer than the limit of a cell, which the recorder must end.
-    replay.RECORDER.write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setattr(replay, "SILENCE_S", 0.5)
-    assert "no cell within" in record(tmp_path, cells[:1])["vgg/auto/2"]["error"]
-
-
-def test_recordings_of_another_recorder_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "FOLDER", tmp_path)
-    replay.Recording("abc").add({CELL: {"plan": []}, CELLS[1]: {"error": "hung"}})
-    assert replay.Recording("abc").cells == {CELL: {"plan": []}}
-    changed = tmp_path / "cells.py"
-    monkeypatch.setattr(replay, "RECORDER", changed)
-    source = Path(replay_cells.__file__).read_text()
-    changed.write_text(f"{source}\n# a comment changes nothing\n")
-    assert replay.Recording("abc").cells == {CELL: {"plan": []}}
-    changed.write_text(source.replace("GLOBAL_BATCH = 12", "GLOBAL_BATCH = 24"))
-    assert replay.Recording("abc").cells == {}
-
-
-def test_a_commit_is_checked_out_and_removed(tmp_path, monkeypatch):
-    """The library is shared while the C++ sources are equal, else built and kept."""
-    root = tmp_path / "repository"
-    for name, text in (
-        ("custom_ops/one.cc", "one"),
-        ("tfscale/__init__.py", "def mpi_built():\n    return True\n"),
-        ("tools/build_native.py", "open('tfscale/_lib/libtfscale.so', 'w').write('built')\n"),
-        ("tfscale/_lib/build.json", "{}"),
-        (".gitignore", "*.so\nbuild/\n"),
-    ):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *words], cwd=root, check=True)
-    (root / "tfscale/_lib/libtfscale.so").write_text("shared")
-    monkeypatch.setattr(replay, "ROOT", root)
-    monkeypatch.setattr(replay, "FOLDER", root / "build" / "replay")
-    commit = replay._git("rev-parse", "HEAD")
-
-    def library():
-        with replay.checkout(commit) as tree:
-            found = (tree / "tfscale/_lib/libtfscale.so").read_text()
-        assert not tree.exists() and str(tree) not in replay._git("worktree", "list")
-        return found
-
-    assert library() == "shared"
-    (root / "custom_ops/one.cc").write_text("two")
-    assert library() == "built"
-    (root / "tools/build_native.py").unlink()  # the library of that commit's sources is kept
-    assert library() == "built"

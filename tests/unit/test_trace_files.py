@@ -9,7 +9,6 @@ import pytest
 
 from tfscale.comm import chrome, timeline
 from tfscale.comm.events import measure_offset
-from tfscale.config import ConfigError
 from tfscale.launcher import cli
 from tfscale.measure import analysis
 from tfscale.measure.analysis import Key
@@ -111,26 +110,6 @@ def test_the_line_that_a_killed_run_has_cut_is_left_out(run_folder):
         file.write('{"kind": "st')
     assert read_rows(run_folder) == rows
     assert cli.main(["report", str(run_folder)]) == 0
-
-
-def test_step_times_only(tmp_path):
-    own = analysis.RankRecord([analysis.Window(5, 1, 0, 4 * MS)])
-    rows = [{"kind": "run", "size": 1, "backend": "single", "clock_error_s": [0.0]}]
-    rows += analysis.rows({"epoch": 0, "rank": 0}, own, {}, 0)
-    (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert "only step times" in (tmp_path / "communication.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "A folder with"), ('{"kind": "run"}', "Choose a smaller")]
-)
-def test_no_run(tmp_path, content, message):
-    if content:
-        (tmp_path / FILE_NAME).write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        read_rows(tmp_path)
-    assert cli.main(["report", str(tmp_path)]) == 2
 
 
 def test_what_ends_later_belongs_to_the_step_that_posted_it():

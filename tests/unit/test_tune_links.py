@@ -3,17 +3,14 @@
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher import cli
-from tfscale.launcher.tune import links as tune_links
-from tfscale.launcher.tune.links import _SIZES, _link_of, describe, spread_of, too_noisy
-from tfscale.plan.machines import PRESETS, LayerTimes
+from tfscale.launcher.tune.links import _SIZES, _link_of, spread_of, too_noisy
+from tfscale.plan.machines import PRESETS
 
 
 def options(**given):
@@ -54,25 +51,6 @@ def test_what_cannot_be_is_told_before_ranks_start(words, text, tmp_path, monkey
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "model, text",
-    [
-        ("tests.unit.test_forecast:bild", "saved file or module:function"),
-        ("models.edsr:edsr", "Pass --input-shape"),
-    ],
-)
-def test_a_model_that_is_not_there_costs_no_measurement(model, text, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
-    with (
-        mock.patch("tfscale.comm.runtime.size", return_value=2),
-        mock.patch("tfscale.comm.events.has_events", return_value=True),
-        mock.patch("tfscale.launcher.tune.links.measure_links") as measure,
-        pytest.raises(ConfigError, match=text),
-    ):
-        tune_links.main(options(model=model))
-    assert not measure.called
-
-
 def test_spread_is_half_of_the_middle_half_and_noise_is_not_trusted():
     assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1 / 3)
     assert spread_of([0.0, 0.0, 0.0]) == 0.0
@@ -93,19 +71,3 @@ def test_the_equations_are_solved():
     assert found["reduce_bytes_per_s"] == pytest.approx(2e9)
     # Sums that are hidden by the messages cost nothing, not less than nothing.
     assert _link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
-
-
-def test_numbers_are_shown_with_units_and_spread():
-    machine = dataclasses.replace(
-        PRESETS["ethernet-1g"],
-        spread={"latency_s": 0.25, "step of m": 0.02},
-        layer_times={"m": LayerTimes(4, {"a": 0.1}, {"a": 0.2})},
-    )
-    text = describe(machine)
-    assert "50.0  us per message (+- 25 %)" in text
-    assert "300.0  ms per step of m, 4 samples (+- 2 %)" in text
-
-
-def test_the_worker_needs_an_engine():
-    with pytest.raises(ExchangeError, match="between two ranks or more"):
-        tune_links.main(options())

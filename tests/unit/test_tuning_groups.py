@@ -10,11 +10,7 @@ import pytest
 
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
-from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
-from tfscale.internals.traits import show_averages
-from tfscale.launcher import cli
-from tfscale.launcher.tune import check_groups
 from tfscale.launcher.tune.scripts import (
     FILES_AND_STOPS,
     RATES_AND_SIZES,
@@ -39,14 +35,6 @@ def test_doubling_is_accepted_while_the_distance_doubles():
     assert GroupProbe(2, 8, 0.1, (0.1, 0.2, 1.0, 1.2), 0.0).distance == 1.1  # of settled epochs
     # Read off [L]'s curves for CIFAR-10: 0.8 to 0.9, 1.9 to 2.0, 3 to 3.4; published choice: 4.
     assert advise(probes(0.85, 1.95, 3.2)).groups == 4
-
-
-def test_text_and_files(tmp_path):
-    text = write_report(probes(1.0, 1.8, 2.5), tmp_path / "out")
-    assert "Use 4 groups: D(8) is 0.69 of twice D(4)" in text
-    content = json.loads((tmp_path / "out" / "groups.json").read_text())
-    assert content["advice"]["groups"] == 4 and len(content["probes"]) == 3
-    assert (tmp_path / "out" / "groups.png").stat().st_size > 1000
 
 
 def test_a_training_that_diverges_is_not_recommended(tmp_path):
@@ -113,20 +101,6 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
         model.fit(x, x[:, :2], batch_size=4, epochs=9, verbose=0, callbacks=[probe])
     assert int(model.optimizer.iterations) == 8
     assert json.loads((tmp_path / "found.json").read_text())["interval"] == 2
-
-
-def test_what_show_averages_is_known():
-    inside = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
-    assert show_averages([keras.callbacks.History(), inside]) and show_averages([LocalModels()])
-    assert not show_averages([tfscale.callbacks.MetricAverageCallback()])
-
-
-def test_what_the_command_takes(capsys):
-    assert check_groups([1, 2, 4]) == [2, 4]
-    with pytest.raises(ConfigError, match="must double from one to the next"):
-        check_groups([2, 3])
-    assert cli.main(["tune", "groups", "--learning-rate", "-0.1", __file__]) == 2
-    assert "Received: --learning-rate=-0.1" in capsys.readouterr().err
 
 
 def test_each_group_gets_the_batches_of_the_script():
