@@ -11,6 +11,7 @@ import numpy as np
 import tfscale
 from tests.helpers.ranks import require_close, require_error
 from tests.helpers.spawn import sizes
+from tests.parallel.cases_backup import InterruptAfter, Interruption
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
 
@@ -110,21 +111,6 @@ def case_averages_leave_it_alone():
     np.testing.assert_allclose(np.ravel(norm.mean), X.mean(axis=0) * (1 + tfscale.rank()), 1e-4)
 
 
-class Interruption(Exception):
-    """Ends a fit."""
-
-
-class Interrupt(keras.callbacks.Callback):
-    """Ends a fit after its first epoch."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.epoch == 1:
-            raise Interruption
-
-
 @sizes(2)
 def case_a_program_that_goes_on_need_not_adapt():
     for make in (BackupAndRestore, lambda folder: Checkpoint(folder, asynchronous=False)):
@@ -132,7 +118,7 @@ def case_a_program_that_goes_on_need_not_adapt():
         with float64():
             expected = by_one_process(1.0)
             with contextlib.suppress(Interruption):
-                train(network(1.0), make(folder), Interrupt())
+                train(network(1.0), make(folder), InterruptAfter(0))
             tfscale.barrier()
             model = train(network(), make(folder))
             require_near(model, expected)

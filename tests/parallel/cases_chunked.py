@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,7 +10,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close
+from tests.helpers.ranks import require_close, shared_folder
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import (
     BATCH,
@@ -193,26 +190,15 @@ def look_at(model):
     return [np.asarray(loss), model.predict(x, verbose=0), traced().numpy(), *model.get_weights()]
 
 
-def saved_and_restored(model, make):
-    """Save on rank 0 in three ways; return a new model for each, restored from it on all ranks."""
-    folder = Path(tfscale.broadcast_object(tempfile.mkdtemp(), 0))
-    if tfscale.rank() == 0:
-        model.save(folder / "model.keras")
-        model.save_weights(folder / "model.weights.h5")
-        tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "tf"))
-    tfscale.barrier()
-    whole = tfscale.load_model(folder / "model.keras", exchange=model.optimizer.strategy)
-    tfscale.prepare(whole)
-    weights, checkpoint = distributed(make), distributed(make)
-    weights.optimizer.build(weights.trainable_variables)
-    weights.load_weights(folder / "model.weights.h5")
-    checkpoint.optimizer.build(checkpoint.trainable_variables)
-    names = {"model": checkpoint, "optimizer": checkpoint.optimizer}
-    tf.train.Checkpoint(**names).read(str(folder / "tf")).assert_consumed()
-    tfscale.barrier()
-    if tfscale.rank() == 0:
-        shutil.rmtree(folder)
-    return [whole, weights, checkpoint]
+def saved_and_restored(model):
+    """Save on rank 0; return a new model, restored on all ranks."""
+    with shared_folder() as folder:
+        if tfscale.rank() == 0:
+            model.save(folder / "model.keras")
+        tfscale.barrier()
+        whole = tfscale.load_model(folder / "model.keras", exchange=model.optimizer.strategy)
+        tfscale.barrier()
+        return tfscale.prepare(whole)
 
 
 @engine_only("its events are looked at")
@@ -228,9 +214,9 @@ def case_evaluation_and_checkpoints_between_steps():
             run(ours, before, n, rank)
             run(alone, before)
             require_close(look_at(ours), look_at(alone))
-            restored = saved_and_restored(ours, make)
+            restored = saved_and_restored(ours)
             run(alone, after)
-            for model in (ours, *restored):
+            for model in (ours, restored):
                 runtime.backend().take_events()
                 run(model, after, n, rank)
                 sent = [e for e in runtime.backend().take_events() if e.plan >= 0 and e.slot >= 0]

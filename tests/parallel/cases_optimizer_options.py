@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.ranks import require_equal_ranks, values_of
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.cases_optimizer import SGD, check, mean_factor, new_variables, run
+from tests.parallel.cases_optimizer import SGD, check, mean_factor, run
 from tfscale import Compression, DistributedOptimizer
 from tfscale.comm import runtime
 
@@ -76,14 +76,3 @@ def case_scaled_gradients_are_reduced_then_unscaled_then_clipped():
         not np.allclose(one, other)
         for one, other in zip(shortened, values_of(run(loose, mean_factor())), strict=True)
     )
-
-
-def case_device_options_change_nothing():
-    """Horovod's names of devices are taken, and TensorFlow places ops as it does."""
-    check(lambda: SGD(0.1), modes=(True,), device_dense="/cpu:0", device_sparse="/cpu:0")
-    variable = new_variables()[0]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(variable.value * (tfscale.rank() + 1.0))
-    tape = tfscale.DistributedGradientTape(tape, device_dense="/cpu:0", device_sparse="/cpu:0")
-    gradient = tape.gradient(loss, variable.value)
-    np.testing.assert_allclose(gradient.numpy(), mean_factor())

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.spawn import sizes
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.comm import chrome, events, runtime, timeline
+from tfscale.comm import events, runtime, timeline
 from tfscale.comm import events as recorder
 from tfscale.measure.analysis import Key, collectives_before
 from tfscale.measure.report import of_kind, read_rows
@@ -239,18 +239,4 @@ def case_a_timeline_that_cannot_be_written_keeps_nobody():
     tfscale.barrier()
     assert timeline.write_part() is None
     timeline.merge_at_end(folder, 0)
-    tfscale.barrier()
-
-
-@sizes(2)
-def case_parts_of_the_ranks_are_merged():
-    folder = shared_folder()
-    timeline.start_automatic(str(folder))
-    tfscale.allreduce(tf.ones([3]), name="sum")
-    assert timeline.write_part() == folder
-    tfscale.barrier()
-    if runtime.rank() == 0:
-        assert chrome.merge_parts(folder)
-        check_trace(folder / "timeline.json")
-        assert not list(folder.glob("timeline.rank-*"))
     tfscale.barrier()

@@ -82,24 +82,6 @@ def case_a_rate_that_changes_is_refused():
         assert "a rate that the script changes from 0.1 to 0.5 in step 1. " in text, text
 
 
-@sizes(2, timeout_s=120)
-def case_distances_do_not_depend_on_how_the_rate_is_given():
-    """Plain, below loss scaling, or in the place of a schedule."""
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
-    rules = (
-        (keras.optimizers.SGD(0.05, momentum=0.5), None),
-        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.5)), None),
-        (keras.optimizers.SGD(schedule, momentum=0.5), 0.05),
-    )
-    with shared_folder() as folder:
-        plain, *others = [probed(rule, rate, folder) for rule, rate in rules]
-    assert len(plain["distances"]) == STEPS // INTERVAL and min(plain["distances"]) > 0
-    for other in others:
-        for key in ("learning_rate", "distances", "loss"):
-            np.testing.assert_allclose(other[key], plain[key], rtol=1e-4)
-    np.testing.assert_allclose(plain["learning_rate"], 0.05 * tfscale.size(), rtol=1e-6)
-
-
 @contextlib.contextmanager
 def few_rounds() -> Iterator[None]:
     """Measure little: these tests are not about precision."""

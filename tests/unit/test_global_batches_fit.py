@@ -8,7 +8,6 @@ import tensorflow as tf
 from tests.unit.test_global_batches import as_rank, make, served
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.slices import epoch_order
 from tfscale.internals.stack import running_passes
 
 pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
@@ -174,32 +173,12 @@ def test_an_error_amid_an_epoch_leaves_the_order_intact():
     assert kept and model.trained[1:] == expected(40, [10, 10])
 
 
-def test_resume_from_a_state_continues_the_run():
-    data = make(40, batch_size=10)
-    whole, part, rest = Recorder(), Recorder(), Recorder()
-    whole.fit(make(40, batch_size=10), epochs=4, verbose=0)
-    part.fit(data, epochs=2, verbose=0)
-    resumed = make(40, batch_size=20)
-    resumed.restore(data.state())
-    rest.fit(resumed, epochs=2, verbose=0)
-    assert part.trained + rest.trained == whole.trained
-
-
 @pytest.mark.parametrize(
     "options", [{"steps_per_epoch": 2}, {"steps_per_epoch": 9}, {"batch_size": 5}]
 )
 def test_arguments_that_contradict_the_data_are_refused(options):
     with pytest.raises(ConfigError, match=f"Received: {next(iter(options))}. Leave it out"):
         Recorder().fit(make(40, batch_size=10), epochs=2, verbose=0, **options)
-
-
-def test_validation_counts_each_sample_once_over_the_ranks():
-    model = Recorder()
-    for rank in range(3):
-        data = make(37, rank, 3, batch_size=9, shuffle=False, drop_remainder=False)
-        model.evaluate(data, verbose=0)
-        assert data.num_batches == (5, 4, 4)[rank]
-    assert sorted(sum(model.tested, start=())) == list(range(37))
 
 
 class Identity(keras.Model):
@@ -270,32 +249,6 @@ def make_model():
 def make_arrays():
     rng = np.random.default_rng(0)
     return rng.normal(size=(30, 4)), rng.integers(0, 3, 30), rng.uniform(size=30)
-
-
-def train_by_hand(x, y, weight, epochs):
-    model = make_model()
-    for epoch in range(epochs):
-        for rows in epoch_order(2, epoch, 30).reshape(3, 10):
-            model.train_on_batch(x[rows], y[rows], None if weight is None else weight[rows])
-    return model.get_weights()
-
-
-@pytest.mark.parametrize("weighting", ["none", "sample_weight", "class_weight"])
-def test_fit_equals_batches_cut_by_hand(float64, weighting):
-    x, y, weight = make_arrays()
-    classes = {0: 0.5, 1: 1.0, 2: 3.0}
-    own = {"sample_weight": weight} if weighting == "sample_weight" else {}
-    fits = {"class_weight": classes} if weighting == "class_weight" else {}
-    by_class = np.array([classes[label] for label in y])
-    by_hand = {"none": None, "sample_weight": weight, "class_weight": by_class}[weighting]
-    model = make_model()
-    model.fit(
-        as_rank(GlobalBatches(x, y, batch_size=10, seed=2, **own)), epochs=2, verbose=0, **fits
-    )
-    for got, wanted in zip(
-        model.get_weights(), train_by_hand(x, y, by_hand, epochs=2), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
 
 
 def test_class_weight_with_sample_weight_is_an_error():

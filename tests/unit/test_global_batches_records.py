@@ -140,17 +140,6 @@ def test_fit_trains_on_each_epochs_batches(files):
     assert seen == expected
 
 
-def test_a_real_fit_with_class_weight_and_validation(files):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(50)])
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    validation = from_files(files, batch_size=16, shuffle_buffer=0, drop_remainder=False)
-    history = model.fit(
-        from_files(files, batch_size=10), epochs=2, verbose=0, validation_data=validation,
-        class_weight={label: 1.0 for label in range(50)},
-    )  # fmt: skip
-    assert len(history.history["val_loss"]) == 2 and len(validation) == 4
-
-
 def test_tensors_tuples_and_single_inputs():
     x, y = np.arange(8.0), np.arange(8)
     pairs = tf.data.Dataset.from_tensor_slices((x, y))

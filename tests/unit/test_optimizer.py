@@ -11,9 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-import tfscale.keras as hvd
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale import Compression, DistributedOptimizer
+from tfscale import DistributedOptimizer
 from tfscale.optimizer import rules
 from tfscale.optimizer.distributed import distributed_of
 
@@ -74,28 +73,6 @@ def test_apply_without_variables_takes_those_of_build():
         optimizer.build([variable])
         optimizer.apply([gradient(1.0, 2.0)])
         np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
-
-
-class Slow(SGD):
-    """An optimizer that Keras does not know."""
-
-
-def test_compiled_and_saved_as_the_optimizer(tmp_path):
-    def gap(wanted, given):
-        return tf.reduce_mean(tf.abs(wanted - given))
-
-    path, objects = tmp_path / "model.keras", {"gap": gap, "Slow": Slow}
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(DistributedOptimizer(Slow(0.1, momentum=0.9)), gap)
-    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    model.save(path)
-    plain = keras.models.load_model(path, custom_objects=objects)
-    again = hvd.load_model(path, custom_objects=objects, num_groups=2, compression=Compression.fp16)
-    assert type(plain.optimizer) is type(again.optimizer.__wrapped__) is Slow
-    assert type(again.optimizer) is DistributedOptimizer
-    for loaded in (plain, again):
-        for mine, theirs in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
-            np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
 @pytest.mark.parametrize("make", [Adam, lambda: LSO(SGD(0.1)), lambda: SGD(0.25, momentum=0.5)])

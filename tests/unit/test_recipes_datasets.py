@@ -46,13 +46,6 @@ def test_the_files_are_found(nowhere, name, place, pack):
     np.testing.assert_array_equal(test.labels, arrays["t10k-labels-idx1-ubyte"])
 
 
-def test_the_data_dir_comes_first(nowhere):
-    arrays = write_idx_set(nowhere / "data", 1)
-    write_idx_set(nowhere / "debian" / "fashion-mnist", 2)
-    train = mnist.load_fashion_mnist(str(nowhere / "data")).train
-    np.testing.assert_array_equal(train.labels, arrays["train-labels-idx1-ubyte"])
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

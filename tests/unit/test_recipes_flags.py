@@ -6,15 +6,12 @@ import runpy
 from pathlib import Path
 
 import command_line
-import keras
 import pytest
 import training
-from absl import flags
 from absl.testing import flagsaver
 from command_line import flags_parser
 
 RECIPES = Path(command_line.__file__).parent
-FLAGS = flags.FLAGS
 PAPERS = {"resnet": 1e-4, "vgg": 5e-4}  # L2 of He et al., of Simonyan and Zisserman
 
 
@@ -53,39 +50,6 @@ def one_process(monkeypatch):
 def test_flags_without_effect_are_refused(words, told):
     with _recipe("lenet", words.split()), pytest.raises(SystemExit, match=told):
         training.start()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--adaptive-batch 256 --adaptive-interval 3",
-        "--adaptive-batch 256 --schedule constant",
-        "--batch-schedule 3:256 --schedule constant",
-        "--average-every 1 --groups 1 --distance-weights 10",
-        "--average-every 0 --distance-weights 0 --exchange sharded",
-        "--groups 2 --interval 4 --exchange chunked --compression bf16",
-        "--groups 1 --interval 4",  # as studies of local SGD have it
-    ],
-)
-@pytest.mark.parametrize("recipe", ["lenet", "resnet"])  # by default constant, and cosine
-def test_other_flags_are_not(recipe, words):
-    with _recipe(recipe, words.split()):
-        command_line.check_flags()
-
-
-@pytest.mark.parametrize(
-    ("words", "schedule"),
-    [("", "cosine"), ("--adaptive-batch 256", "constant"), ("--batch-schedule 3:9", "constant")],
-)
-def test_the_schedule_that_a_run_has_had_is_noted(words, schedule, monkeypatch):
-    def given():  # as the flags of the script that was started
-        return {"schedule": FLAGS.schedule}
-
-    monkeypatch.setattr(training.command_line, "recipe_settings", given)
-    with _recipe("resnet", words.split()):
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        assert training._settings(model)["schedule"] == schedule
 
 
 def _read_commands():

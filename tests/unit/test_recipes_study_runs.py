@@ -11,7 +11,6 @@ from pathlib import Path
 
 import provenance
 import pytest
-import study_metadata
 import study_report
 import study_runs
 import study_subprocess
@@ -28,16 +27,6 @@ path = Path(__file__).with_name("pid")
 path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
 time.sleep(120)  # beyond DEADLINE_S: only a signal ends it in time; and no orphan stays for ever
-"""
-# Waits for a command that does not hear SIGTERM.
-PATIENT = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {recipes!r})
-import study_subprocess
-study_subprocess.PATIENCE_S = (0.5, 0.5)
-study_subprocess.end_on_signals()
-study_subprocess.call([sys.executable, {deaf!r}], Path({deaf!r}).with_suffix(".log"))
 """
 
 
@@ -65,21 +54,6 @@ def _fail(run, tmp_path, monkeypatch, commit):
 def _set_commit(monkeypatch, commit):
     made = {"commit": commit, "machine": "2 cores", "load": "0.5", "versions": "Python 3"}
     monkeypatch.setattr(provenance, "describe", lambda: made)
-
-
-def test_a_run_in_parts_names_every_commit(run, study, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    assert "parts" not in study_metadata.read(run.folder)
-    _set_commit(monkeypatch, "second")
-    assert study_runs.finish(run) and (run.folder / "backup").exists()
-    note = study_metadata.read(run.folder)
-    assert note["commit"] == "second"  # as ever, for those who know no parts
-    assert [part["commit"] for part in note["parts"]] == ["first", "second"]
-    outcomes = study_runs.outcomes(study, tmp_path / "runs")
-    text = study_report.write(study, outcomes, tmp_path / "mine")
-    assert "* Commit: first; second" in text
-    (told,) = json.loads((tmp_path / "mine.json").read_text())["runs"]
-    assert told["commit"] == "second" and len(told["parts"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -113,20 +87,6 @@ def _study(tmp_path, *words):
         text=True,
     )
     return done.returncode, done.stderr
-
-
-def test_study_refuses_what_is_not_there_second_studies_and_unreadable_notes(tmp_path):
-    code, said = _study(tmp_path, "--only", "typo")
-    assert code == 1 and "Choose from: small batch; Large: 16" in said
-    with study_subprocess.only_one(tmp_path / "runs" / "mine"):
-        code, said = _study(tmp_path)
-    assert code == 1 and "Only one study.py may run in" in said
-    folder = tmp_path / "runs" / "mine" / "large-16-seed2"  # the last one: told before the first
-    folder.mkdir()
-    (folder / "study.json").write_text("")
-    code, said = _study(tmp_path)
-    assert code == 1 and "large-16-seed2/study.json" in said
-    assert not (folder.parent / "small-batch-seed1").exists()
 
 
 def test_only_what_the_results_lack_is_run_when_they_are_kept(study, tmp_path):
@@ -210,14 +170,3 @@ def test_a_run_that_outlives_its_killed_study_keeps_others_out(slow_study, tmp_p
     _wait_for(lambda: not _is_there(pid))
     with study_subprocess.only_one(tmp_path / "runs" / "mine"):
         pass
-
-
-def test_a_run_that_does_not_end_is_killed(tmp_path):
-    deaf = tmp_path / "deaf.py"
-    deaf.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLOW)
-    script = PATIENT.format(recipes=str(RECIPES), deaf=str(deaf))
-    with subprocess.Popen([sys.executable, "-c", script]) as study:
-        pid = _pid(tmp_path)
-        study.terminate()
-        assert study.wait(DEADLINE_S) == 128 + signal.SIGTERM
-    assert not _is_there(pid)

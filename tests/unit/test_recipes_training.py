@@ -66,29 +66,6 @@ def test_methods_that_change_the_batch_take_the_place_of_schedules(tmp_path):
     assert isinstance(scaled, tfscale.callbacks.LearningRateScaling)
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"batch_schedule": ["3:16"], "adaptive_batch": 32}, "Only one of"),
-        ({"adaptive_batch": 32, "warmup_epochs": 5, "schedule": "constant"}, "Only one of"),
-        ({"adaptive_batch": 32, "warmup_epochs": 5}, "Only one of"),
-        ({"batch_schedule": ["3:16"], "warmup_epochs": 5}, "Only one of"),
-        (
-            {"batch_schedule": ["3:16"], "decay_epochs": ["5"], "schedule": "constant"},
-            "leave --decay-epochs out",
-        ),
-        ({"warmup_epochs": 5}, "Received: --schedule cosine. Add --schedule constant"),
-        ({"decay_epochs": ["5"]}, "Received: --schedule cosine. Add --schedule constant"),
-        ({"decay_epochs": ["5"], "schedule": "steps"}, "Received: --schedule steps"),
-    ],
-)
-def test_methods_that_exclude_each_other(values, text, tmp_path):
-    for name, value in values.items():
-        FLAGS[name].value = value
-    with pytest.raises(SystemExit, match=text):
-        batch_growth.callbacks(_data(), 8, tmp_path)
-
-
 def test_growing_batches_may_decay_whatever_the_schedule_would_be(tmp_path):
     FLAGS.adaptive_batch, FLAGS.decay_epochs = 32, ["5", "7"]
     (adaptive,) = batch_growth.callbacks(_data(), 8, tmp_path)

@@ -167,18 +167,6 @@ def test_the_site_leads_to_every_page():
     assert len(listed) == len(set(listed))
 
 
-def test_commands_in_tools_can_be_typed():
-    """A file that cannot be executed is named after an interpreter."""
-    wrong = []
-    for path in (ROOT / "tools").glob("*.py"):
-        for line in (ast.get_docstring(parse(path)) or "").splitlines():
-            words = line.split() if line.startswith("    ") else []
-            named = [n for n, word in enumerate(words) if word == f"tools/{path.name}"]
-            if named and "python" not in words[named[0] - 1] and not path.stat().st_mode & 0o100:
-                wrong.append(f"{relative(path)}: {line.strip()}")
-    assert not wrong
-
-
 def test_the_library_is_compiled_by_one_target():
     """Two of them at once, under make -j, would write the same objects."""
     text = (ROOT / "Makefile").read_text()

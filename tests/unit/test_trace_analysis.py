@@ -85,15 +85,6 @@ def test_overlap_percent():
     assert overlap_percent(8, 2) == pytest.approx(75)
 
 
-def test_intervals_return_what_is_new():
-    intervals = Intervals()
-    assert intervals.add(0, 2) == [(0, 2)]
-    assert intervals.add(5, 7) == [(5, 7)]
-    assert intervals.add(1, 9) == [(2, 5), (7, 9)]
-    assert intervals.add(3, 4) == []
-    assert intervals.parts == [(0, 9)]
-
-
 @st.composite
 def steps(draw):
     """Slots on a grid of moments; some need the results of slots before them."""
