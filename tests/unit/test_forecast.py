@@ -184,6 +184,13 @@ def test_auto_is_never_far_from_the_best():
     assert all(p.speedup == pytest.approx(1.0, rel=0.05) for p in points if p.n_ranks == 1)
 
 
+@pytest.mark.parametrize("ranks, samples, has_any", [(4, 63, False), (3, 64, False), (3, 63, True)])
+def test_groups_divide_ranks_and_samples(ranks, samples, has_any):
+    scenario = Scenario(published("resnet20"), PRESETS["ethernet-1g"], 1, samples)
+    points = forecast(scenario, (ranks,), n_groups=3)
+    assert any(point.exchange == LOCAL_SGD for point in points) == has_any
+
+
 def test_the_command_writes_table_and_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["--model", "resnet20", "--ranks", "1,4", "--global-batch", "64"]

@@ -89,6 +89,7 @@ def test_memory_mapped_files_are_read_by_slice(tmp_path):
         ({"x": iter([1])}, r"must be arrays.*from_dataset"),
         ({"x": np.zeros(())}, r"first axis.*shape=\(\)"),
         ({"x": np.array([[1], [1, 2]], dtype=object)}, r"dtype=object"),
+        ({"x": np.array(["rain", 1], dtype=object)}, r"dtype=object"),
         ({"x": np.zeros(4), "seed": -1}, r"seed must be a whole number of at least 0"),
         ({"x": np.zeros(4), "batch_size": 2.5}, r"Received: batch_size=2.5"),
     ],

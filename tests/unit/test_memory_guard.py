@@ -130,3 +130,12 @@ def test_what_is_free(monkeypatch, tmp_path, limit, left, ranks):
     monkeypatch.setattr(measures, "Path", lambda name: tmp_path / Path(name).name)
     monkeypatch.setattr(runtime, "local_size", lambda: ranks)
     assert measures._free_bytes() == (left or 102400) / ranks
+
+
+def test_steps_that_take_more_than_expected(monkeypatch):
+    made, process = guard(monkeypatch, 80)
+    assert made.fits(16, 32)
+    made.begin_epoch()
+    process.use(190)  # 90 instead of 80 for 16 samples
+    made.end_epoch(16)
+    assert not made.fits(16, 32)

@@ -11,6 +11,7 @@ from tests.unit.test_plan_simulation import require_fit, tables
 from tfscale.config import PlanError
 from tfscale.plan.choose import best_first_chunk, choose, written_exchanges
 from tfscale.plan.costs import Scenario
+from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
 from tfscale.plan.parts import KINDS, lower_bound_s, memory_bytes
@@ -126,3 +127,16 @@ def test_exchanges_can_be_written(name, machine):
                 assert isinstance(eval(words, {"tfscale": tfscale}), Exchange)
                 require_fit(scenario.table, plan)
                 assert chosen_s <= simulate(scenario, plan).step_s / 0.97
+
+
+def test_the_explanation_names_every_parameter_and_alternative():
+    scenario = Scenario(published("vgg16"), PRESETS["cori-haswell"], 256, 256)
+    choice = choose(scenario)
+    text = explain(scenario, choice)
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    for parameter in scenario.table.parameters:
+        assert parameter.name in rows
+    assert "allreduce: +" in rows["fc1/kernel"]
+    # A convolution has no activations to send: two alternatives are dashes.
+    assert rows["conv1_1/kernel"].count(" - ") == 2
+    assert "no plan is faster than" in text

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tfscale.config import ConfigError
 
 schedules = keras.optimizers.schedules
 SCHEDULES = [
@@ -64,3 +65,9 @@ def test_an_optimizer_saves_the_schedule_inside(tmp_path):
     for made in (copy.copy(wrapped), copy.deepcopy(wrapped)):
         assert type(made) is tfscale.ScalableSchedule
         assert made.__wrapped__ is SCHEDULES[0]
+
+
+@pytest.mark.parametrize("given", [0.1, tfscale.ScalableSchedule(SCHEDULES[0])])
+def test_only_schedules_are_wrapped_and_once(given):
+    with pytest.raises(ConfigError, match="must be a Keras LearningRateSchedule"):
+        tfscale.ScalableSchedule(given)
