@@ -1,4 +1,4 @@
-"""Growing batches on several ranks: one fit equals one process, also after interruptions."""
+"""Growing batches on several ranks: one fit equals one process; test_resume.py interrupts it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from tests.helpers.ranks import (
     require_close,
     require_equal_ranks,
     require_error,
-    require_identical,
     shared_folder,
 )
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
     AdaptiveBatchSize,
-    BackupAndRestore,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
 )
@@ -164,35 +162,6 @@ class InterruptIn(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.epoch == self.at:
             raise Interruption
-
-
-def check_resume(exchange, interruptions):
-    options = {"interval": None, "rule": "robust", "decay_epochs": (), "saturation": 0.3}
-    options["exchange"] = exchange
-    with float64(), shared_folder() as folder:
-        whole, history = fit(adam, folder / "whole.jsonl", **options)
-        for at in interruptions:
-            path = folder / f"cut-{at}.jsonl"
-            backup = f"{folder}/backup-{at}" + ("" if runtime.rank() == 0 else "-not-there")
-            fit(adam, path, extra=[BackupAndRestore(backup), InterruptIn(at)], **options)
-            model, rest = fit(adam, path, extra=[BackupAndRestore(backup)], seed=50, **options)
-            require_identical(model.get_weights(), whole.get_weights())
-            assert rest["batch_size"] == history["batch_size"][at:]
-            assert rest["theta"] == history["theta"][at:]
-            tfscale.barrier()
-            assert path.read_text() == (folder / "whole.jsonl").read_text()
-            tfscale.barrier()
-
-
-@sizes(1, 2, 3, timeout_s=180)
-def case_a_run_goes_on():
-    """Bit by bit, while K is still looked for and later; seeds of the other ranks differ."""
-    check_resume("allreduce", (2, 5))
-
-
-@sizes(2, timeout_s=120)
-def case_a_run_goes_on_with_sharded_parameters():
-    check_resume("sharded", (5,))
 
 
 @sizes(2, 3, 4)

@@ -146,20 +146,6 @@ def test_another_ladder_is_refused(tmp_path):
         make_model().fit(data, epochs=4, verbose=0, callbacks=callbacks)
 
 
-@pytest.mark.parametrize(
-    ("at", "save_freq", "sizes"),
-    [((0, 3), "epoch", [6, 6, 12, 12]), ((2, 3), "epoch", [12, 12]), ((2, 3), 2, [12, 12])],
-)
-def test_a_growing_batch(tmp_path, at, save_freq, sizes):
-    """Before the first backup, between two epochs, and in mid-epoch."""
-    interrupted(tmp_path, at, save_freq=save_freq)
-    data = make_data()
-    callbacks = [BackupAndRestore(tmp_path, save_freq=save_freq), adaptive(data)]
-    history = make_model().fit(data, epochs=4, verbose=0, callbacks=callbacks).history
-    assert history["batch_size"] == sizes
-    assert all(np.isfinite(history["theta"]))
-
-
 class Count(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()

@@ -27,7 +27,6 @@ from tests.unit.checkpoint_model import (
 from tfscale import preemption
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints import files, list_checkpoints
-from tfscale.checkpoints import saver as saving
 from tfscale.checkpoints.files import Part, folder_name, write_part
 from tfscale.checkpoints.saver import Saver
 from tfscale.config import ConfigError
@@ -232,22 +231,6 @@ def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):
     )
     assert steps_in(tmp_path) == [4]
     assert np.all(np.isfinite(model.get_weights()[0]))
-
-
-def test_what_one_rank_says_counts_for_all(monkeypatch):
-    """Each sees its own share of the data, and some have weights of their own."""
-    agree = saving.agree_on_end
-    for others, expected in {
-        (True, False, False): (True, False),
-        (True, False, True): (False, False),
-        (False, True, True): (False, True),
-    }.items():
-        monkeypatch.setattr(
-            saving.objects,
-            "allgather_object",
-            lambda own, name, others=others: [own, others],
-        )
-        assert agree(False, False) == expected
 
 
 def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import UnreadableError, prune
 from tfscale.comm import runtime, start
-from tfscale.config import PREEMPTED, ConfigError, ExchangeError
+from tfscale.config import PREEMPTED, ConfigError
 from tfscale.data import GlobalBatches
 
 
@@ -75,29 +75,6 @@ def test_an_archive_behind_a_link_stays(tmp_path):
     assert link.is_symlink()
     assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
     assert len(list(folder.glob("step-*"))) == 1 + 2
-
-
-def test_all_damaged_is_an_error(tmp_path):
-    fit(Checkpoint(tmp_path, 2), Act(5, interrupt))
-    for found in list_checkpoints(tmp_path):
-        (found.path / "rank-00000.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"damaged ones only: step-0000000004.*0 bytes instead"):
-        fit(Checkpoint(tmp_path, 2))
-    assert len(list_checkpoints(tmp_path)) == 2
-
-
-def test_a_full_disk_ends_training_and_keeps_what_was_there(tmp_path, monkeypatch):
-    write = module.write_part
-
-    def fill(folder, rank, part):
-        if part.info["step"] == 6:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(folder, rank, part)
-
-    monkeypatch.setattr(module, "write_part", fill)
-    with pytest.raises(ExchangeError, match=r"rank 0: OSError: \[Errno 28\] No space left"):
-        fit(Checkpoint(tmp_path, 3))
-    assert steps_in(tmp_path) == [3]
 
 
 @pytest.fixture
