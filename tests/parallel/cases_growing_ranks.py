@@ -11,7 +11,6 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
     AdaptiveBatchSize,
-    BatchSizeSchedule,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
     ParameterAveraging,
@@ -27,11 +26,10 @@ def arrays():
     return random.normal(size=(SAMPLES, STEPS, 3)), random.integers(0, 4, (SAMPLES, STEPS))
 
 
-def compiled(loss=None, wrap=tfscale.DistributedOptimizer, shape=(STEPS, 3)):
+def compiled(wrap=tfscale.DistributedOptimizer):
     keras.utils.set_random_seed(5)
-    model = keras.Sequential([keras.Input(shape)] if shape else [])
-    model.add(keras.layers.Dense(4))
-    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras.Sequential([keras.Input((STEPS, 3)), keras.layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(wrap(keras.optimizers.SGD(RATE)), loss)
     return model
 
@@ -40,7 +38,7 @@ def make_data():
     return tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
 
 
-def fit(model, data, *more, **options):
+def fit(model, data, *more):
     """Train with a fresh callback whose batch doubles after each epoch."""
     growth = {"interval": 1, "momentum_correction": False, "log_path": None}
     callbacks = [
@@ -51,8 +49,7 @@ def fit(model, data, *more, **options):
         ),
         *more,
     ]
-    options = {"epochs": len(SIZES), "verbose": 0, **options}
-    return model.fit(data, callbacks=callbacks, **options).history
+    return model.fit(data, epochs=len(SIZES), verbose=0, callbacks=callbacks).history
 
 
 def by_hand(n_fits):
@@ -81,35 +78,6 @@ def case_losses_of_sequences_equal_one_process_in_each_fit():
             alone = by_hand(n_fits)
             require_close(model.get_weights(), alone.get_weights())
         require_equal_ranks(model.variables)
-
-
-@sizes(1, 2, 3, 4, timeout_s=120)
-def case_a_model_without_shapes_grows_as_one_with_them():
-    with float64():
-        model, deferred = compiled(), compiled(shape=None)
-        expected, history = fit(model, make_data()), fit(deferred, make_data())
-    assert history["batch_size"] == expected["batch_size"]
-    require_close(deferred.get_weights(), model.get_weights())
-
-
-@sizes(1, 2, 3, 4)
-def case_a_schedule_begins_with_the_size_of_the_data():
-    model, data = compiled(), make_data()
-    for _ in range(2):
-        callbacks = [BroadcastGlobalVariablesCallback(0), BatchSizeSchedule({1: 48})]
-        history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
-        assert history["batch_size"] == [24, 48]
-        assert data.batch_size == 24
-
-
-@sizes(1, 2, 3, 4)
-def case_weights_that_would_not_count_are_refused():
-    data = make_data()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    require_error(lambda: fit(compiled(loss), data), "reduction='sum'")
-    weights = dict.fromkeys(range(4), 1.0)
-    require_error(lambda: fit(compiled(), data, class_weight=weights), "class_weight in fit")
-    assert len(data[0]) == 2
 
 
 @sizes(2, 4)

@@ -66,16 +66,6 @@ def case_clipping():
 
 
 @sizes(2, 3, 4, timeout_s=300)
-def case_weight_decay_with_exclusions():
-    def excluded_by_name() -> keras.optimizers.Optimizer:
-        rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
-        rule.exclude_from_weight_decay(var_names=["bias"])
-        return rule
-
-    check(dense_model, excluded_by_name)
-
-
-@sizes(2, 3, 4, timeout_s=300)
 def case_sizes_of_buckets():
     for bucket_mb in (0, 1e-4, 64):
         strategy = tfscale.Sharded(

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_global_batches import as_rank
-from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active, epoch_order
@@ -82,10 +81,3 @@ def test_an_epoch_opened_before_gets_weights_too():
     assert len(data[0]) == 2
     use_active_ranks(data)
     assert len(data[0]) == 3
-
-
-def test_data_without_targets_are_refused():
-    data = as_rank(GlobalBatches(np.arange(8.0), batch_size=4), 0, 4)
-    use_active_ranks(data)
-    with pytest.raises(ConfigError, match="Received: data without y"):
-        data[0]

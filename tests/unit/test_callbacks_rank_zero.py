@@ -96,3 +96,16 @@ def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
     other = compiled()
     other.load_weights(path)
     np.testing.assert_array_equal(other.get_weights()[0], models[0].get_weights()[0])
+
+
+def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
+    model = compiled()
+    make_saves_safe(model)
+    with pytest.raises(ValueError):
+        model.save(tmp_path / "model.unknown")
+    model.save_weights(str(tmp_path / "sharded.weights.json"), max_shard_size=1.0)
+    model.save(tmp_path / "model.keras", zipped=True)
+    model.fit(X, X, verbose=0)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".rank")]
+    with pytest.raises(OSError):
+        model.save(tmp_path / "missing" / "model.keras")

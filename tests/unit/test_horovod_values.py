@@ -15,6 +15,7 @@ from tfscale.comm.backends.horovod import (
     widen,
 )
 from tfscale.comm.eager import is_exchange_error
+from tfscale.config import ExchangeError
 from tfscale.fit.uneven_batches import Lookahead
 
 PAIR = Group(0, (0, 1), 0)
@@ -157,3 +158,14 @@ def test_look_ahead_hands_every_batch_on():
         seen.append(int(next(ahead.iterator)[1]["w"]))
     assert seen == list(range(5))
     assert not ahead.has_next()
+
+
+def test_missing_horovod_is_named(monkeypatch):
+    import tfscale.comm.backends.horovod as backend
+
+    def fail(name):
+        raise ModuleNotFoundError("No module named 'horovod'")
+
+    monkeypatch.setattr(backend.importlib, "import_module", fail)
+    with pytest.raises(ExchangeError, match="tools/build_horovod.py"):
+        backend.load_horovod()

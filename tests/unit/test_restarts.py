@@ -89,14 +89,6 @@ def run(rule, size=4):
     return Job(LaunchSpec(("python", "t.py"), size, n_cores=8), MPICH, rule, {}).run()
 
 
-@pytest.mark.parametrize("is_shown", [True, False])
-def test_ranks_are_told_of_a_terminal(monkeypatch, is_shown):
-    monkeypatch.setattr(restarting.sys.stdout, "isatty", lambda: is_shown)
-    launcher = Launcher(monkeypatch, [Outcome(0, is_orderly=True)])
-    assert run(RestartRule(0)) == 0
-    assert ("TFSCALE_TERMINAL=1 " in launcher.commands[0]) == is_shown
-
-
 @pytest.mark.parametrize(
     ("kind", "is_slurm", "expected"),
     [("mpich", False, False), ("openmpi", False, True), ("mpich", True, True)],
