@@ -40,27 +40,6 @@ def test_the_page_names_ratios_and_limits(fake_runs, tmp_path):
     assert "| Horovod | 2000 (2000..2000) | 0.05 |" in page
 
 
-def test_the_page_names_each_session_once():
-    machine = {"cpu": "A", "n_cores": 2}
-    about = {"machine": machine, "versions": {"mpi": "mpich", "tensorflow": "2.21"}}
-    described = {
-        "one": {**about, "created": "Monday"},
-        "two": {**about, "created": "Tuesday"},
-        "old": {"commit": "ghi"},
-        "unused": {**about, "created": "Sunday"},
-    }
-    runs = [*_rounds("horovod", 2.0, 2.0), run("horovod", 2, 2.0, commit="def")]
-    for one in runs:
-        one |= {"session": "one", "peak_bytes": 1, "start_s": 1.0}
-    runs += [{**runs[0], "session": "two"}, {**runs[0], "session": "old", "commit": "ghi"}]
-    page = report({"sessions": described, "runs": runs}, "")
-    assert [line for line in page.splitlines() if line.startswith("- ")] == [
-        "- commit abc, def: A, 2 cores; mpich; TensorFlow 2.21; Monday",
-        "- commit abc: A, 2 cores; mpich; TensorFlow 2.21; Tuesday",
-        "- commit ghi: machine and versions were not recorded",
-    ]
-
-
 def test_overhead_of_one_process_pairs_the_blocks():
     where = {"suite": "single", "group": "vgg", "system": "both", "round": 0, "n_ranks": 1}
     for keras, expected in (([1.0, 2.0, 4.0], "range of 3: "), ([1.0] * 5, "")):

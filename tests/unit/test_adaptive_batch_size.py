@@ -83,24 +83,6 @@ def test_theta_is_that_of_equation_5_4():
     model.fit(data, epochs=4, verbose=0, callbacks=[adaptive(data), Check()])
 
 
-def test_lines_of_json(tmp_path):
-    data, path = make_data(), tmp_path / "run" / "adaptive.jsonl"
-    callback = adaptive(data, log_path=path, decay_epochs=(4,))
-    history = make_model().fit(data, epochs=5, verbose=0, callbacks=[callback]).history
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == list(range(5))
-    assert [line["batch_size"] for line in lines] == [6, 6, 12, 12, 12]
-    assert [line["steps"] for line in lines] == [8, 8, 4, 4, 4]
-    assert [line["theta"] for line in lines] == history["theta"]
-    assert [line["loss"] for line in lines] == history["loss"]
-    assert lines[1]["reasons"] == [
-        "batch 6 -> 12, learning rate times 2: end of epoch 2, interval 2"
-    ]
-    assert lines[3]["reasons"][0].startswith("learning rate times 0.05: epoch 4 is due")
-    assert lines[3]["next_rate_scale"] == 0.1
-    assert all(line["active_ranks"] == 1 for line in lines)
-
-
 def test_a_loss_that_is_not_a_number_grows_nothing(tmp_path):
     path = tmp_path / "adaptive.jsonl"
     data = GlobalBatches(*(a * np.nan for a in arrays()), batch_size=6)

@@ -8,7 +8,6 @@ import tensorflow as tf
 from tests.unit.test_global_batches import as_rank, make, served
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.internals.stack import running_passes
 
 pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
 
@@ -207,22 +206,6 @@ def test_predict_needs_each_sample_in_order(options, received):
     records = tf.data.Dataset.from_tensor_slices(x)
     data = as_rank(GlobalBatches.from_dataset(records, batch_size=5, shuffle_buffer=0))
     assert Identity().predict(data, verbose=0).ravel().tolist() == list(range(10))
-
-
-def test_batches_made_in_python_are_not_tuned():
-    """Else tf.data's tuner can hold up the end of an epoch for as long as the epoch took."""
-
-    def looks(callback, batch):
-        (epochs, *_) = running_passes()
-        tuned.append(epochs._distributed_dataset.options().autotune.enabled)
-
-    tuned = []
-    model = Recorder()
-    hooks = At(on_train_batch_end=looks, on_test_batch_end=looks)
-    data = make(20, batch_size=10)
-    model.fit(data, validation_data=make(10, batch_size=10), verbose=0, callbacks=[hooks])
-    model.evaluate(data, verbose=0, callbacks=[hooks])
-    assert tuned == [False] * 5
 
 
 # Numbers: a real model in float64 against batches cut by hand.

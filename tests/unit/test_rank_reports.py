@@ -191,37 +191,6 @@ def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
     assert describe_errors([silent], None) == ""
 
 
-def test_a_process_beside_a_rank_that_ends_without_a_report():
-    """Its rank is named; those that reported are not."""
-    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    try:
-        source, out = os.pipe()
-        reader = ReportReader(source, os.dup(2))
-        for rank, child in enumerate(children):
-            os.write(out, encode(Start(rank, os.uname().nodename, child.pid, 2)))
-        deadline = time.monotonic() + 10
-        while len(reader.pids_beside()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert reader.find_unreported() is None
-        children[1].kill()
-        while reader.find_unreported() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        found = reader.find_unreported()
-        assert found.rank == 1 and found.exit_code == 137
-        assert "was killed with the process beside it" in found.describe()
-        assert not reader.have_all_ended()
-        os.write(out, encode(Report(1, "a", 0, None, False, True)))
-        os.write(out, encode(Report(0, "a", 0, None, False, True)))
-        os.close(out)
-        reader.join(10)
-        assert reader.find_unreported() is None
-        assert reader.have_all_ended()
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-
-
 def test_the_first_rank_that_failed_by_itself_counts():
     told = Report(0, "a", 1, None, True, True, is_told=True)
     source, out = os.pipe()

@@ -91,16 +91,6 @@ def test_a_theta_without_meaning(bad):
     assert found([bad, 1.0, bad, bad], rule="peak") == (4, 2)
 
 
-def test_reasons():
-    def reason(thetas, **settings):
-        return find_interval(thetas, IntervalRule(**settings)).reason
-
-    assert "5.0% in epoch 2" in reason([1.0, 0.95], rule="thesis")
-    assert "peaked at 2 in epoch 1" in reason([2.0, 1.0, 1.0], rule="peak")
-    assert "5 is the smallest interval allowed" in reason([1.0] * 3, low=5)
-    assert "has not settled by epoch 2" in reason([1.0, 5.0], high=2)
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -122,22 +122,6 @@ def test_what_ends_later_belongs_to_the_step_that_posted_it():
     assert len(analysis.events_within(between, own.windows)) == 0
 
 
-def test_collectives_under_way_together_lie_in_rows_of_their_own(tmp_path):
-    def one(posted, ended):
-        return chrome.Collective("sum", posted, posted + 1, ended, {"bytes": 4})
-
-    collectives = [one(0, 10), one(4, 8), one(10, 12)]
-    entries = chrome.rank_events(1, [chrome.Span("s", 0, 20)], collectives)
-    path = chrome.part_path(tmp_path, 1)
-    chrome.write_trace(path, entries, [5], origin_us=0.0)
-    assert chrome.merge_parts(tmp_path) and not path.exists()
-    content = json.loads((tmp_path / chrome.FILE_NAME).read_text())
-    bars = [e for e in content["traceEvents"] if e.get("name") == "sum"]
-    assert [bar["tid"] for bar in bars] == [1, 2, 1]
-    assert content["otherData"] == {"clock_error_us": [0.005]}
-    assert not chrome.merge_parts(tmp_path)
-
-
 def write_parts(folder, ranks):
     for rank in ranks:
         entries = chrome.rank_events(rank)
