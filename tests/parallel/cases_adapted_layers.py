@@ -118,7 +118,7 @@ def case_a_program_that_goes_on_need_not_adapt():
         with float64():
             expected = by_one_process(1.0)
             with contextlib.suppress(Interruption):
-                train(network(1.0), make(folder), InterruptAfter(0))
+                train(network(1.0), make(folder), InterruptAfter(1))
             tfscale.barrier()
             model = train(network(), make(folder))
             require_near(model, expected)
