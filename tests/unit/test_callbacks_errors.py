@@ -116,9 +116,9 @@ REFUSED = [
     ("epoch=-1", lambda: BatchSizeSchedule({-1: 4})),
     ("batch_size=0", lambda: BatchSizeSchedule({1: 0})),
     ("=2.5", lambda: BatchSizeSchedule({1: 2.5})),
-    ("size=49, samples=48", lambda: fit(BatchSizeSchedule({1: 49}))),
+    ("Received: size=49, samples=48", lambda: fit(BatchSizeSchedule({1: 49}))),
     (
-        "batch_size=9, size=2",
+        "batch_size=9, size=2.*Name sizes that are multiples",
         lambda: fit(BatchSizeSchedule({1: 9}), data=as_rank(make_data(), 0, 2)),
     ),
     ("learning_rate=ExponentialDecay", lambda: fit(BatchSizeSchedule({1: 12}), rate=DECAY)),
@@ -126,7 +126,7 @@ REFUSED = [
         "learning_rate=ScalableSchedule",
         lambda: fit(BatchSizeSchedule({1: 12}), rate=tfscale.ScalableSchedule(DECAY)),
     ),
-    ("GlobalBatches", lambda: fit(BatchSizeSchedule({1: 12}), data=dataset())),
+    ("Use tfscale.data.GlobalBatches", lambda: fit(BatchSizeSchedule({1: 12}), data=dataset())),
     (
         "BatchSizeSchedule and BatchSizeSchedule",
         lambda: fit(BatchSizeSchedule({1: 12}), BatchSizeSchedule({2: 12})),
