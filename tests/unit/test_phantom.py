@@ -43,14 +43,6 @@ def test_equal_seeds_give_equal_pictures_and_a_longer_set_starts_with_the_shorte
     assert (phantom.phantoms(3, size=64, seed=10) != few).any()
 
 
-def test_brain_stays_inside_the_skull():
-    ellipses = phantom.random_ellipses(200, seed=2)
-    skull = phantom.draw_ellipses(ellipses[:, :1]) > 0
-    brain = ellipses[:, 1:2] * [-1, 1, 1, 1, 1, 1]
-    assert not ((phantom.draw_ellipses(brain) > 0) & ~skull).any()
-    assert not skull[:, [0, -1], :].any() and not skull[:, :, [0, -1]].any()
-
-
 @pytest.fixture
 def cached(tmp_path):
     """Return how to load a cached set, its pictures and its file."""
