@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import keras
@@ -156,9 +156,8 @@ class Distributed:
         """Let the steps of a model compute shares; return the comparison of its batches."""
         if model not in self._models:
             self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
-            nothing: Callable[[Any], None] = lambda batch: None  # noqa: E731
             wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
-            wrap_once(model, "test_step", lambda step: steps.on_share(step, nothing))
+            wrap_once(model, "test_step", steps.on_share)
             wrap_once(model, "predict_step", steps.on_all_rows)
             model.train_function = model.test_function = model.predict_function = None
         return self._models[model]

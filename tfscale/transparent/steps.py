@@ -43,11 +43,17 @@ def patch(patches: Patches, batch_norm: str) -> None:
 # The steps of a model.
 
 
-def on_share(step: Callable[[Any], Any], compare: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """Make a training or test step of whole batches one of this rank's rows."""
+def on_share(
+    step: Callable[[Any], Any], compare: Callable[[Any], None] | None = None
+) -> Callable[[Any], Any]:
+    """Make a training or test step of whole batches one of this rank's rows.
+
+    `compare` is called with whole batches first.
+    """
 
     def step_on_share(batch: Any) -> Any:
-        compare(batch)
+        if compare is not None:
+            compare(batch)
         share = shares.share_of(batch)
         if share is None:
             return step(batch)
