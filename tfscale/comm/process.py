@@ -124,8 +124,10 @@ RAISED = "raised"  # as FINISHED, but this rank left while an exception was bein
 _STATE_BYTES = 32
 _REQUEST_BYTES = 32
 _PLACE_BYTES = 448
+_TRAINING_BYTES = 128
 _PLACE = _STATE_BYTES + _REQUEST_BYTES
-_ERROR = _PLACE + _PLACE_BYTES
+_TRAINING = _PLACE + _PLACE_BYTES
+_ERROR = _TRAINING + _TRAINING_BYTES
 _ERROR_BYTES = 1 << 16
 
 
@@ -138,6 +140,7 @@ class RankStatus:
     error: str = ""  # traceback of the exception that ended the rank
     # The rank was asked to save and stop, or did so with all others: exit code 75 is genuine.
     was_asked: bool = False
+    training: str = ""  # numbers of its last `fit`, see `write_training`
 
 
 def create() -> int:
@@ -163,6 +166,7 @@ def read(descriptor: int) -> RankStatus:
         text(_PLACE_BYTES, _PLACE),
         text(_ERROR_BYTES, _ERROR),
         bool(text(_REQUEST_BYTES, _STATE_BYTES)),
+        text(_TRAINING_BYTES, _TRAINING),
     )
 
 
@@ -183,6 +187,18 @@ def write_state(state: str) -> None:
 def write_request() -> None:
     """Record that this rank was asked to save and stop, so that its exit code 75 is genuine."""
     _write(b"asked", _STATE_BYTES)
+
+
+def write_training(waiting: float, step_bytes: float, exchange: str) -> None:
+    """Record a `fit` for the closing lines of `tfscale run`.
+
+    Args:
+        waiting: Share of the time of steps in which the rank waited for communication, in [0, 1].
+        step_bytes: Bytes that a step exchanges.
+        exchange: Name of the strategy, without spaces.
+    """
+    text = f"{waiting:.4f} {step_bytes:.0f} {exchange}"
+    _write(text.encode()[:_TRAINING_BYTES].ljust(_TRAINING_BYTES, b"\0"), _TRAINING)
 
 
 def write_error(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Base class of exchange strategies, and the names that `exchange=` accepts."""
+"""Base class of exchange strategies, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
+from tfscale.exchange import EXCHANGES
 from tfscale.exchange.plan import ExchangePlan, Table
-
-# One line registers an exchange: the name that users give, its module and its class.
-EXCHANGES = {
-    "allreduce": "tfscale.exchange.allreduce:Allreduce",
-    "auto": "tfscale.exchange.auto:Auto",
-    "chunked": "tfscale.exchange.chunked:Chunked",
-    "sharded": "tfscale.exchange.sharded:Sharded",
-}
 
 # "weights": ranks exchange the layer's weight gradients. "replicated", "partial": they exchange its
 # activations and output gradients; each computes the whole weight gradient, or that of its rows.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections import deque
 from typing import Any
 
 import keras
 
+from tfscale.comm import events, process, runtime
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
+from tfscale.internals.optimizers import optimizer_of
+from tfscale.measure import analysis
+from tfscale.optimizer.distributed import distributed_of
+
+_STEPS_KEPT = 32
 
 
 class FitSession(Progress):
@@ -21,6 +29,9 @@ class FitSession(Progress):
         self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
         self._joined: list[Any] = []
         self._stops_together = False
+        # The last calls of the train function, for `tfscale run`; the first one traces.
+        self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
+        self._n_calls = 0
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -36,6 +47,41 @@ class FitSession(Progress):
         """Put or move a callback before all others, from the next hook on."""
         others = [other for other in self.callbacks if other is not callback]
         set_callbacks(self.call.callback_list, [callback, *others])
+
+    def note_step(self, begin_ns: int) -> None:
+        """Keep the times of a call of the train function that ends now."""
+        self._n_calls += 1
+        if self._n_calls > 1 and process.file_path():
+            n_steps = self.model.steps_per_execution
+            window = analysis.Window(self._n_calls, n_steps, begin_ns, events.clock_ns())
+            self._windows.append(window)
+
+    def end_training(self) -> None:
+        """As for `Progress`; give `tfscale run` the numbers of its closing lines."""
+        super().end_training()
+        windows = list(self._windows)
+        self._windows.clear()
+        if windows and events.has_events():
+            with contextlib.suppress(Exception):  # a job must not fail because of its report
+                self._report(windows)
+
+    def _report(self, windows: list[analysis.Window]) -> None:
+        backend: Any = runtime.backend()
+        found = analysis.events_within(events.drain(), windows)
+        before: dict[analysis.Key, frozenset[analysis.Key]] = {}
+        for plan in {int(event["plan"]) for event in found} - {analysis.EAGER}:
+            graph = backend.graph_of(plan)
+            before |= {} if graph is None else analysis.collectives_before(graph)
+        record = analysis.RankRecord(windows, found, before=before)
+        steps = [row for row in analysis.rows({}, record, {}, 0) if row["kind"] == "step"]
+
+        def total(name: str) -> float:
+            return sum(step[name] for step in steps)
+
+        optimizer = distributed_of(optimizer_of(self.model))
+        name = "" if optimizer is None else type(optimizer.strategy).__name__.lower()
+        waiting = total("exposed_s") / total("step_s")
+        process.write_training(waiting, total("bytes") / total("n_steps"), name or "none")
 
     def stop_together(self) -> None:
         """Put a `StopTogether` after all callbacks, once."""

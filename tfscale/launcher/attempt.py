@@ -15,7 +15,7 @@ from pathlib import Path
 from tfscale.comm import mpi_files
 from tfscale.config import PREEMPTED
 from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
-from tfscale.launcher.reports import Report, ReportReader, describe_errors
+from tfscale.launcher.reports import Report, ReportReader, describe_errors, describe_training
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.1
@@ -77,6 +77,7 @@ class Outcome:
     was_stopped: bool = False  # this process was asked to end
     is_orderly: bool = False  # all ranks left the job together, with any exit status
     notes: str = ""  # printed before the failure: tracebacks of the ranks, and remarks
+    closing: str = ""  # printed after a success
 
     def describe(self) -> str:
         """Return the lines that explain why the job failed; empty if it did not."""
@@ -248,4 +249,5 @@ def _judge(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
     is_orderly = failure is None and (code == 0 or bool(codes))
     notes = describe_errors(reports, failure)
     notes += "".join(r.describe() for r in reports if r.is_unbelieved and not r.is_failure)
-    return Outcome(code, failure, stop.first is not None, is_orderly, notes)
+    closing = "" if code or stop.first else describe_training(reports)
+    return Outcome(code, failure, stop.first is not None, is_orderly, notes, closing)

@@ -1,4 +1,4 @@
-"""The command `tfscale`: run, doctor, build, report, plan and tune."""
+"""The command `tfscale`: run, convert, doctor, build, report, plan and tune."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from tfscale.comm import library
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
+from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
+from tfscale.launcher.convert import add_convert
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
@@ -45,8 +48,19 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     grace_help = "seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)"
     add("--grace-s", type=float, default=30.0, metavar="S", help=grace_help)
     add("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    what = "train an unchanged Keras script: each rank computes its part of each batch"
+    add("--distribute", action="store_true", help=what)
+    what = "for --distribute: what ranks send (default: allreduce)"
+    add("--exchange", choices=[*EXCHANGES], metavar="NAME", help=what)
+    what = "for --distribute: statistics of BatchNormalization (default: global)"
+    add("--batch-norm", choices=["global", "local"], help=what)
+    what = "for --distribute: seed of Python, NumPy and Keras on all ranks (default: drawn)"
+    add("--seed", type=int, metavar="N", help=what)
+    what = "for --distribute: show what ranks other than 0 print, too"
+    add("--all-output", action="store_true", help=what)
     add("--dry-run", action="store_true", help="print the command, start nothing")
-    add("--quiet", action="store_true", help="do not print the command first")
+    quiet_help = "do not print the command first, nor numbers of the training at the end"
+    add("--quiet", action="store_true", help=quiet_help)
     add("--verbose", action="store_true", help="show what TensorFlow says at its start")
     add("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
@@ -68,8 +82,13 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         if not (name and equals):
             raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
+    command = _read_command(options.command, needs_python=options.distribute)
+    if options.distribute:
+        command = _distributed(command, options)
+        if {**environ, **variables}.get(_HASH_SEED, "random") == "random":
+            variables[_HASH_SEED] = "0"  # sets of words have the same order on all ranks
     return mpi_command.LaunchSpec(
-        command=_read_command(options.command),
+        command=command,
         size=size,
         hostfile=None if options.restarts else options.hostfile,
         is_slurm=options.slurm,
@@ -82,12 +101,78 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
     )
 
 
-def _read_command(words: Sequence[str]) -> tuple[str, ...]:
+def _read_command(words: Sequence[str], needs_python: bool) -> tuple[str, ...]:
     """Return the program and its arguments; Python runs a .py file that is not executable."""
     words = words[1:] if words[:1] == ["--"] else words
-    if words and words[0].endswith(".py") and shutil.which(words[0]) is None:
+    if words and words[0].endswith(".py") and (needs_python or not shutil.which(words[0])):
         return (sys.executable, *words)
     return tuple(words)
+
+
+# Python's option that hash() of texts depends on; it is read before a program starts.
+_HASH_SEED = "PYTHONHASHSEED"
+# Options of `tfscale.transparent`, passed on from --distribute.
+_PASSED = ("exchange", "batch_norm", "seed", "all_output")
+
+
+def _require_distribute(options: argparse.Namespace) -> None:
+    given = [_option(name) for name in _PASSED if getattr(options, name) not in (None, False)]
+    if given and not options.distribute:
+        raise ConfigError(
+            f"{given[0]} is an option of --distribute. Received: {given[0]} without it. Add "
+            "--distribute, or make the choice in the script (tfscale.distribute, "
+            "tfscale.DistributedOptimizer)."
+        )
+    if options.seed is not None and not 0 <= options.seed < 2**32:
+        raise ConfigError(f"--seed must be in [0, 2**32). Received: --seed {options.seed}.")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _distributed(command: Sequence[str], options: argparse.Namespace) -> tuple[str, ...]:
+    """Return a command of Python as one that calls `tfscale.distribute` before its program."""
+    if not command:
+        return ()  # refused where the command of the MPI is built
+    own = []
+    for name in _PASSED:
+        value = getattr(options, name)
+        if value not in (None, False):
+            own.append(_option(name) if value is True else f"{_option(name)}={value}")
+    if not re.fullmatch(r"python[\d.]*t?", Path(command[0]).name):
+        raise ConfigError(
+            f"--distribute needs a Python program. Received: {command[0]}. Write python and the "
+            "script; or, without --distribute, put `-m tfscale.transparent` after the python that "
+            "this command starts, or call tfscale.distribute() in its script."
+        )
+    interpreter, program = _split_python(command)
+    if not program:
+        raise ConfigError(
+            "--distribute needs a script, -m module or -c code. Received: "
+            f"{shlex.join(command)}. Example: tfscale run --distribute -np 4 python train.py"
+        )
+    return (*interpreter, "-m", "tfscale.transparent", *own, "--", *program)
+
+
+def _split_python(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the interpreter with its options, and the script, `-m module` or `-c code`."""
+    at = 1
+    while at < len(command) and re.match(r"-.", command[at]):
+        word = command[at]
+        # Letters may be joined, as in -um module; of these four the rest is a value, or the next.
+        found = None if word.startswith("--") else re.match(r"-([^WXmc]*)([WXmc])", word)
+        if found is None:
+            at += 2 if word == "--check-hash-based-pycs" else 1
+            continue
+        value = word[found.end() :]
+        if found[2] in "WX":
+            at += 1 if value else 2
+            continue
+        rest = [value, *command[at + 1 :]] if value else [*command[at + 1 :]]
+        flags = [f"-{found[1]}"] if found[1] else []
+        return [*command[:at], *flags], [f"-{found[2]}", *rest] if rest else []
+    return [*command[:at]], [] if command[at : at + 1] == ["-"] else [*command[at:]]
 
 
 def _read_places(options: argparse.Namespace) -> mpi_command.Places:
@@ -110,10 +195,11 @@ def _read_places(options: argparse.Namespace) -> mpi_command.Places:
 
 def _run(options: argparse.Namespace) -> int:
     environ = dict(environment())
+    _require_distribute(options)
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
     mpi = mpi_command.choose_mpi(options.mpiexec, options.slurm)
-    job = Job(spec, mpi, rule, environ, options.verbose)
+    job = Job(spec, mpi, rule, environ, options.verbose, closes=not options.quiet)
     command = _show(job, spec)
     if options.dry_run:
         print(command)
@@ -196,6 +282,7 @@ def _report(options: argparse.Namespace) -> int:
 # Functions that add the parser of a command; its `handler` maps the options to an exit code.
 COMMANDS = {
     "run": _add_run,
+    "convert": add_convert,
     "doctor": _add_doctor,
     "build": _add_build,
     "report": _add_report,

@@ -153,6 +153,7 @@ def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bo
         is_told=status.state in (process.TOLD, process.WAITING),
         has_left=status.state == process.LEFT,
         was_asked=was_asked,
+        training=status.training,
     )
 
 

@@ -10,9 +10,11 @@ import re
 import select
 import signal
 import socket
+import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfscale.config import PREEMPTED
@@ -24,6 +26,8 @@ BEAT_VARIABLE = "TFSCALE_BEAT"
 _SILENCE_S = 20.0
 # Messages that accumulated while the launcher or its output was blocked arrive within this time.
 _PERSISTENT_S = 3.0
+# Share of the time that communication may take without advice to make it faster.
+_LITTLE_WAITING = 0.05
 
 
 # `host` is the name that a host gives itself (`socket.gethostname`).
@@ -79,6 +83,7 @@ class Report:
     has_left: bool = False  # it left the job while others still called collectives
     is_alone: bool = False  # the process beside it ended without a report, and so did the rank
     was_asked: bool = False  # to save and stop; if not, exit status 75 is not genuine
+    training: str = ""  # `process.write_training`
 
     @property
     def exit_code(self) -> int:
@@ -143,6 +148,26 @@ def describe_errors(reports: list[Report], failure: Report | None) -> str:
         if error != last or len(own) > 1:
             text += f"tfscale: the traceback of rank{'s' if len(own) > 1 else ''} {names}.\n"
     return text
+
+
+def describe_training(reports: Sequence[Report]) -> str:
+    """Return the closing lines of a job: its communication, and what to try next."""
+    trained = [report.training.split() for report in reports if report.training]
+    if not trained:
+        return ""
+    waiting = statistics.mean(float(share) for share, *_ in trained)
+    _, step_bytes, exchange = trained[0]
+    if waiting < _LITTLE_WAITING:
+        advice = "Next: try more ranks"
+    else:
+        auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (with --distribute: '
+        auto += "--exchange auto), " if auto else ""
+        advice = f"Next: try {auto}compression=tfscale.Compression.bf16, or larger batches"
+    return (
+        f"tfscale: {100 * waiting:.0f} % of the last steps was waiting for communication; a step "
+        f"exchanges {int(step_bytes) / 1e6:.2g} MB.\n"
+        f"tfscale: {advice} (docs/exchanges.md, `tfscale tune`).\n"
+    )
 
 
 Message = Start | Beat | Leaving | Words | Report

@@ -119,15 +119,17 @@ class Job:
         rule: RestartRule,
         environ: Mapping[str, str],
         is_verbose: bool = False,
+        closes: bool = True,
     ) -> None:
         """Prepare a job from its first start (without the hosts of `rule`) and the environment.
 
         Raises ConfigError if the rule does not fit. `is_verbose` shows TensorFlow's start-up
-        messages.
+        messages; `closes` prints the numbers of the training at the end of the job.
         """
         check_rule(rule, spec)
         given = {**environ, **(spec.environment or {})}
         self._is_quiet = not is_verbose and not given.get(_LOG_LEVEL)
+        self._closes = closes
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: mpi_command.Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
@@ -190,7 +192,7 @@ class Job:
         """Explain why an attempt ended, as its last output; return whether there is another one."""
         why = outcome.describe()
         if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
-            _say(why)
+            _say(why + (outcome.closing if self._closes else ""))
             return False
         stop.sleep(pause_s(max(0, self._n_short - 1)))
         lost = lost_place(outcome, self._next_spec().hosts)
