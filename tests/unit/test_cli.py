@@ -1,6 +1,7 @@
 """The command line, and running jobs to their end."""
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tfscale.launcher.mpi_command import (
     loopback_variables,
     thread_variables,
 )
+from tfscale.transparent import __main__ as transparent
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
 
@@ -156,6 +158,45 @@ def test_a_script_without_python(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(" -- ./train.py\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python t.py -m --x", "python -m tfscale.transparent -- t.py -m --x"),
+        (
+            "python3.11 -u -Wd -X dev t.py",
+            "python3.11 -u -Wd -X dev -m tfscale.transparent -- t.py",
+        ),
+        ("/opt/bin/python -m a.b -c", "/opt/bin/python -m tfscale.transparent -- -m a.b -c"),
+        ("python -um a.b", "python -u -m tfscale.transparent -- -m a.b"),
+        ("python -OOWe -c 1", "python -OOWe -m tfscale.transparent -- -c 1"),
+        ("python -c'x y' -W", "python -m tfscale.transparent -- -c 'x y' -W"),
+        ("t.py --x", f"{sys.executable} -m tfscale.transparent -- t.py --x"),
+    ],
+)
+def test_distribute_is_put_before_the_program(command, expected, capsys):
+    words = ["run", "-np", "2", "--slurm", "--dry-run", "--distribute"]
+    assert cli.main([*words, *shlex.split(command)]) == 0
+    assert capsys.readouterr().out.endswith(f".rank_process -- {expected}\n")
+
+
+def test_options_of_distribute_are_passed_on(capsys, monkeypatch):
+    words = ["run", "-np", "2", "--slurm", "--dry-run", "--distribute", "--exchange", "auto"]
+    words += ["--batch-norm", "local", "--seed", "0", "--all-output", "python", "t.py"]
+    for value, is_set in ((None, True), ("random", True), ("3", False)):
+        if value is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", value)
+        assert cli.main(words) == 0
+        shown = capsys.readouterr().out
+        assert ("PYTHONHASHSEED=" in shown) == is_set
+        own = "--exchange=auto --batch-norm=local --seed=0 --all-output -- t.py\n"
+        assert shown.endswith(own)
+        split = transparent.split(shlex.split(own))
+        assert split == (own.split()[:4], ["t.py"])
+    with pytest.raises(SystemExit):
+        cli.main([*words[:6], "--exchange", "allgather", "python", "t.py"])
+    assert "invalid choice: 'allgather'" in capsys.readouterr().err
+
+
 def test_the_command_line_does_not_wait_for_tensorflow():
     code = "import sys; from tfscale.launcher import cli; cli.main(sys.argv[1:])"
     words = ["run", "-np", "1", "--slurm", "--dry-run", "true"]
@@ -184,6 +225,16 @@ def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, 
         (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts=-1"),
         (["run", "-np", "3", "--min-np", "4", "python"], r"in [1, 3]"),
         (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
+        (["run", "-np", "2", "--exchange", "auto", "python", "t.py"], "an option of --distribute"),
+        (["run", "-np", "2", "--all-output", "python", "t.py"], "an option of --distribute"),
+        (["run", "-np", "2", "--distribute", "--seed", "-1", "python", "t.py"], "in [0, 2**32)"),
+        (
+            ["run", "-np", "2", "--distribute", "numactl", "python", "t.py"],
+            "-m tfscale.transparent",
+        ),
+        (["run", "-np", "2", "--distribute", "python", "-u"], "Received: python -u"),
+        (["run", "-np", "2", "--distribute", "python", "-"], "needs a script"),
+        (["run", "-np", "2", "--distribute"], "needs a program"),
     ],
 )
 def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):

@@ -27,6 +27,7 @@ from tfscale.launcher.reports import (
     ReportReader,
     Start,
     describe_errors,
+    describe_training,
     encode,
 )
 
@@ -259,3 +260,17 @@ def test_a_rank_that_has_left_ends_nobody(call, code):
     done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True)
     assert done.returncode == code
     assert [report.exit_code for report in read(done.stderr)[1]] == [75]
+
+
+def trained(*texts):
+    reports = [Report(n, "a", 0, None, False, True, training=t) for n, t in enumerate(texts)]
+    return describe_training(reports)
+
+
+def test_closing_lines_say_what_to_try_next():
+    assert trained("", "") == ""  # trained nothing
+    text = trained("0.30 1500000 allreduce", "0.10 1500000 allreduce")
+    assert "20 % of the last steps was waiting" in text and "a step exchanges 1.5 MB" in text
+    assert "--exchange auto" in text and "more ranks" not in text
+    assert "--exchange auto" not in trained("0.30 1500000 mixed", "")
+    assert "try next: more ranks" in trained("0.04 1500000 allreduce", "0.01 1500000 allreduce")

@@ -46,6 +46,15 @@ def test_states_replace_each_other_and_a_request_stays(status):
     assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
 
 
+def test_numbers_of_the_training_leave_the_other_texts_as_they_are(status):
+    process.write_state(process.FINISHED)
+    process.write_training(0.25, 3e6, "allreduce")
+    process.write_training(0.5, 1e6, "auto")
+    process.write_error("why\n")
+    expected = process.RankStatus(process.FINISHED, "", "why\n", training="0.5000 1000000 auto")
+    assert process.read(status) == expected
+
+
 def test_a_request_to_save_is_noted(status):
     from tfscale.checkpoints import preemption
 

@@ -157,16 +157,14 @@ def describe_training(reports: Sequence[Report]) -> str:
         return ""
     waiting = statistics.mean(float(share) for share, *_ in trained)
     _, step_bytes, exchange = trained[0]
-    if waiting < _LITTLE_WAITING:
-        advice = "Next: try more ranks"
-    else:
-        auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (with --distribute: '
-        auto += "--exchange auto), " if auto else ""
-        advice = f"Next: try {auto}compression=tfscale.Compression.bf16, or larger batches"
+    advice = "more ranks"
+    if waiting >= _LITTLE_WAITING:
+        auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
+        advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
     return (
         f"tfscale: {100 * waiting:.0f} % of the last steps was waiting for communication; a step "
         f"exchanges {int(step_bytes) / 1e6:.2g} MB.\n"
-        f"tfscale: {advice} (docs/exchanges.md, `tfscale tune`).\n"
+        f"tfscale: what to try next: {advice} (docs/exchanges.md, `tfscale tune`).\n"
     )
 
 

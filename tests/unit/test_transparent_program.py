@@ -1,0 +1,102 @@
+"""`python -m tfscale.transparent`: a program sees what it sees when `python` runs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.launching import start_job
+
+# Instead of `distribute`, which needs TensorFlow.
+STUB = """
+import os, sys, types
+stub = types.ModuleType("tfscale.transparent.distribute")
+stub.distribute = lambda **settings: None
+sys.modules[stub.__name__] = stub
+from tfscale.transparent.__main__ import main
+sys.path[0] = os.getcwd()  # as with -m
+sys.exit(main(sys.argv[1:]))
+"""
+SCRIPT = """
+import inspect, pickle, sys
+import beside
+
+class Kept:
+    pass
+
+def fail():
+    raise ValueError("as asked")
+
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], __name__, globals().get("__file__"), __doc__, vars(main) is globals())
+print(type(pickle.loads(pickle.dumps(Kept()))) is Kept, inspect.getsource(fail) if FILE else "")
+print(inspect.signature(lambda x: 1), main.__builtins__ is not None, fail.__annotations__)
+if "fail" in sys.argv:
+    fail()
+if "stop" in sys.argv:
+    raise KeyboardInterrupt
+sys.exit(sys.argv[-1] if sys.argv[-1] == "text" else 7)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    for place in (tmp_path, tmp_path / "sub"):
+        (place / "beside.py").touch()
+    (tmp_path / "sub" / "t.py").write_text(f"FILE = True\n{SCRIPT}")
+    (tmp_path / "wrong.py").write_text("x = = 1\n")
+    monkeypatch.setenv("PYTHONPATH", sys.path[0] if sys.path[0] else ".")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outcome(*words):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if "frozen runpy" not in line]
+    return done.returncode, done.stdout, errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sub/t.py", "-m", "--", "1"],
+        ["sub/t.py", "fail"],
+        ["sub/t.py", "text"],
+        ["wrong.py"],
+        ["-m", "sub.t", "1"],
+        ["-c", f"FILE = False\n{SCRIPT}", "1"],
+        ["-c", f"FILE = False\n{SCRIPT}", "fail"],
+    ],
+    ids=["script", "error", "exit text", "syntax", "module", "code", "error in code"],
+)
+def test_programs_run_as_without_tfscale(words, folder):
+    assert outcome("-c", STUB, *words) == outcome(*words)
+
+
+def test_what_is_missing_is_named(folder):
+    for words, text in (["none.py"], "can't open file"), (["--seed", "1"], "is missing"):
+        code, _, errors = outcome("-m", "tfscale.transparent", *words)
+        assert code == 2 and text in errors[-1]
+
+
+@pytest.mark.timeout(180)
+def test_a_job_prints_once_and_closes_with_its_communication(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, keras, numpy as np\n"
+        "x = np.random.normal(size=(64, 4))\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "model.compile('adam', 'mse')\n"
+        "print('first', model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).epoch)\n"
+    )
+    command = [sys.executable, str(script)]
+    job = start_job(["--distribute", "-np", "2"], command, {}, tmp_path / "output")
+    try:
+        assert job.process.wait(timeout=170) == 0, job.output_tail()
+    finally:
+        job.end()
+    lines = job.output_tail().splitlines()
+    assert lines.count("first [0, 1]") == 1
+    assert "% of the last steps was waiting for communication" in lines[-2]
+    assert lines[-1].startswith("tfscale: what to try next: ")
