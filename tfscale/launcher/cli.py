@@ -116,7 +116,7 @@ _PASSED = ("exchange", "batch_norm", "seed", "all_output")
 
 
 def _require_distribute(options: argparse.Namespace) -> None:
-    given = [_option(name) for name in _PASSED if getattr(options, name) not in (None, False)]
+    given = _options_of_distribute(options)
     if given and not options.distribute:
         raise ConfigError(
             f"{given[0]} is an option of --distribute. Received: {given[0]} without it. Add "
@@ -127,19 +127,19 @@ def _require_distribute(options: argparse.Namespace) -> None:
         raise ConfigError(f"--seed must be in [0, 2**32). Received: --seed {options.seed}.")
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _options_of_distribute(options: argparse.Namespace) -> list[str]:
+    own = []
+    for name in _PASSED:
+        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:  # 0 is a seed
+            own.append(option if value is True else f"{option}={value}")
+    return own
 
 
 def _distributed(command: Sequence[str], options: argparse.Namespace) -> tuple[str, ...]:
     """Return a command of Python as one that calls `tfscale.distribute` before its program."""
     if not command:
         return ()  # refused where the command of the MPI is built
-    own = []
-    for name in _PASSED:
-        value = getattr(options, name)
-        if value not in (None, False):
-            own.append(_option(name) if value is True else f"{_option(name)}={value}")
     if not re.fullmatch(r"python[\d.]*t?", Path(command[0]).name):
         raise ConfigError(
             f"--distribute needs a Python program. Received: {command[0]}. Write python and the "
@@ -152,7 +152,10 @@ def _distributed(command: Sequence[str], options: argparse.Namespace) -> tuple[s
             "--distribute needs a script, -m module or -c code. Received: "
             f"{shlex.join(command)}. Example: tfscale run --distribute -np 4 python train.py"
         )
-    return (*interpreter, "-m", "tfscale.transparent", *own, "--", *program)
+    return (
+        *(*interpreter, "-m", "tfscale.transparent"),
+        *(*_options_of_distribute(options), "--", *program),
+    )
 
 
 def _split_python(command: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -172,7 +175,7 @@ def _split_python(command: Sequence[str]) -> tuple[list[str], list[str]]:
         rest = [value, *command[at + 1 :]] if value else [*command[at + 1 :]]
         flags = [f"-{found[1]}"] if found[1] else []
         return [*command[:at], *flags], [f"-{found[2]}", *rest] if rest else []
-    return [*command[:at]], [] if command[at : at + 1] == ["-"] else [*command[at:]]
+    return [*command[:at]], [] if "-" in command[at : at + 1] else [*command[at:]]
 
 
 def _read_places(options: argparse.Namespace) -> mpi_command.Places:
