@@ -31,7 +31,7 @@ class FitSession(Progress):
         self._stops_together = False
         # The last calls of the train function, for `tfscale run`; the first one traces.
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
-        self._n_calls = 0
+        self._n_calls = self._begin_ns = 0
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -48,12 +48,18 @@ class FitSession(Progress):
         others = [other for other in self.callbacks if other is not callback]
         set_callbacks(self.call.callback_list, [callback, *others])
 
-    def note_step(self, begin_ns: int) -> None:
+    def may_run_step(self) -> bool:
+        """As for `Progress`; the call of the train function that begins now is timed."""
+        may_run = super().may_run_step()
+        self._begin_ns = events.clock_ns()
+        return may_run
+
+    def note_step(self) -> None:
         """Keep the times of a call of the train function that ends now."""
         self._n_calls += 1
         if self._n_calls > 1 and process.file_path():
-            n_steps = self.model.steps_per_execution
-            window = analysis.Window(self._n_calls, n_steps, begin_ns, events.clock_ns())
+            times = (self._begin_ns, events.clock_ns())
+            window = analysis.Window(self._n_calls, self.model.steps_per_execution, *times)
             self._windows.append(window)
 
     def end_training(self) -> None:

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
-from tfscale.comm.events import clock_ns
 from tfscale.config import ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.local_sgd import LocalSGD
@@ -285,7 +284,7 @@ class GuardedStep:
         """Run a step; return its logs, or those of the last step if another rank has stopped."""
         model = self._model()
         assert model is not None
-        session, begin_ns = self._session_of(model), clock_ns()
+        session = self._session_of(model)
         if session is not None:
             if session.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
                 iterator = self._look_ahead(iterator)
@@ -306,7 +305,7 @@ class GuardedStep:
                 raise
             raise ExchangeError(engine_text(error.message)) from error
         if session is not None:
-            session.note_step(begin_ns)
+            session.note_step()
         distributed = distributed_of(model.optimizer)
         around = () if session is None else (session.data, session.callbacks)
         if distributed is not None and distributed.after_step(*around):
