@@ -67,12 +67,14 @@ class FitSession(Progress):
         super().end_training()
         windows = list(self._windows)
         self._windows.clear()
-        if windows and events.has_events():
+        if windows:
             with contextlib.suppress(Exception):  # a job must not fail because of its report
                 self._report(windows)
 
     def _report(self, windows: list[analysis.Window]) -> None:
         backend: Any = runtime.backend()
+        if not backend.records_events:
+            return
         found = analysis.events_within(events.drain(), windows)
         before: dict[analysis.Key, frozenset[analysis.Key]] = {}
         for plan in {int(event["plan"]) for event in found} - {analysis.EAGER}:
