@@ -71,6 +71,7 @@ def convolutional(**fit):
             layers.Conv2D(4, 3, use_bias=False),
             layers.BatchNormalization(),
             layers.ReLU(),
+            layers.SpatialDropout2D(0.2),
             layers.Flatten(),
             layers.Dropout(0.3),
             layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2"),

@@ -212,11 +212,16 @@ def _drawn_for_all(draw: Any) -> Any:
 def _dropout_of_all(dropout: Any) -> Any:
     def dropout_of_all(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
         share = shares.current()
-        if share is None or noise_shape is not None or not _is_of_rows(inputs.shape, share):
+        if share is None or not _is_of_rows(inputs.shape, share):
+            return dropout(inputs, rate, noise_shape, seed)
+        # The same for all samples, unless this rank has one sample.
+        is_common = noise_shape is not None and tf.get_static_value(noise_shape[0]) == 1
+        if is_common and not (isinstance(share.rows, int) and share.rows == 1):
             return dropout(inputs, rate, noise_shape, seed)
         whole, first, rows = _whole_shape(tf.shape(inputs), share)
+        of_whole = None if noise_shape is None else (None, *noise_shape[1:])
         # As in the whole batch, whose values the dropout multiplies by 0 or 1 / (1 - rate).
-        kept = dropout(tf.ones(whole, inputs.dtype), rate, None, seed)[first : first + rows]
+        kept = dropout(tf.ones(whole, inputs.dtype), rate, of_whole, seed)[first : first + rows]
         return tf.where(kept > 0, inputs * kept, tf.zeros_like(inputs))
 
     return dropout_of_all
