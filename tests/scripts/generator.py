@@ -43,7 +43,7 @@ model.fit(
     verbose=2,
 )
 print("one pass over a generator that ends")
-model.fit(some_waves(), steps_per_epoch=4, verbose=2)
+model.fit(some_waves(), epochs=1, verbose=2)
 print("evaluate:", model.evaluate(waves(15, seed=3), steps=3, verbose=0))
 signals, frequencies = next(waves(4, seed=4))
 for true, guess in zip(frequencies, model.predict(signals, verbose=0), strict=True):

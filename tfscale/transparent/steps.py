@@ -174,10 +174,11 @@ def _weighted_mean(update_state: Any) -> Any:
     def update(self: Any, values: Any, sample_weight: Any = None) -> Any:
         share = shares.current()
         is_scalar = len(getattr(values, "shape", ())) == 0 and not isinstance(values, list | tuple)
-        if share is not None and not share.is_even and sample_weight is None and is_scalar:
+        if share is not None and not share.is_even and is_scalar:
             values = tf.cast(values, self.dtype)
-            sample_weight = share.weight(values.dtype)
-            values = tf.where(sample_weight > 0, values, tf.zeros_like(values))  # of no rows: NaN
+            values = tf.where(share.rows > 0, values, tf.zeros_like(values))  # of no rows: NaN
+            if sample_weight is None:
+                sample_weight = share.weight(values.dtype)
         return update_state(self, values, sample_weight)
 
     return update
