@@ -14,7 +14,14 @@ LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
 MODELS = (*LARGE_MODELS, *SMALL_MODELS)
 EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 # Steps from one average over the groups to the next; only whole intervals are measured.
-_INTERVALS = {"local8": 8, "local16": 16, "local8-bf16": 8, "local16-bf16": 16}
+_INTERVALS = {
+    "local8": 8,
+    "local16": 16,
+    "local8-bf16": 8,
+    "local16-bf16": 16,
+    "local4-overlap": 4,
+    "local8-overlap": 8,
+}
 
 # Steps and steps for warming up of models whose steps are so short that a few of them tell little.
 _SHORT = {"resnet20": (40, 5), "edsr16": (10, 2)}

@@ -133,9 +133,12 @@ class Tfscale:
                 dense="replicated", global_batch=case.workload.global_batch
             ),
             "auto": lambda: self.tfscale.Auto(global_batch=case.workload.global_batch),
-            "local8": lambda: self.tfscale.LocalSGD(self.size, 8, "allreduce"),
-            "local16": lambda: self.tfscale.LocalSGD(self.size, 16, "allreduce"),
         }
+        if self.exchange.startswith("local"):  # local8, or local8-overlap
+            text, _, overlap = self.exchange.removeprefix("local").partition("-")
+            interval = int(text)
+            steps = interval - 1 if overlap else 0  # the most; "auto" is measured in `fit`
+            return self.tfscale.LocalSGD(self.size, interval, "allreduce", overlap=steps)
         return named.get(self.exchange, lambda: self.exchange)()
 
     def settle(self, step: TracedStep) -> None:

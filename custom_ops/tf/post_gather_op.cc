@@ -97,33 +97,6 @@ class Buffers {
   size_t next_ = 0;           // guarded by mutex_
 };
 
-// What is left to do when the gather has ended.
-struct Delivery {
-  std::shared_ptr<const Layout> layout;
-  VariableList variables;
-  Tensor buffer;
-
-  absl::Status Deliver() const {
-    for (size_t i = 0; i < variables.size(); ++i) {
-      TF_RETURN_IF_ERROR(
-          SetFromSlice(variables[i].get(), buffer, layout->variable_offsets[i], layout->shapes[i]));
-    }
-    return absl::OkStatus();
-  }
-
-  void End(Status status) {
-    if (status.ok()) {
-      const absl::Status delivered = Deliver();
-      if (!delivered.ok()) status = Status::Failed(std::string(delivered.message()));
-    }
-    buffer = Tensor();
-    std::vector<std::shared_ptr<void>> anchors;
-    if (!status.ok()) anchors = AnchorsOf(variables);
-    PendingVariables::Get().End(KeysOf(variables), status, std::move(anchors));
-    variables.clear();
-  }
-};
-
 class PostGatherOp : public CollectiveKernel {
  public:
   explicit PostGatherOp(OpKernelConstruction* context) : CollectiveKernel(context) {
@@ -140,7 +113,7 @@ class PostGatherOp : public CollectiveKernel {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     auto delivery = std::make_shared<Delivery>();
-    delivery->layout = layout_;
+    delivery->shapes = layout_->shapes;
     OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
     OP_REQUIRES_OK_ASYNC(context, CheckInputs(context, *delivery), done);
     const auto keys = KeysOf(delivery->variables);
@@ -172,10 +145,11 @@ class PostGatherOp : public CollectiveKernel {
   }
 
   absl::Status Begin(OpKernelContext* context, const std::shared_ptr<Delivery>& delivery) {
-    TF_RETURN_IF_ERROR(buffers_.Take(context, *layout_, &delivery->buffer));
+    Tensor buffer;
+    TF_RETURN_IF_ERROR(buffers_.Take(context, *layout_, &buffer));
     OpInputList pieces;
     TF_RETURN_IF_ERROR(context->input_list("pieces", &pieces));
-    char* data = static_cast<char*>(delivery->buffer.data());
+    char* data = static_cast<char*>(buffer.data());
     const size_t element = layout_->element();
     for (int i = 0; i < pieces.size(); ++i) {
       const Tensor& piece = pieces[i];
@@ -185,10 +159,14 @@ class PostGatherOp : public CollectiveKernel {
     }
     std::vector<size_t> cuts;
     for (int64_t cut : layout_->cuts) cuts.push_back(static_cast<size_t>(cut) * element);
-    PendingVariables::Get().Begin(KeysOf(delivery->variables));
+    for (size_t i = 0; i < layout_->shapes.size(); ++i) {
+      const int64_t begin = layout_->variable_offsets[i];
+      delivery->values.push_back(buffer.Slice(begin, begin + layout_->shapes[i].num_elements()));
+    }
+    delivery->Begin();
     Call call = MakeCall();
     // A gather that was given up may still write into the buffer.
-    call.memory = std::make_shared<Tensor>(delivery->buffer);
+    call.memory = std::make_shared<Tensor>(std::move(buffer));
     call.done = [delivery](const Status& status) { delivery->End(status); };
     tfscale::Submit(MakeSegmentGather(data, std::move(cuts)), std::move(call));
     return absl::OkStatus();

@@ -1,4 +1,4 @@
-// TfscaleAllreduce, TfscaleReducescatter and TfscaleScatterReduce.
+// TfscaleAllreduce, TfscalePostAllreduce, TfscaleReducescatter and TfscaleScatterReduce.
 #include <cstdio>
 #include <locale>
 #include <sstream>
@@ -8,7 +8,7 @@
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tf/glue.h"
+#include "tf/variables.h"
 
 namespace tfscale {
 namespace {
@@ -35,6 +35,17 @@ REGISTER_OP("TfscaleAllreduce")
       return absl::OkStatus();
     })
     .Doc("Reduces each tensor over the ranks of a group; together they are one message.");
+
+REGISTER_OP("TfscalePostAllreduce")
+    .Input("tensors: n_tensors * T")
+    .TFSCALE_COLLECTIVE_ATTRS.Attr("n_tensors: int >= 1")
+    .Attr("T: {float, double, half, bfloat16}")
+    .Attr("reduce_op: int")
+    .Attr("prescale: string")
+    .Attr("postscale: string")
+    .Doc(
+        "Begins to reduce each tensor over the ranks of a group into one of the variables `after`, "
+        "of its type and shape, and does not wait: TfscaleAwait does.");
 
 REGISTER_OP("TfscaleReducescatter")
     .Input("tensor: T")
@@ -125,6 +136,54 @@ class AllreduceOp : public ReduceKernel {
       tensors->push_back(*output);
     }
     Submit(context, std::move(done), MakeReduction(std::move(args)), std::move(tensors));
+  }
+};
+
+class PostAllreduceOp : public ReduceKernel {
+ public:
+  using ReduceKernel::ReduceKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto delivery = std::make_shared<Delivery>();
+    OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
+    const auto keys = KeysOf(delivery->variables);
+    // Wait for pending values first; it no longer matters whether they arrive.
+    PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
+      OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
+      done();
+    });
+  }
+
+ private:
+  absl::Status Begin(OpKernelContext* context, const std::shared_ptr<Delivery>& delivery) {
+    OpInputList inputs;
+    TF_RETURN_IF_ERROR(context->input_list("tensors", &inputs));
+    if (static_cast<size_t>(inputs.size()) != delivery->variables.size()) {
+      return absl::InvalidArgumentError("A variable is needed for each tensor. Received: " +
+                                        std::to_string(delivery->variables.size()) + " for " +
+                                        std::to_string(inputs.size()) + " tensors.");
+    }
+    ReductionArgs args = args_;
+    args.dtype = ToDType(inputs[0].dtype());
+    auto tensors = std::make_shared<TensorList>();
+    for (const Tensor& input : inputs) {
+      Tensor output;
+      TF_RETURN_IF_ERROR(context->allocate_temp(
+          input.dtype(), tensorflow::TensorShape({input.NumElements()}), &output));
+      args.inputs.push_back(input.data());
+      args.outputs.push_back(output.data());
+      args.counts.push_back(static_cast<size_t>(input.NumElements()));
+      delivery->shapes.push_back(input.shape());
+      delivery->values.push_back(output);
+      tensors->push_back(input);
+      tensors->push_back(std::move(output));
+    }
+    delivery->Begin();
+    Call call = MakeCall();
+    call.memory = std::move(tensors);
+    call.done = [delivery](const Status& status) { delivery->End(status); };
+    tfscale::Submit(MakeReduction(std::move(args)), std::move(call));
+    return absl::OkStatus();
   }
 };
 
@@ -220,6 +279,9 @@ class ScatterReduceOp : public ReduceKernel {
 TFSCALE_REGISTER_KERNEL("TfscaleScatterReduce", ScatterReduceOp,
                         .HostMemory("tensors").HostMemory("segment"));
 TFSCALE_REGISTER_KERNEL("TfscaleAllreduce", AllreduceOp, .HostMemory("tensors").HostMemory("sums"));
+// As for TfscalePostGather: variables refer to memory of the host.
+REGISTER_KERNEL_BUILDER(Name("TfscalePostAllreduce").Device(tensorflow::DEVICE_CPU),
+                        PostAllreduceOp);
 TFSCALE_REGISTER_KERNEL("TfscaleReducescatter", ReducescatterOp,
                         .HostMemory("tensor").HostMemory("part"));
 

@@ -1,6 +1,8 @@
 #include "tf/variables.h"
 
 #include <cstring>
+#include <string>
+#include <utility>
 
 #include "tensorflow/core/framework/resource_mgr.h"
 
@@ -43,22 +45,32 @@ std::vector<std::shared_ptr<void>> AnchorsOf(const VariableList& variables) {
   return anchors;
 }
 
-absl::Status SetFromSlice(Var* variable, const Tensor& flat, int64_t begin,
-                          const TensorShape& shape) {
+absl::Status SetFromSlice(Var* variable, const Tensor& slice, const TensorShape& shape) {
   if (shape.num_elements() == 0) return absl::OkStatus();
   tensorflow::mutex_lock lock(*variable->mu());
   Tensor* own = variable->tensor();
-  if (own->dtype() != flat.dtype() || own->shape() != shape) {
+  if (own->dtype() != slice.dtype() || own->shape() != shape) {
     return absl::InternalError("A variable must keep its type and shape. Received: " +
                                own->DebugString(0) + " for a " + shape.DebugString());
   }
-  const Tensor slice = flat.Slice(begin, begin + shape.num_elements());
   if (variable->copy_on_read_mode.load()) {
     std::memcpy(own->data(), slice.data(), slice.TotalBytes());
     return absl::OkStatus();
   }
   if (!own->CopyFrom(slice, shape)) return absl::InternalError("A slice has another length.");
   return absl::OkStatus();
+}
+
+void Delivery::End(Status status) {
+  for (size_t i = 0; status.ok() && i < variables.size(); ++i) {
+    const absl::Status set = SetFromSlice(variables[i].get(), values[i], shapes[i]);
+    if (!set.ok()) status = Status::Failed(std::string(set.message()));
+  }
+  values.clear();
+  std::vector<std::shared_ptr<void>> anchors;
+  if (!status.ok()) anchors = AnchorsOf(variables);
+  PendingVariables::Get().End(KeysOf(variables), status, std::move(anchors));
+  variables.clear();
 }
 
 }  // namespace tfscale

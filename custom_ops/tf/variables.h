@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/pending.h"
+#include "comm/types.h"
 #include "tensorflow/core/framework/resource_var.h"
 #include "tf/glue.h"
 
@@ -22,12 +23,25 @@ std::vector<PendingVariables::Key> KeysOf(const VariableList& variables);
 // its variable makes the list forget it.
 std::vector<std::shared_ptr<void>> AnchorsOf(const VariableList& variables);
 
-// Gives a variable the elements of `flat` from `begin` on, which must start at
-// a multiple of 64 bytes. Nothing is copied: the variable refers to that part
-// of the memory, and readers of its old value keep what they have. A variable
-// that is read sparsely gets a copy, as TensorFlow then allows no aliases.
-absl::Status SetFromSlice(tensorflow::Var* variable, const tensorflow::Tensor& flat, int64_t begin,
+// Gives a variable the elements of `slice`, which must start at a multiple of 64
+// bytes. Nothing is copied: the variable refers to that memory, and readers of
+// its old value keep what they have. A variable that is read sparsely gets a
+// copy, as TensorFlow then allows no aliases.
+absl::Status SetFromSlice(tensorflow::Var* variable, const tensorflow::Tensor& slice,
                           const tensorflow::TensorShape& shape);
+
+// New values of variables that an exchange brings while nobody waits: TfscaleAwait does.
+struct Delivery {
+  VariableList variables;
+  std::vector<tensorflow::Tensor> values;  // one per variable; see SetFromSlice
+  std::vector<tensorflow::TensorShape> shapes;
+
+  // The values are on their way; End follows exactly once.
+  void Begin() const { PendingVariables::Get().Begin(KeysOf(variables)); }
+  // Sets the variables where the exchange has succeeded, and lets readers go on. They get the
+  // error where it has not.
+  void End(Status status);
+};
 
 }  // namespace tfscale
 

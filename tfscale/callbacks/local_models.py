@@ -10,16 +10,51 @@ from typing import Any
 import numpy as np
 
 from tfscale.callbacks.base import BeforeValidation, Callback
-from tfscale.comm import collectives, runtime
-from tfscale.comm.runtime import Sum
+from tfscale.comm import collectives, events, runtime
+from tfscale.comm.runtime import Max, Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
 from tfscale.optimizer.distributed import distributed_of
+from tfscale.optimizer.overlapped_averaging import LABEL, OverlappedAverage
 
 logger = logging.getLogger("tfscale")
+
+# For LocalSGD(overlap="auto"): averages that are measured, and by how much an average may last
+# longer than measured without steps waiting for it.
+_AVERAGES_MEASURED = 3
+_RESERVE = 1.25
+
+
+class _OverlapChoice:
+    """Times of averages on their way and of steps, from which an overlap follows."""
+
+    def __init__(self) -> None:
+        self._listener = events.Listener() if events.has_events() else None
+        self._ends: list[int] = []
+
+    def add_step(self) -> None:
+        """Note that a step, or several executed together, has ended."""
+        self._ends.append(events.clock_ns())
+
+    def steps_per_average(self, steps_at_once: int) -> float:
+        """Return how many steps the slowest fragment's average takes on this rank."""
+        if self._listener is None:
+            return 1.0
+        runs: dict[tuple[int, int], list[Any]] = {}  # of a fragment's average, by plan and number
+        for event in self._listener.take():
+            plan, slot = int(event["plan"]), int(event["slot"])
+            if slot >= 0 and runtime.backend().slot_name(plan, slot) == LABEL:
+                runs.setdefault((plan, int(event["execution"])), []).append(event)
+        self._listener.close()
+        spans: dict[int, list[int]] = {}
+        for (plan, _), run in runs.items():
+            ended = max(int(event["ended_ns"]) for event in run)
+            spans.setdefault(plan, []).append(ended - min(int(e["posted_ns"]) for e in run))
+        step = float(np.median(np.diff(self._ends))) / steps_at_once
+        return max((float(np.median(span)) for span in spans.values()), default=step) / step
 
 
 class LocalModels(BeforeValidation):
@@ -36,6 +71,7 @@ class LocalModels(BeforeValidation):
     _own: list[np.ndarray] | None = None
     _highest_rate: float | None = None
     _first_loss: float | None = None
+    _choice: _OverlapChoice | None = None
 
     @property
     def _strategy(self) -> Any:
@@ -64,8 +100,9 @@ class LocalModels(BeforeValidation):
             self._start_groups()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Form groups after the first step of an epoch in which the learning rate has fallen."""
+        """Form groups after the first step at a lower learning rate; choose an overlap."""
         super().on_train_batch_end(batch, logs)
+        self._measure_overlap()
         is_first = steps_until(self.model, batch) <= self.model.steps_per_execution
         if not is_first or self.is_void or not self._waits:
             return
@@ -74,6 +111,24 @@ class LocalModels(BeforeValidation):
             has_decayed = np.int64(highest is not None and self._rate() < 0.999 * highest)
             if int(collectives.allreduce(has_decayed, op=Sum, name="decays of the rate")):
                 self._start_groups()
+
+    def _measure_overlap(self) -> None:
+        """Choose the overlap of averages after some of them, if it is "auto". Collective then."""
+        average = self.session.group_average
+        if not isinstance(average, OverlappedAverage) or average.is_measured or self.is_void:
+            return
+        self._choice = self._choice or _OverlapChoice()
+        self._choice.add_step()
+        if int(average.n_averages.numpy()) < _AVERAGES_MEASURED:
+            return
+        own = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
+        self._choice = None
+        steps = float(collectives.allreduce(own, op=Max, name="steps of an average"))
+        most = self._strategy.least_interval - 1
+        average.choose_overlap(min(most, math.ceil(_RESERVE * steps)))
+        level = logging.INFO if runtime.rank() == 0 else logging.DEBUG
+        text = "Averages take %.2f steps: overlap=%d."
+        logger.log(level, text, steps, int(average.overlap.numpy()))
 
     @property
     def _waits(self) -> bool:

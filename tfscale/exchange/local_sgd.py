@@ -81,8 +81,17 @@ class LocalSGD(Exchange):
         outer: A Keras optimizer that applies the change of the average as a gradient, as in DiLoCo;
             None assigns the average.
         average_state: Average momentum and other state of the optimizer, too.
+        fragments: Parts of the model that are averaged one after another, evenly spread over the
+            interval; at most `interval`.
+        overlap: Steps after which the average of a fragment is merged into the parameters, during
+            which training does not wait for it; less than `interval`. 0 waits. "auto" measures
+            averages and steps, and uses the smallest number that hides an average.
+        merge: None adds the change of the average to the parameters, which keeps what a group has
+            learned in the meantime. A number in [0, 1) is the weight of the group's own
+            parameters, and the average has the rest.
 
-    Source: [L] III-B.
+    Source: [L] III-B; for fragments and overlap Douillard et al.: Streaming DiLoCo with overlapping
+    communication, 2025.
     """
 
     groups: int
@@ -92,6 +101,9 @@ class LocalSGD(Exchange):
     start: int | Literal["immediately", "after_first_decay"] = "immediately"
     outer: keras.optimizers.Optimizer | None = None
     average_state: bool = False
+    fragments: int = 1
+    overlap: int | Literal["auto"] = 0
+    merge: float | None = None
 
     def __post_init__(self) -> None:
         start, interval = self.start, self.interval
@@ -110,6 +122,36 @@ class LocalSGD(Exchange):
             raise ConfigError(
                 "An outer optimizer works on averaged parameters. Received: average='gradients' "
                 "and outer. Leave one out."
+            )
+        self._require_overlap()
+
+    @property
+    def is_overlapped(self) -> bool:
+        """True if averages are sent in fragments, or merged later than they are sent."""
+        return self.fragments > 1 or self.overlap != 0
+
+    @property
+    def least_interval(self) -> int:
+        """The smallest number of steps between two averages."""
+        interval = self.interval
+        return interval.least if isinstance(interval, AdaptiveInterval) else interval
+
+    def _require_overlap(self) -> None:
+        least = self.least_interval
+        fits = is_count(self.fragments) and self.fragments <= least
+        require(fits, "fragments", f"1 to the smallest interval, {least}", self.fragments)
+        fits = self.overlap == "auto" or (is_count(self.overlap, 0) and self.overlap < least)
+        fits = fits and (self.overlap != "auto" or least > 1)
+        text = f"'auto' or a number of steps less than the smallest interval, {least}"
+        require(fits, "overlap", text, self.overlap)
+        fits = self.merge is None or (self.is_overlapped and 0 <= self.merge < 1)
+        require(fits, "merge", "None, or a number in [0, 1) together with overlap", self.merge)
+        if self.is_overlapped and (self.average == "gradients" or self.average_state):
+            raise ConfigError(
+                "Averages that overlap with training are of parameters. Received: "
+                f"average={self.average!r}, average_state={self.average_state}, "
+                f"fragments={self.fragments}, overlap={self.overlap!r}. Use fragments=1 and "
+                "overlap=0, or average='parameters' without average_state."
             )
 
     def members(self, size: int) -> list[list[int]]:

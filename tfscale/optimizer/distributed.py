@@ -41,7 +41,8 @@ from tfscale.internals.optimizers import (
 from tfscale.internals.trace import drop_traces
 from tfscale.optimizer import first_step, futures
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
-from tfscale.optimizer.local_averaging import GroupAverage, LocalGroups
+from tfscale.optimizer.local_averaging import GroupAverage
+from tfscale.optimizer.local_groups import LocalGroups
 from tfscale.optimizer.nonfinite import NonFinite, Policy
 from tfscale.optimizer.rules import (
     on_pieces,

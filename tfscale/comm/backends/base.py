@@ -115,6 +115,20 @@ class Backend(Protocol):
     def allreduce(self, tensors: Tensors, call: Call, reduction: Reduction) -> list[tf.Tensor]:
         """Reduce each tensor over the group; together they are one message."""
 
+    def post_allreduce(
+        self, tensors: Tensors, variables: Sequence[Any], call: Call, reduction: Reduction
+    ) -> None:
+        """Start reducing each tensor into a variable of its dtype and shape, without waiting.
+
+        Readers of a variable must call `await_variables` first. In a traced function only: eagerly
+        the variables are set when the call returns.
+        """
+        reduced = self.allreduce(tensors, call, reduction)
+        raw = [raw_variable(v) for v in variables]
+        self.await_variables([v.handle for v in raw], is_write=True)
+        for variable, value in zip(raw, reduced, strict=True):
+            variable.assign(value)
+
     def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         """Put the members' tensors one after another; also return rows per member (int64)."""
 
@@ -171,9 +185,9 @@ class Backend(Protocol):
                 variable.assign(tf.reshape(tf.concat(parts[index], 0), shape))
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        """Wait until no gather of the variables with these handles is pending; from any thread.
+        """Wait until nothing posted is pending for variables with these handles; from any thread.
 
-        Raises the OpError of the last gather, if it failed or was given up. With `is_write` the
+        Raises the OpError of the last exchange, if it failed or was given up. With `is_write` the
         variables are overwritten next, so the error is dropped.
         """
         return

@@ -281,6 +281,19 @@ class EngineBackend(Backend):
             **self._attributes(call, kind, []),
         )
 
+    def post_allreduce(
+        self, tensors: Tensors, variables: Sequence[Any], call: Call, reduction: Reduction
+    ) -> None:
+        raw = [raw_variable(v) for v in variables]
+        if tf.executing_eagerly() or any("GPU" in v.device.upper() for v in raw):
+            super().post_allreduce(tensors, variables, call, reduction)
+            return
+        call = dataclasses.replace(
+            call, after=tuple(v.handle for v in raw), stream=call.stream or "averages"
+        )
+        attributes = self._reduction(call, "posted allreduce", reduction, tensors)
+        self._ops.tfscale_post_allreduce(tensors=list(tensors), **attributes)
+
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
         self._ops.tfscale_await(variables=list(handles), is_write=is_write)
 

@@ -1,0 +1,260 @@
+"""Averages of groups of ranks that training does not wait for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.backends.base import Call, Group, Reduction
+from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.internals.keras import raw_variable
+from tfscale.optimizer.local_averaging import (
+    GroupAverage,
+    like,
+    set_constrained,
+    squared_distance,
+    when,
+)
+from tfscale.optimizer.state import n_bytes
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+
+logger = logging.getLogger("tfscale")
+
+LABEL = "posted average of parameters"  # of its collectives, in timelines
+_NOTHING = 0  # steps left where nothing is on its way
+
+
+@dataclass
+class Fragment:
+    """Some of this rank's variables, averaged together.
+
+    Attributes:
+        places: Their positions among the targets of the average.
+        outer: The outer optimizer of their common parameters, or None.
+        left: Steps until the average on its way is merged; 0 where none is on its way.
+        sent: The parameters as they were when they were sent.
+        means: What arrives: means of parameters or, with common parameters, of changes since then.
+    """
+
+    places: list[int]
+    outer: Any
+    left: tf.Variable
+    sent: list[keras.Variable]
+    means: list[keras.Variable]
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """Resource handles of the variables that receive means."""
+        return [raw_variable(mean).handle for mean in self.means]
+
+
+class OverlappedAverage(GroupAverage):
+    """Sends averages fragment by fragment, and merges each a fixed number of steps later.
+
+    In an interval of H steps, fragment i of n is sent after step i * H / n, counted from the end of
+    the last interval. Exactly `overlap` steps later, on all ranks alike, the change that the
+    average makes is added to the parameters, so the steps in between are kept. If it has not
+    arrived by then, the step waits: results do not depend on timing.
+
+    The distance of the models, and the wish to stop, are summed over ranks when the last fragment
+    is merged, and read when the next fragment is sent.
+
+    Attributes:
+        overlap: Steps between sending and merging: a variable, so that it can change without
+            re-tracing.
+        fragments: Parts of the targets, in the order in which they are sent.
+
+    Source: Douillard et al.: Streaming DiLoCo with overlapping communication, 2025.
+    """
+
+    def __init__(
+        self,
+        strategy: LocalSGD,
+        across: Group,
+        executor: Executor,
+        rule: Any,
+        targets: Sequence[keras.Variable],
+    ) -> None:
+        """Create counters and copies, in the state just after an average. Collective."""
+        shards = executor.shards
+        wholes = dict(zip(map(id, targets), targets, strict=True))
+        if shards is not None:
+            wholes = {id(piece): shards.variables[i] for i, piece in shards.pieces.items()}
+        numbers = _fragment_of(list(wholes.values()), strategy.fragments)
+        own = [numbers[wholes[id(target)].path] for target in targets]
+        self._places = [
+            [i for i, number in enumerate(own) if number == n] for n in range(strategy.fragments)
+        ]
+        super().__init__(strategy, across, executor, rule, targets)
+        self._waits = strategy.overlap == 0
+        first = strategy.least_interval - 1 if strategy.overlap == "auto" else strategy.overlap
+        with tf.init_scope():
+            self.overlap = tf.Variable(first, dtype=tf.int64, trainable=False)
+            self._is_measured = tf.Variable(strategy.overlap != "auto", trainable=False)
+            self._squares = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self._has_report = tf.Variable(False, trainable=False)
+            self._reported = tf.Variable(np.zeros(across.size + 1), trainable=False)
+            pairs = zip(self._places, self._outers, strict=True)
+            self.fragments = [self._fragment(places, outer) for places, outer in pairs]
+
+    def _parts_with_outer(self) -> list[list[int]]:
+        return self._places
+
+    def _fragment(self, places: list[int], outer: Any) -> Fragment:
+        zeros = [np.zeros(self.targets[i].shape) for i in places]
+        sent = [like(self.targets[i], zero) for i, zero in zip(places, zeros, strict=True)]
+        packed = [self._compression.compress(copy.value)[0] for copy in sent]
+        means = [
+            keras.Variable(zero, dtype=own.dtype.name, trainable=False, name="mean")
+            for zero, own in zip(zeros, packed, strict=True)
+        ]
+        left = tf.Variable(_NOTHING, dtype=tf.int64, trainable=False)
+        return Fragment(places, outer, left, sent, means)
+
+    @property
+    def variables(self) -> list[Any]:
+        """State that an exact resume needs. Waits for what is on its way."""
+        own: list[Any] = [
+            self.overlap,
+            self._is_measured,
+            self._squares,
+            self._has_report,
+            self._reported,
+        ]
+        for fragment in self.fragments:
+            own += [fragment.left, *fragment.sent, *fragment.means]
+        self._await([raw_variable(v).handle for v in own])
+        return [*super().variables, *own]
+
+    # In the traced step
+
+    def after_update(self, reduced: Reduced) -> None:
+        """Merge and send what is due. Called in the traced step, after the update."""
+        reached = self.since + 1
+        position = tf.where(reached >= self.interval, tf.zeros_like(reached), reached)
+        n = len(self.fragments)
+        for i, fragment in enumerate(self.fragments):
+            left = tf.maximum(fragment.left - 1, _NOTHING)
+            merges = (fragment.left > _NOTHING) & (left <= _NOTHING)
+            when(merges, partial(self._merge, fragment))
+            # An interval that has just become shorter may ask for a fragment that is on its way.
+            sends = (position == i * self.interval // n) & (left <= _NOTHING)
+            when(sends, partial(self._send, fragment))
+            if self._waits:
+                when(sends, partial(self._merge, fragment))
+            else:
+                left = tf.where(sends, self.overlap, left)
+            fragment.left.assign(left)
+        self.since.assign(position)
+
+    def _send(self, fragment: Fragment) -> tf.Tensor:
+        when(self._has_report, self._read_report)
+        now = [tf.identity(self.targets[i].value) for i in fragment.places]
+        for copy, value in zip(fragment.sent, now, strict=True):
+            copy.assign(value)
+        if self._common:
+            common = [self._common[i].value for i in fragment.places]
+            now = [own - last for own, last in zip(now, common, strict=True)]
+        packed = [self._compression.compress(value)[0] for value in now]
+        specs = [GradientSpec("", tuple(t.shape), t.dtype.name) for t in packed]
+        call = Call(self.across, LABEL)
+        for bucket in build_buckets(specs, auto_bucket_bytes(specs))[::-1] if specs else ():
+            runtime.backend().post_allreduce(
+                [packed[i] for i in bucket],
+                [fragment.means[i] for i in bucket],
+                call,
+                Reduction(postscale=1.0 / self.across.size),
+            )
+        return tf.zeros([], tf.float64)
+
+    def _merge(self, fragment: Fragment) -> tf.Tensor:
+        self._await(fragment.handles)
+        targets = [self.targets[i] for i in fragment.places]
+        sent = [copy.value for copy in fragment.sent]
+        means = [tf.cast(m.value, s.dtype) for m, s in zip(fragment.means, sent, strict=True)]
+        new = means
+        if self._common:
+            common = [self._common[i] for i in fragment.places]
+            means = [c.value + m for c, m in zip(common, means, strict=True)]
+            self._move_common(fragment.outer, common, means)
+            new = [c.value for c in common]
+        weight = self._strategy.merge
+        for variable, before, value in zip(targets, sent, new, strict=True):
+            own = variable.value
+            if weight is None:
+                set_constrained(variable, own + (value - before))
+            else:
+                set_constrained(variable, weight * own + (1 - weight) * value)
+        self._squares.assign_add(squared_distance(means, sent))
+        if fragment is self.fragments[-1]:
+            self._post_report()
+        return tf.zeros([], tf.float64)
+
+    def _post_report(self) -> None:
+        call = Call(runtime.world(), "posted distances of models")
+        own = self._report(self._squares.value())
+        runtime.backend().post_allreduce([own], [self._reported], call, Reduction())
+        self._squares.assign(0.0)
+        self._has_report.assign(True)
+
+    def _read_report(self) -> tf.Tensor:
+        self._await([self._reported.handle])
+        self._has_report.assign(False)
+        return self._take_report(self._reported.value())
+
+    def _await(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
+        if handles:
+            runtime.backend().await_variables(handles, is_write)
+
+    # Between steps
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `overlap` is final."""
+        return bool(self._is_measured.numpy())
+
+    def choose_overlap(self, n_steps: int) -> None:
+        """Set the steps between sending and merging, equal on all ranks, for the whole run."""
+        self.overlap.assign(n_steps)
+        self._is_measured.assign(True)
+
+    def start_from_here(self) -> None:
+        """Use the present parameters, equal in all groups, as the last average."""
+        self._drop()
+        super().start_from_here()
+
+    def _drop(self) -> None:
+        """Forget what is on its way, and begin an interval."""
+        for fragment in self.fragments:
+            self._await(fragment.handles, is_write=True)
+            fragment.left.assign(_NOTHING)
+        self._await([self._reported.handle], is_write=True)
+        self._has_report.assign(False)
+        self._squares.assign(0.0)
+        self.since.assign(0)
+
+
+def _fragment_of(variables: Sequence[keras.Variable], n_fragments: int) -> dict[str, int]:
+    """Return the fragment of each variable by its path; layers are not cut.
+
+    Each layer, in the order of the model, joins the fragment that has the fewest bytes so far.
+    """
+    layers: dict[str, list[keras.Variable]] = {}
+    for variable in variables:
+        layers.setdefault(variable.path.rpartition("/")[0], []).append(variable)
+    sizes = [0] * n_fragments
+    numbers: dict[str, int] = {}
+    for own in layers.values():
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += n_bytes(own)
+        numbers |= {variable.path: smallest for variable in own}
+    return numbers
