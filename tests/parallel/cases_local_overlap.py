@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import outcome, require_close, require_equal_ranks
+from tests.helpers.ranks import require_close, require_equal_ranks
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import interrupt_and_go_on
 from tests.parallel.cases_equality import OPTIMIZERS, float64
@@ -120,20 +120,6 @@ def case_what_is_on_its_way_survives_an_interruption():
         interrupt_and_go_on(lambda w=within: tfscale.LocalSGD(2, within=w, **options))
     bf16 = tfscale.Compression.bf16
     interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options), compression=bf16)
-
-
-@sizes(2, timeout_s=100)
-def case_options_that_do_not_fit_are_refused():
-    for options, name in (
-        ({"interval": 4, "overlap": 4}, "overlap=4"),
-        ({"interval": 4, "fragments": 5}, "fragments=5"),
-        ({"interval": tfscale.AdaptiveInterval(8, least=2), "overlap": 2}, "overlap=2"),
-        ({"merge": 0.5}, "merge=0.5"),
-        ({"overlap": 1, "average": "gradients"}, "average='gradients'"),
-        ({"overlap": 1, "average_state": True}, "average_state=True"),
-    ):
-        text = outcome(lambda o=options: tfscale.LocalSGD(2, **o))
-        assert text.startswith("ConfigError") and name in text, text
 
 
 @sizes(2, timeout_s=100)

@@ -17,7 +17,7 @@ from tfscale.fit.session import FitSession
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"groups": 0}, "groups must be 1 or more. Received: groups=0."),
+        ({"groups": 0}, "groups must be 1 or more, or 'host'. Received: groups=0."),
         ({"groups": 2, "interval": 0}, "interval must be 1 or more"),
         ({"groups": 2, "average": "weights"}, "average must be 'parameters' or 'gradients'"),
         ({"groups": 2, "start": "later"}, "start must be 'immediately', 'after_first_decay'"),
@@ -27,6 +27,15 @@ from tfscale.fit.session import FitSession
             {"groups": 2, "average": "gradients", "outer": keras.optimizers.SGD(0.7)},
             "Leave one out",
         ),
+        ({"groups": 2, "interval": 4, "overlap": 4}, "interval, 4. Received: overlap=4"),
+        ({"groups": 2, "interval": 4, "fragments": 5}, "Received: fragments=5"),
+        (
+            {"groups": 2, "interval": tfscale.AdaptiveInterval(8, least=2), "overlap": 2},
+            "the smallest interval, 2. Received: overlap=2",
+        ),
+        ({"groups": 2, "merge": 0.5}, "together with overlap. Received: merge=0.5"),
+        ({"groups": 2, "overlap": 1, "average": "gradients"}, "average='gradients'"),
+        ({"groups": 2, "overlap": 1, "average_state": True}, "average_state=True"),
     ],
 )
 def test_bad_options(options, text):
@@ -38,9 +47,15 @@ def test_bad_options(options, text):
 
 
 def test_groups_are_consecutive_ranks():
-    assert tfscale.LocalSGD(2).members(6) == [[0, 1, 2], [3, 4, 5]]
+    one_host = [0, 1, 2, 3, 4, 5]
+    assert tfscale.LocalSGD(2).members(one_host) == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ConfigError, match="groups must divide the number of ranks, 6"):
-        tfscale.LocalSGD(4).members(6)
+        tfscale.LocalSGD(4).members(one_host)
+    by_host = tfscale.LocalSGD("host")
+    assert by_host.members([0, 1, 0, 1, 0, 1]) == [[0, 1], [2, 3], [4, 5]]
+    for uneven in ([0, 1, 0], [0, 0, 1, 1]):  # two hosts of three ranks; ranks placed in turn
+        with pytest.raises(ConfigError, match="equally many ranks on each"):
+            by_host.members(uneven)
 
 
 @pytest.mark.parametrize(

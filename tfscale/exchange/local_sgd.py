@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,7 +70,8 @@ class LocalSGD(Exchange):
 
     Attributes:
         groups: Number of groups; it must divide the number of ranks. Ranks of a group are
-            consecutive, so groups match hosts if ranks are placed host by host.
+            consecutive, so groups match hosts if ranks are placed host by host. "host" makes one
+            group of each host, for hosts with equally many ranks.
         interval: Steps between two averages, 1 or more, or `AdaptiveInterval`.
         within: The exchange inside a group: any other strategy, or its name.
         average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
@@ -94,7 +96,7 @@ class LocalSGD(Exchange):
     communication, 2025.
     """
 
-    groups: int
+    groups: int | Literal["host"]
     interval: int | AdaptiveInterval = 8
     within: Any = field(default_factory=Sharded)
     average: Literal["parameters", "gradients"] = "parameters"
@@ -107,7 +109,8 @@ class LocalSGD(Exchange):
 
     def __post_init__(self) -> None:
         start, interval = self.start, self.interval
-        require(is_count(self.groups), "groups", "1 or more", self.groups)
+        fits = self.groups == "host" or is_count(self.groups)
+        require(fits, "groups", "1 or more, or 'host'", self.groups)
         fits = isinstance(interval, AdaptiveInterval) or is_count(interval)
         require(fits, "interval", "1 or more, or AdaptiveInterval(...)", interval)
         fits = not isinstance(self.within, LocalSGD)
@@ -154,14 +157,24 @@ class LocalSGD(Exchange):
                 "overlap=0, or average='parameters' without average_state."
             )
 
-    def members(self, size: int) -> list[list[int]]:
-        """Return the ranks of each group, for `size` ranks."""
-        if size % self.groups:
+    def members(self, local_ranks: Sequence[int]) -> list[list[int]]:
+        """Return the ranks of each group, given each rank's number among those of its host."""
+        size, n = len(local_ranks), self.groups
+        if n == "host":
+            n = sum(local_rank == 0 for local_rank in local_ranks)
+            if list(local_ranks) != [rank % (size // n) for rank in range(size)]:
+                # A rank averages its segment with the ranks in its place in other groups.
+                raise ConfigError(
+                    "Groups of hosts need equally many ranks on each, started host by host. "
+                    f"Received: groups='host' and local ranks {list(local_ranks)}, in rank order. "
+                    "Start the same number of ranks on each host, or pass a number of groups."
+                )
+        if size % n:
             raise ConfigError(
-                f"groups must divide the number of ranks, {size}. Received: groups={self.groups}."
+                f"groups must divide the number of ranks, {size}. Received: groups={n}."
             )
-        m = size // self.groups
-        return [list(range(i * m, (i + 1) * m)) for i in range(self.groups)]
+        m = size // n
+        return [list(range(i * m, (i + 1) * m)) for i in range(n)]
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
         """Return the plan of a step inside a group."""

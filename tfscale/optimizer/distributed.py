@@ -521,10 +521,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Start local SGD. Collective; the training step must be traced again."""
         groups, executor, kept = self._self_groups, self._ready(), self._self_kept
         assert groups is not None
-        logger.info("Local SGD starts: %d groups of ranks.", groups.strategy.groups)
         variables = self._built_for()
         state = None if kept is None else kept.gather()
         groups.form(executor)
+        logger.info("Local SGD starts: %d groups of ranks.", len(groups.groups))
         self._allow_sharding()
         model = executor.model
         if state is not None:

@@ -173,7 +173,7 @@ class GroupAverage:
                 variable.assign(common[place].value)
             else:
                 set_constrained(variable, means[place])
-        return squared_distance(means, before)
+        return sum_of_squares([m - b for m, b in zip(means, before, strict=True)])
 
     def _move_common(self, outer: Any, common: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
         """Set the common parameters to means, or let an outer optimizer move them there."""
@@ -234,10 +234,14 @@ def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
 
 
-def squared_distance(ones: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the squared distance between two lists of tensors, in float64."""
-    apart = [tf.cast(a - b, tf.float64) for a, b in zip(ones, others, strict=True)]
-    return sum_of([tf.reduce_sum(d**2) for d in apart])
+def sum_of_squares(changes: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the squared norm of several tensors together, as float64.
+
+    Each is summed in its own dtype, or float32 if that has fewer bits: a copy in float64 would cost
+    more than all else in an average.
+    """
+    wide = [c if c.dtype.size >= tf.float32.size else tf.cast(c, tf.float32) for c in changes]
+    return sum_of([2.0 * tf.cast(tf.nn.l2_loss(change), tf.float64) for change in wide])
 
 
 def set_constrained(variable: keras.Variable, value: Any) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import objects, runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, settings
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import values_of
@@ -32,7 +32,7 @@ class LocalGroups:
         self.strategy = strategy
         self.is_apart = False  # whether groups train separately
         self.average: GroupAverage | None = None
-        self._members = strategy.members(runtime.size())
+        self._members = strategy.members(_local_ranks())
         # Ranks of each group; one group of all ranks until groups train separately.
         self.groups: list[list[int]] = [list(range(runtime.size()))]
         self._across: ProcessSet = global_process_set
@@ -77,6 +77,13 @@ class LocalGroups:
         own = [values_of(g) for g in gradients if g is not None][-1:]
         with tf.control_dependencies([] if tf.executing_eagerly() else own):
             self.average.after_update(reduced)
+
+
+def _local_ranks() -> list[int]:
+    """Return each rank's number among the ranks of its host. Collective."""
+    per_host = settings().ranks_per_host
+    own = runtime.rank() % per_host if per_host else runtime.local_rank()
+    return objects.allgather_object(own, name="local ranks")
 
 
 def _require_plain(optimizer: Any, rule: Any) -> None:

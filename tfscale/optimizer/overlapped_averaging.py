@@ -21,7 +21,7 @@ from tfscale.optimizer.local_averaging import (
     GroupAverage,
     like,
     set_constrained,
-    squared_distance,
+    sum_of_squares,
     when,
 )
 from tfscale.optimizer.state import n_bytes
@@ -181,20 +181,24 @@ class OverlappedAverage(GroupAverage):
         targets = [self.targets[i] for i in fragment.places]
         sent = [copy.value for copy in fragment.sent]
         means = [tf.cast(m.value, s.dtype) for m, s in zip(fragment.means, sent, strict=True)]
-        new = means
-        if self._common:
+        if self._common:  # changes have arrived
             common = [self._common[i] for i in fragment.places]
             means = [c.value + m for c, m in zip(common, means, strict=True)]
+        changes = [mean - before for mean, before in zip(means, sent, strict=True)]
+        if self._common:
             self._move_common(fragment.outer, common, means)
-            new = [c.value for c in common]
-        weight = self._strategy.merge
-        for variable, before, value in zip(targets, sent, new, strict=True):
-            own = variable.value
-            if weight is None:
-                set_constrained(variable, own + (value - before))
+            moved = [c.value - before for c, before in zip(common, sent, strict=True)]
+        else:
+            moved = changes
+        for variable, before, change in zip(targets, sent, moved, strict=True):
+            if self._strategy.merge is not None:
+                rest = self._strategy.merge * (variable.value - before - change)
+                set_constrained(variable, before + change + rest)
+            elif variable.constraint is not None:
+                set_constrained(variable, variable.value + change)
             else:
-                set_constrained(variable, weight * own + (1 - weight) * value)
-        self._squares.assign_add(squared_distance(means, sent))
+                raw_variable(variable).assign_add(change)  # in place
+        self._squares.assign_add(sum_of_squares(changes))
         if fragment is self.fragments[-1]:
             self._post_report()
         return tf.zeros([], tf.float64)
