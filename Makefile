@@ -125,7 +125,8 @@ local-sgd-study: build
 	@$(BIN)/python recipes/study.py $(LOCAL_STUDY) $(ARGS_STUDY)
 ifeq ($(LOCAL_STUDY),local_sgd_fashion)
 	@$(BIN)/tfscale tune groups --groups 2,4,8 --output recipes/results/local_sgd_fashion_groups \
-	  recipes/resnet.py --data fashion_mnist --depth 8 --images 15000 --schedule constant
+	  recipes/resnet.py --data fashion_mnist --depth 8 --images 15000 --schedule constant \
+	  --weight-decay 1e-4
 endif
 
 # Random kills and pauses for half an hour, on an emulated cluster where that is possible; the result

@@ -54,21 +54,70 @@ def speedup(scenario: Scenario, build: Build) -> tuple[float, Prediction]:
     return simulate(alone, build(alone)).step_s / predicted.step_s, predicted
 
 
+# The numbers that the constants are fitted to: model, strategy, machine, nodes, published speedup.
+# Those of chapter 4 are multiples of a core's speed, those of chapter 3 of a node's.
+_NAMED = (
+    ("vgg16", "pcnn", "cori-haswell", 256, 2516.36),
+    ("vgg16", "allreduce", "cori-haswell", 256, 559.12),
+    ("resnet50", "pcnn", "cori-haswell", 256, 2734.25),
+    ("resnet50", "allreduce", "cori-haswell", 256, 1572.01),
+    ("vgg-a", "chunked", "cori-haswell-2017", 128, 62.97),
+    ("vgg-a", "data parallel", "cori-haswell-2017", 128, 19.92),
+)
+
+
+def named_speedups(**factors: float) -> list[float]:
+    """Return the six simulated speedups; constants of the machines are multiplied by `factors`."""
+    found = []
+    for model, name, machine, nodes, _ in _NAMED:
+        scenario = scenario_of(model, machine, nodes)
+        changed = {key: factor * getattr(scenario.machine, key) for key, factor in factors.items()}
+        scenario = replace(scenario, machine=replace(scenario.machine, **changed))
+        per_node = CORES if machine == "cori-haswell" else 1
+        found.append(per_node * speedup(scenario, STRATEGIES[name])[0])
+    return found
+
+
 def named_rows() -> list[list[str]]:
-    """Return the six numbers that the constants are fitted to."""
+    """Return the six speedups, published and simulated."""
     rows = []
-    for model, name, value in (
-        ("vgg16", "pcnn", 2516.36),
-        ("vgg16", "allreduce", 559.12),
-        ("resnet50", "pcnn", 2734.25),
-        ("resnet50", "allreduce", 1572.01),
-    ):
-        found, _ = speedup(scenario_of(model, "cori-haswell", 256), STRATEGIES[name])
-        rows.append(_row(f"{model}, {name}, 8192 cores", value, CORES * found))
-    for name, value in (("chunked", 62.97), ("data parallel", 19.92)):
-        found, _ = speedup(scenario_of("vgg-a", "cori-haswell-2017", 128), STRATEGIES[name])
-        label = "chunked, k = 9, f = 2" if name == "chunked" else name
-        rows.append(_row(f"vgg-a, {label}, 128 nodes", value, found))
+    for (model, name, machine, nodes, value), found in zip(_NAMED, named_speedups(), strict=True):
+        words = "chunked, k = 9, f = 2" if name == "chunked" else name
+        at = f"{CORES * nodes} cores" if machine == "cori-haswell" else f"{nodes} nodes"
+        rows.append(_row(f"{model}, {words}, {at}", value, found))
+    return rows
+
+
+_VARIANTS: dict[str, dict[str, float]] = {
+    "as fitted": {},
+    "eq. 4.7 as printed: no time per byte in MPI": {"mpi_s_per_byte": 0.0},
+    "half the time per byte in MPI": {"mpi_s_per_byte": 0.5},
+    "twice the bandwidth": {"bytes_per_s": 2.0},
+    "half the bandwidth": {"bytes_per_s": 0.5},
+    "ten times the latency": {"latency_s": 10.0},
+    "full speed with few samples": {"half_batch": 0.0},
+    "kernels twice as fast": {"flops_per_s": 2.0},
+    "memory twice as fast": {"memory_bytes_per_s": 2.0},
+    "local sums ten times as fast": {"reduce_bytes_per_s": 10.0},
+}
+
+
+def sensitivity_rows() -> list[list[str]]:
+    """Return the six speedups with one constant changed at a time."""
+    published_row = ["published", *(f"{row[-1]:.0f}" for row in _NAMED)]
+    rows = [
+        [name, *(f"{found:.0f}" for found in named_speedups(**factors))]
+        for name, factors in _VARIANTS.items()
+    ]
+    return [published_row, *rows]
+
+
+def curve_rows() -> list[list[str]]:
+    """Return the speedups of chapter 4 for 32 to 8,192 cores."""
+    rows = []
+    for model, name, machine, _, _ in _NAMED[:4]:
+        found = [speedup(scenario_of(model, machine, n), STRATEGIES[name])[0] for n in NODES]
+        rows.append([f"{model}, {name}", *(f"{CORES * value:.0f}" for value in found)])
     return rows
 
 
@@ -194,6 +243,10 @@ def page() -> str:
     cells = {
         "constants": grid(["name", *(m.name for m in machines)], constants_rows(machines)),
         "named": grid(["name", "published", "simulated", "residual"], named_rows()),
+        "sensitivity": grid(
+            ["name", *(f"{row[0]}, {row[1]}" for row in _NAMED)], sensitivity_rows()
+        ),
+        "curves": grid(["name", *(str(CORES * n) for n in NODES)], curve_rows()),
         "other": grid(["name", "published", "simulated", "residual"], other_rows()),
         "sweeps": grid(["name", "best published", "best simulated", "speedups"], sweep_rows()),
         "exposed": grid(["name", "published", "simulated", "exposed at 2048"], exposed_rows()),

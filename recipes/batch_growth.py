@@ -26,6 +26,14 @@ flags.DEFINE_enum(
 flags.DEFINE_list(
     "batch_schedule", [], "Batches set beforehand, at a constant rate, as in 30:512,60:1024."
 )
+flags.DEFINE_enum(
+    "adaptive_rule", "robust", ["robust", "thesis", "peak"],
+    "With --adaptive-batch, how the interval is read off theta (docs/adaptive-batch.md).",
+)  # fmt: skip
+flags.DEFINE_integer(
+    "theta_every", 0, "Record theta every n updates (docs/adaptive-batch.md); 0: do not.",
+    lower_bound=0,
+)  # fmt: skip
 flags.DEFINE_integer(
     "warmup_epochs", 0,
     "With --schedule constant, epochs in which the rate rises from --learning-rate to that of the "
@@ -54,6 +62,7 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
             train,
             FLAGS.adaptive_batch,
             interval=FLAGS.adaptive_interval or None,
+            rule=FLAGS.adaptive_rule,
             signal=FLAGS.adaptive_signal,
             learning_rate_rule=FLAGS.scaling,
             decay_epochs=decays,

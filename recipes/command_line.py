@@ -82,6 +82,7 @@ def check_flags() -> None:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if not FLAGS.adaptive_batch:
         refuse("--adaptive-interval needs --adaptive-batch.", {"adaptive_interval": 0})
+        refuse("--adaptive-rule needs --adaptive-batch.", {"adaptive_rule": "robust"})
         refuse("--adaptive-signal needs --adaptive-batch.", {"adaptive_signal": "theta"})
 
 

@@ -12,8 +12,7 @@ the reasons). The model trains on 32x32 patches and is validated on whole 256x25
 random 48x48 squares of pictures shrunk by bicubic filtering, validated on whole pictures.
 
 The papers' rate of 1e-4 for a batch of 16 belongs to a thousand epochs. Few epochs need a higher
-one that ends at 0: after six (phantom, 32 filters, 400 pictures) a peak of 2e-3 gave 38.6 dB,
-1e-3 gave 36.8 dB.
+one that ends at 0.
 
 `runs/<name>/` then holds model.keras, metrics.jsonl, learning_curve.png, run.json, and for Phantom
 restored.png.

@@ -8,11 +8,13 @@
 Runs go to `runs/studies/<study>/<configuration>-seed<seed>/`. What is finished is not run again;
 an interrupted run resumes after its last epoch; a run with other flags is repeated. A
 run that fails is reported, and the next one begins. Ctrl-C and SIGTERM end the run as well; a
-second study.py in the same folder is refused. Results go to `recipes/results/<study>.md`, `.png`
+second study.py in the same folder is refused, and so are files that differ from the commit, unless
+`--dirty` is given. Results go to `recipes/results/<study>.md`, `.png`
 and `.json`; the file `.json` holds every epoch of every run.
 
 With `--keep` the rows of the results that are there stay, of runs with the same flags: neither need
 the folders of all runs be on one machine, nor must all be run again for one more configuration.
+The note stays as well, unless there is another one.
 
 `study.json` in the folder of a run notes its flags, commit, machine and load; of a run that was
 interrupted the last part's, and under `parts` those of all.
@@ -32,15 +34,21 @@ A study is a Python file, `recipes/studies/<study>.py` or any other path, that d
     METRIC = "val_accuracy"                              # a name in metrics.jsonl; last epoch
     THRESHOLD = ("val_loss", 0.5)                        # ends the time of the total speedup
     COLUMNS = {"largest batch": function}                # optional, more columns: see below
+    SERIES = {"shards": {1: "1 process", 2: "fixed shards"}}  # optional, lines over X_LABEL
+    X_LABEL = "Ranks"
 
 A loss reaches a threshold from above, anything else from below. With THRESHOLD = None there is no
 total speedup. A function of COLUMNS gets a list with the epochs of a run, each a dict as in
-`metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds. All runs get
+`metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds. SERIES has the
+configurations of each line of the picture, by the number on its axis: the metric and each column
+are drawn over it. All runs get
 `--resume`; those on several ranks `--report` as well, which measures compute and communication.
 
 Speedups, as [F] has them: the epoch speedup compares seconds of training per epoch, medians; the
 total speedup seconds of training until the threshold, which contains what the configuration loses
-in convergence. Validation is in neither. Compare times of configurations of equal accuracy only.
+in convergence. Validation is in neither. There are none if more programs than cores were running
+when a run began, or a configuration has more ranks than the machine has cores. Compare times of
+configurations of equal accuracy only.
 """
 
 import sys
@@ -61,6 +69,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Run the configurations whose names contain this.")
 flags.DEFINE_list("seeds", [], "Run these seeds only.")
 flags.DEFINE_string("note", "", "A sentence to put under the table: what else to know.")
+flags.DEFINE_bool("dirty", False, "Run although files differ from the commit; the table says so.")
 flags.DEFINE_bool("draw", False, "Run nothing; write table and picture of what is there.")
 flags.DEFINE_bool("keep", False, "Keep the rows of the results that are there.")
 flags.DEFINE_string("data_dir", ".cache/data", "Passed to the recipes.")
@@ -79,16 +88,29 @@ def main(arguments: list[str]) -> None:
     where = Path(FLAGS.results_dir) / study.name
     kept = study_results.read(every, where.with_suffix(".json")) if FLAGS.keep else {}
     missing = [run for run in chosen if run.folder not in kept]
+    if missing and not FLAGS.draw:
+        _require_commit()
     failed = 0 if FLAGS.draw else _finish(every, missing, folder)
     known = kept | {outcome.run.folder: outcome for outcome in study_runs.outcomes(study, folder)}
     outcomes = [known[run.folder] for run in every if run.folder in known]
     if outcomes:
         where.parent.mkdir(parents=True, exist_ok=True)
-        text = study_report.write(study, outcomes, where, FLAGS.note)
+        note = FLAGS.note or (study_results.note_of(where.with_suffix(".json")) if kept else "")
+        text = study_report.write(study, outcomes, where, note)
         study_picture.draw(study, outcomes, where.with_suffix(".png"))
         print(f"{text}\nResults are in {where}.md, .png and .json.")
     if failed or not outcomes:
         sys.exit(f"{failed} runs failed, {len(outcomes)} are there.")
+
+
+def _require_commit() -> None:
+    """Refuse to make results that no commit can make again."""
+    commit = study_runs.provenance.describe()["commit"]
+    if commit.endswith("+") and not FLAGS.dirty:
+        sys.exit(
+            "The files of a study must be those of a commit, so that its results can be made "
+            f"again. Received: changes after commit {commit[:-1]}. Commit them, or pass --dirty."
+        )
 
 
 def _finish(every: Sequence[Run], chosen: Sequence[Run], folder: Path) -> int:

@@ -49,7 +49,7 @@ def write(folder: Path, key: str, made: Mapping[str, str]) -> None:
     Args:
         folder: Of the run.
         key: What its command is recognised by.
-        made: By what this part of it is made, see `provenance.describe`.
+        made: By what this part of it is made, see `tfscale.measure.provenance`.
     """
     metrics = folder / "metrics.jsonl"
     has_epochs = metrics.exists() and metrics.stat().st_size > 0

@@ -1,6 +1,7 @@
-"""The picture of a study: the metric against epochs and time, speedups, where the time goes."""
+"""The picture of a study: curves over epochs, last epochs, and what a study compares."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,52 +12,131 @@ import study_report
 from study_runs import Outcome, Study
 
 _LINES = ("-", "--", ":", "-.")  # another one after every ten configurations, as colours repeat
+_SHOWN = {
+    "batch_size": "Samples of a batch",
+    "theta": "theta at the end of the epoch",
+    "averaging_weight": "gamma of rank 0",
+}
+Draw = Callable[[Axes], None]
 
 
 def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
     """Write a PNG file.
+
+    Speedups and times are left out if the machine was loaded.
 
     Args:
         study: The study.
         outcomes: Of its finished runs, at least one.
         path: File to write.
     """
-    figure = Figure(figsize=(11.0, 8.0), layout="constrained")
-    (by_epoch, by_time), (speedups, times) = figure.subplots(2, 2)
     names = [s.name for s in study_report.summaries(study, outcomes)]
-    for number, name in enumerate(names):
-        own = [outcome for outcome in outcomes if outcome.run.configuration == name]
-        _curve(by_epoch, study.metric, own, number, is_by_time=False)
-        _curve(by_time, study.metric, own, number, is_by_time=True)
-    by_epoch.set_xlabel("Epoch")
-    by_time.set_xlabel("Seconds of training, without validation")
-    for axes in (by_epoch, by_time):
-        axes.set_ylabel(study.metric)
-        axes.grid(alpha=0.3)
-    by_epoch.legend(fontsize=8)
-    _speedups(speedups, study, outcomes)
-    _times(times, study, outcomes)
-    figure.suptitle(study.title)
+    own = {name: [o for o in outcomes if o.run.configuration == name] for name in names}
+    panels = _panels(study, own, outcomes)
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(11.0, 4.2 * rows), layout="constrained")
+    every = figure.subplots(rows, 2, squeeze=False).ravel()
+    for axes, panel in zip(every, panels, strict=False):
+        panel(axes)
+    for axes in every[len(panels) :]:
+        axes.set_axis_off()
+    counts = sorted({len(runs) for runs in own.values()})
+    seeds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
+    band = "" if counts[-1] == 1 else "; bands from the lowest to the highest"
+    figure.suptitle(f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})")
     figure.savefig(path, dpi=110)
 
 
-def _curve(
-    axes: Axes, metric: str, own: Sequence[Outcome], number: int, *, is_by_time: bool
+def _panels(
+    study: Study, own: Mapping[str, Sequence[Outcome]], outcomes: Sequence[Outcome]
+) -> list[Draw]:
+    panels: list[Draw] = [partial(_curves, name=study.metric, own=own)]
+    if study.series:
+        last = [lambda epochs: epochs[-1][study.metric], *study.columns.values()]
+        titles = [f"{study.metric}, last epoch", *study.columns]
+        panels += [
+            partial(_against, study=study, own=own, title=title, value=value)
+            for title, value in zip(titles, last, strict=True)
+        ]
+    else:
+        panels.append(partial(_last, metric=study.metric, own=own))
+    for name in _SHOWN:
+        if any(len({line.get(name) for line in o.epochs}) > 1 for o in outcomes):
+            panels.append(partial(_curves, name=name, own=own))
+    if not study_report.why_loaded(outcomes):
+        panels += [partial(p, study=study, outcomes=outcomes) for p in (_speedups, _times)]
+    return panels
+
+
+def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> None:
+    """Draw a number of each epoch: the mean over seeds, and their band."""
+    late: list[float] = []
+    for number, (configuration, runs) in enumerate(own.items()):
+        count = min(len(outcome.epochs) for outcome in runs)
+        values = np.array([[e.get(name, np.nan) for e in o.epochs[:count]] for o in runs], float)
+        if np.isnan(values).all():
+            continue
+        colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
+        at, mean = np.arange(1, count + 1), values.mean(axis=0)
+        steps = "steps-mid" if name == "batch_size" else "default"
+        axes.plot(at, mean, color=colour, ls=dashes, lw=1.3, drawstyle=steps, label=configuration)
+        if len(runs) > 1 and name != "batch_size":
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(at, low, high, color=colour, alpha=0.15)
+        late += [*values[:, count // 2 :].ravel()]
+    if name not in _SHOWN:  # the first epochs would hide the differences in question
+        low, high = np.nanmin(late), np.nanmax(late)
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    if name == "batch_size":
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="Epoch", ylabel=_SHOWN.get(name, name))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+
+
+def _last(axes: Axes, *, metric: str, own: Mapping[str, Sequence[Outcome]]) -> None:
+    """Draw each seed's last epoch, and the means with their standard errors."""
+    for at, runs in enumerate(own.values()):
+        values = np.array([outcome.epochs[-1][metric] for outcome in runs])
+        axes.plot(values, np.full(len(values), at), "o", ms=5, alpha=0.4, color=f"C{at % 10}")
+        error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        axes.errorbar(values.mean(), at, xerr=error, fmt="|", ms=16, capsize=4, color="0.2")
+    axes.set_yticks(range(len(own)), list(own), fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(f"{metric}, last epoch: each seed, mean and standard error")
+
+
+def _against(
+    axes: Axes,
+    *,
+    study: Study,
+    own: Mapping[str, Sequence[Outcome]],
+    title: str,
+    value: Callable[[list[dict[str, float]]], float | None],
 ) -> None:
-    """Draw the mean over seeds, and a band from the lowest to the highest."""
-    colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
-    count = min(len(outcome.epochs) for outcome in own)
-    values = np.array([[line[metric] for line in o.epochs[:count]] for o in own])
-    seconds = np.array([[line["train_seconds"] for line in o.epochs[:count]] for o in own])
-    at = np.cumsum(seconds, axis=1).mean(axis=0) if is_by_time else np.arange(1, count + 1)
-    label = own[0].run.configuration
-    mean = values.mean(axis=0)
-    axes.plot(at, mean, color=colour, ls=dashes, marker="o", ms=2.5, lw=1.3, label=label)
-    if len(own) > 1:
-        axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15)
+    """Draw a number of each run against the study's variable, a line per series."""
+    ticks: set[float] = set()
+    for series, points in study.series.items():
+        found = []
+        for x, name in points.items():
+            values = [value(outcome.epochs) for outcome in own.get(name, ())]
+            known = [v for v in values if v is not None]
+            if known:
+                found.append((x, float(np.mean(known)), min(known), max(known)))
+        if found:
+            x, mean, low, high = map(np.array, zip(*found, strict=True))
+            axes.errorbar(x, mean, [mean - low, high - mean], fmt="o-", capsize=3, label=series)
+            ticks |= set(x.tolist())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
+    axes.set(xlabel=study.x_label, ylabel=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
-def _speedups(axes: Axes, study: Study, outcomes: Sequence[Outcome]) -> None:
+def _speedups(axes: Axes, *, study: Study, outcomes: Sequence[Outcome]) -> None:
     rows = study_report.summaries(study, outcomes)
     pairs = [("epoch", [study_report.speedup(rows[0].epoch_s, row.epoch_s) for row in rows])]
     if study.threshold:
@@ -73,7 +153,7 @@ def _speedups(axes: Axes, study: Study, outcomes: Sequence[Outcome]) -> None:
     axes.set_xlabel(f"Speedup over {rows[0].name}")
 
 
-def _times(axes: Axes, study: Study, outcomes: Sequence[Outcome]) -> None:
+def _times(axes: Axes, *, study: Study, outcomes: Sequence[Outcome]) -> None:
     rows = study_report.summaries(study, outcomes)
     waiting = np.array([row.epoch_s * (row.exposed_share or 0.0) for row in rows])
     computing = np.array([row.epoch_s for row in rows]) - waiting

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,42 +138,58 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
         for outcome in outcomes
     ]
     summary = [dataclasses.asdict(s) for s in summaries(study, outcomes)]
-    content = {"study": study.name, "metric": study.metric, "summary": summary, "runs": runs}
+    about = {"study": study.name, "metric": study.metric, "note": note}
+    content = {**about, "summary": summary, "runs": runs}
     where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return text
+
+
+def why_loaded(outcomes: Sequence[Outcome]) -> str:
+    """Return why times of these runs are not those of the machine, or an empty string."""
+    for outcome in outcomes:
+        for part in outcome.made:
+            found = re.match(r"(\d+) cores", part.get("machine", ""))
+            cores = int(found[1]) if found else 0
+            if outcome.run.ranks > cores:
+                return f"{outcome.run.ranks} ranks shared {cores} cores"
+            if float(part.get("load", "inf")) > cores:
+                return f"{part.get('load', 'unknown many')} programs shared {cores} cores"
+    return ""
 
 
 def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> str:
     rows = summaries(study, outcomes)
     own_titles = list(study.columns)
-    head = ["configuration", "ranks", "seeds", f"{study.metric}, last epoch", "epochs", *own_titles]
-    head += ["s/epoch", "waiting for communication", "epoch speedup"]
+    metric = f"{study.metric}, last epoch (± standard deviation)"
+    head = ["configuration", "ranks", "seeds", metric, "epochs", *own_titles]
+    loaded = why_loaded(outcomes)
     if study.threshold:
         metric, value = study.threshold
-        head += [f"epochs to {metric} {value:g}", "s to it", "total speedup"]
+        head += [f"epochs to {metric} {value:g}"]
+    if not loaded:
+        head += ["s/epoch", "waiting for communication", "epoch speedup"]
+        head += ["s to it", "total speedup"] if study.threshold else []
     lines = [f"# {study.title}", "", study.shows.strip(), "", f"![{study.title}]({name}.png)", ""]
     lines += [_row(head), _row(["---"] * len(head))]
-    lines += [_row(_cells(study, row, rows[0])) for row in rows]
-    lines += [
-        "",
-        f"Speedups are over “{rows[0].name}”, by seconds of training without validation.",
-        "",
-    ]
+    lines += [_row(_cells(study, row, rows[0], not loaded)) for row in rows]
+    times = f"Speedups are over “{rows[0].name}”, by seconds of training without validation."
+    lines += ["", f"No times: {loaded}." if loaded else times, ""]
     lines += [note, ""] if note else []
     lines += _made(study, outcomes)
     return "\n".join(lines) + "\n"
 
 
-def _cells(study: Study, row: Summary, base: Summary) -> list[str]:
+def _cells(study: Study, row: Summary, base: Summary, has_times: bool) -> list[str]:
     spread = f" ± {statistics.stdev(row.metric):.4g}" if len(row.metric) > 1 else ""
     cells = [row.name, str(row.ranks), str(row.seeds)]
     cells += [f"{statistics.mean(row.metric):.4g}{spread}", f"{row.epochs:g}"]
     cells += [_shown(value) for value in row.more]
     share = None if row.exposed_share is None else f"{100 * row.exposed_share:.0f} %"
-    cells += [f"{row.epoch_s:.3g}", share or "-", _shown(speedup(base.epoch_s, row.epoch_s))]
-    if study.threshold:
+    cells += [_shown(row.epochs_to_threshold)] if study.threshold else []
+    if has_times:
+        cells += [f"{row.epoch_s:.3g}", share or "-", _shown(speedup(base.epoch_s, row.epoch_s))]
         total = speedup(base.seconds_to_threshold, row.seconds_to_threshold)
-        cells += [_shown(v) for v in (row.epochs_to_threshold, row.seconds_to_threshold, total)]
+        cells += [_shown(row.seconds_to_threshold), _shown(total)] if study.threshold else []
     return cells
 
 
@@ -186,6 +203,12 @@ def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
         parts = [part for outcome in outcomes for part in outcome.made]
         values = sorted({part.get(key, "unknown") for part in parts})
         lines.append(f"* {title}: {'; '.join(values)}")
+    n_dirty = sum(any(part.get("commit", "").endswith("+") for part in o.made) for o in outcomes)
+    if n_dirty:
+        lines.append(
+            f"* **Files differed from the commit** in {n_dirty} of {len(outcomes)} runs (a commit "
+            "with +): these cannot be made again exactly"
+        )
     seeds = sorted({outcome.run.seed for outcome in outcomes})
     lines += [f"* Seeds: {', '.join(map(str, seeds))}", "", "Runs of the first seed:", "", "```"]
     first = [outcome.run for outcome in outcomes if outcome.run.seed == seeds[0]]

@@ -39,6 +39,11 @@ def read(every: Sequence[Run], path: Path) -> dict[Path, Outcome]:
     return outcomes
 
 
+def note_of(path: Path) -> str:
+    """Return the sentence under the table of earlier results."""
+    return str(json.loads(path.read_text(encoding="utf-8")).get("note", ""))
+
+
 def _outcome(run: Run, row: dict) -> Outcome:
     made = row.get("parts") or [{key: row[key] for key in row if key not in _OF_RUN}]
     return Outcome(run, row["epochs"], [row["waiting"]] if "waiting" in row else [], made)

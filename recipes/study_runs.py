@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import provenance
 import study_metadata
 import study_subprocess
 from tfscale.files import read_json_lines
+from tfscale.measure import provenance
 
 RECIPES = Path(__file__).resolve().parent
 Column = Callable[[list[dict[str, float]]], float | None]
@@ -34,6 +34,8 @@ class Study:
     seeds: Sequence[int] = (1,)
     threshold: tuple[str, float] | None = None
     columns: Mapping[str, "Column"] = field(default_factory=dict)
+    series: Mapping[str, Mapping[float, str]] = field(default_factory=dict)
+    x_label: str = ""
 
 
 @dataclass(frozen=True)

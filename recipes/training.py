@@ -22,9 +22,9 @@ flags.DEFINE_integer("epochs", 10, "Passes over the training data.", lower_bound
 flags.DEFINE_integer("batch_size", 128, "Samples of a step, all ranks together.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.1, "Peak rate for the recipe's batch.", lower_bound=0.0)
 flags.DEFINE_enum(
-    "schedule", "cosine", ["cosine", "steps", "constant"],
-    "cosine: warm-up of 5 %, then half a cosine to 0. steps: a tenth after 50 and 75 %. constant: "
-    "always so with --adaptive-batch and --batch-schedule.",
+    "schedule", "cosine", ["cosine", "constant"],
+    "cosine: warm-up of 5 %, then half a cosine to 0. constant: apart from --warmup-epochs and "
+    "--decay-epochs; always so with --adaptive-batch and --batch-schedule.",
 )  # fmt: skip
 flags.DEFINE_enum(
     "scaling", "linear", ["linear", "sqrt", "none"],
@@ -34,7 +34,7 @@ flags.DEFINE_integer("seed", 1, "Of data, initial weights and order.", lower_bou
 flags.DEFINE_string(
     "exchange", "allreduce",
     "What the ranks exchange: allreduce, chunked, ..., with options as in "
-    "chunked:replicated_dense=2,first_chunk_layers=9 (docs/exchanges.md).",
+    "chunked:replicated_dense=2,first_chunk_from=conv4_1 (docs/exchanges.md).",
 )  # fmt: skip
 flags.DEFINE_integer(
     "average_every", 0,
@@ -107,18 +107,13 @@ def learning_rate(batch: int, steps_per_epoch: int) -> Any:
         batch: The batch for which --learning-rate is meant.
         steps_per_epoch: Steps of an epoch, all ranks in step.
 
-    Source: linear rule and warm-up: Goyal et al., "Accurate, large minibatch SGD", 2017; "steps"
-        is 32k and 48k of 64k steps in He et al. 2016, section 4.2.
+    Source: linear rule and warm-up: Goyal et al., "Accurate, large minibatch SGD", 2017.
     """
     exponent = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[FLAGS.scaling]
     peak = FLAGS.learning_rate * (batch_growth.own_batch() / batch) ** exponent
     steps = steps_per_epoch * FLAGS.epochs
     if FLAGS.schedule == "constant" or batch_growth.is_used():
         return peak
-    if FLAGS.schedule == "steps":
-        return keras.optimizers.schedules.PiecewiseConstantDecay(
-            [steps // 2, steps * 3 // 4], [peak, peak / 10, peak / 100]
-        )
     warmup = max(1, steps // 20)
     return keras.optimizers.schedules.CosineDecay(
         peak / 10, max(1, steps - warmup), warmup_target=peak, warmup_steps=warmup
@@ -246,6 +241,8 @@ def _callbacks(
     if FLAGS.groups > 1:
         callbacks.append(tfscale.callbacks.ModelDistance(folder))
     callbacks += batch_growth.callbacks(train, reference_batch, folder)
+    if FLAGS.theta_every:
+        callbacks.append(tfscale.callbacks.ThetaMonitor(folder, FLAGS.theta_every))
     if FLAGS.report:
         callbacks.append(tfscale.callbacks.CommunicationReport(folder))
     return callbacks

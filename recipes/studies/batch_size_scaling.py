@@ -15,6 +15,13 @@ CONFIGURATIONS = {
     for batch in (16, 64, 256, 512)
     for ranks in (1, 2)
 }
+SERIES = {
+    f"{ranks} rank{'s' * (ranks > 1)}": {
+        batch: f"{batch}, {ranks} rank{'s' * (ranks > 1)}" for batch in (16, 64, 256, 512)
+    }
+    for ranks in (1, 2)
+}
+X_LABEL = "Samples of a batch"
 SEEDS = (1,)
 METRIC = "val_accuracy"
 THRESHOLD = ("val_loss", 0.5)

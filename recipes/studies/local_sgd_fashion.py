@@ -32,6 +32,7 @@ FLAGS = {
     "depth": 8,
     "epochs": _epochs,
     "schedule": "constant",
+    "weight_decay": 1e-4,  # a tenth of the paper's
     "learning_rate": 0.1,
     "warmup_epochs": _warmup,
     "decay_epochs": f"{_decay},{_epochs - 1}",
@@ -57,6 +58,12 @@ CONFIGURATIONS = {
     "4 groups, fixed rate": _groups(4, scaling="none"),
     "8 groups, fixed rate": _groups(8, scaling="none"),
 }
+SERIES = {
+    "local SGD, linear rule": {1: "1 group", **{n: f"{n} groups" for n in (2, 4, 8)}},
+    "local SGD, fixed rate": {1: "1 group", **{n: f"{n} groups, fixed rate" for n in (2, 4, 8)}},
+    "in step, linear rule": {1: "1 group", **{n: f"{n} ranks in step" for n in (2, 4, 8)}},
+}
+X_LABEL = "G: groups, or ranks in step"
 SEEDS = (1,)
 METRIC = "val_accuracy"
 COLUMNS = {"best of the last 3": _best, "D": _distance}

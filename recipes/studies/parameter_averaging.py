@@ -18,7 +18,15 @@ CONFIGURATIONS = {
     "averaged at the end": {"batch_size": 128, "average_every": 20},
     "4 ranks, each epoch": {"ranks": 4, "batch_size": 256, "average_every": 1},
     "8 ranks, each epoch": {"ranks": 8, "batch_size": 512, "average_every": 1},
+    "2 ranks, lambda 1": {"batch_size": 128, "average_every": 1, "distance_weights": 1},
 }
+SERIES = {
+    "averaged each epoch": {
+        1: "1 process", 2: "averaged each epoch", 4: "4 ranks, each epoch", 8: "8 ranks, each epoch"
+    }
+}  # fmt: skip
+X_LABEL = "Ranks"
 SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
+COLUMNS = {"gamma, last epoch": lambda epochs: epochs[-1].get("averaging_weight")}  # [S] figure 12
 THRESHOLD = ("val_accuracy", 0.95)

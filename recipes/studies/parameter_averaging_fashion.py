@@ -31,5 +31,12 @@ CONFIGURATIONS = {
     "4 ranks, lambda 10": _ranks(4, distance_weights=10),
     "8 ranks, lambda 10": _ranks(8, distance_weights=10),
 }
+SERIES = {
+    "mean": {1: "1 process", **{n: f"{n} ranks" for n in (2, 4, 8)}},
+    "lambda 1": {n: f"{n} ranks, lambda 1" for n in (2, 4, 8)},
+    "lambda 10": {n: f"{n} ranks, lambda 10" for n in (2, 4, 8)},
+}
+X_LABEL = "Ranks"
 SEEDS = (1,)
 METRIC = "val_accuracy"
+COLUMNS = {"gamma, last epoch": lambda epochs: epochs[-1].get("averaging_weight")}

@@ -16,6 +16,8 @@ CONFIGURATIONS = {
     "8 ranks": {"ranks": 8},
     "8 ranks, sharded": {"ranks": 8, "exchange": "sharded"},
 }
+SERIES = {"allreduce": {1: "1 process", 2: "2 ranks", 4: "4 ranks", 8: "8 ranks"}}
+X_LABEL = "Ranks"
 SEEDS = (1,)
 METRIC = "val_psnr"
 THRESHOLD = ("val_psnr", 35.0)

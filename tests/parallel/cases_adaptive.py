@@ -25,6 +25,7 @@ from tfscale.callbacks import (
 )
 from tfscale.comm import runtime
 from tfscale.data.slices import epoch_order
+from tfscale.internals.keras import replaced_call
 
 SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks
 SIZES = (48, 48, 96, 96, 192, 192, 384, 384, 384)
@@ -127,6 +128,32 @@ def case_growing_batches_equal_one_process():
 def case_growing_batches_equal_one_process_with_chunks():
     check_equality(momentum, tfscale.Chunked(first_chunk_layers=1))
     check_equality(momentum, tfscale.Chunked(first_chunk_layers=1, replicated_dense=1))
+
+
+@sizes(2, 3, timeout_s=120)
+def case_dense_layers_follow_the_batch():
+    """[T] eq. 4.8 for 16 inputs, 12 outputs: up to 9 samples; the batch is 6, then 24, then 6."""
+    x, y = np.random.default_rng(2).normal(size=(2, 48, 16))
+    calls = []
+    with float64():
+        results = []
+        for exchange in ("allreduce", tfscale.Sharded()):
+            keras.utils.set_random_seed(1)
+            layers = [keras.layers.Dense(12, name="wide"), keras.layers.Dense(16, name="top")]
+            model = keras.Sequential([keras.Input((16,)), *layers])
+            model.compile(tfscale.DistributedOptimizer(adam(), exchange=exchange), "mse")
+            note = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, layer=layers[0]: calls.append(
+                    type(replaced_call(layer)).__name__
+                )
+            )
+            callbacks = [tfscale.callbacks.BatchSizeSchedule({1: 24, 2: 6}), note]
+            data = tfscale.data.GlobalBatches(x, y, batch_size=6, seed=7)
+            model.fit(data, epochs=3, verbose=0, callbacks=callbacks, validation_data=(x, y))
+            results.append(model.variables)
+        require_close(*results, atol=1e-12)
+    partial = ["PartialCall"] * 8
+    assert calls[-18:] == [*partial, *["NoneType"] * 2, *partial], calls
 
 
 @sizes(2, 3, 4, timeout_s=120)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -41,7 +39,7 @@ def mlp(use_bias: bool = True):
 
 @sizes(2, 3, 4, timeout_s=240)
 def case_chunks_equal_one_process():
-    for first in (1, 2, 9):
+    for first in (1, 3):
         check(mlp(), OPTIMIZERS["momentum"], exchange=tfscale.Chunked(first_chunk_layers=first))
     for chunks in (1, 3, "per_layer"):
         check(
@@ -53,8 +51,7 @@ def case_chunks_equal_one_process():
 
 @sizes(2, 3, 4, timeout_s=500)
 def case_replicated_dense_equals_one_process():
-    ways = itertools.product((1, 2, 9), (1, 2, 3))
-    for number, (first, n_replicated) in enumerate(ways):
+    for number, (first, n_replicated) in enumerate([(1, 1), (2, 1), (1, 2), (1, 3)]):
         exchange = tfscale.Chunked(first_chunk_layers=first, replicated_dense=n_replicated)
         rule = OPTIMIZERS["adam" if number % 2 else "momentum"]
         check(mlp(use_bias=number % 3 > 0), rule, exchange=exchange)
@@ -80,12 +77,11 @@ def case_the_first_chunk_is_measured():
         model.fit(data, verbose=0, callbacks=[start])
         events = listener.take()
     chosen = model.optimizer.strategy.first_chunk_layers
-    assert chosen in (1, 2, 3, 4)
+    assert chosen in (1, 2, 3)
     assert set(tfscale.allgather_object(chosen)) == {chosen}
-    n_chunks = 2 if chosen < 4 else 1
     n_alone = 2 * 6  # messages of two sizes that are sent alone, once to trace and five times
     n_traced = sum((events["plan"] >= 0) & (events["slot"] >= 0))
-    assert n_traced == 10 * 4 + n_alone + 4 * n_chunks
+    assert n_traced == 10 * 4 + n_alone + 4 * 2
 
 
 @sizes(2, timeout_s=120)

@@ -86,7 +86,7 @@ def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -
 
 STRATEGIES = (
     *(tfscale.Sharded(dense=route) for route in DENSE),
-    tfscale.Chunked(first_chunk_layers=2, replicated_dense=2),
+    tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),
 )
 
 

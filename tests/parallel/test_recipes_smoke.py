@@ -107,7 +107,7 @@ def test_loss_of_the_first_20_steps_on_two_ranks_is_the_known_one(recipe, tmp_pa
 WAYS = {
     "averaging": ["--average-every", 1],
     "chunked": ["--exchange", "chunked:replicated_dense=1,first_chunk_layers=3", "--report"],
-    "growing": ["--adaptive-batch", 256, "--adaptive-interval", 1],
+    "growing": ["--adaptive-batch", 256, "--adaptive-interval", 1, "--theta-every", 5],
     "groups": ["--groups", 2, "--interval", 4],
     "shards": ["--shuffle", "shards"],
     "sharded": ["--exchange", "sharded"],

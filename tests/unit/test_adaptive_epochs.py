@@ -19,17 +19,17 @@ def history_of(fit=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("fit", "warmup", "sizes"),
+    ("interval", "warmup", "sizes"),
     [
-        ({"initial_epoch": 50, "epochs": 60}, 0, [6] * 2 + [12] * 2 + [24] * 6),
-        ({"epochs": 10}, 0, [6] * 2 + [12] * 2 + [24] * 6),
-        ({"initial_epoch": 50, "epochs": 61}, 1, [6] * 3 + [12] * 2 + [24] * 6),
+        (None, 0, [6] * 10),
+        ((1, 2), 0, [6] * 2 + [12] * 2 + [24] * 6),
+        ((1, 2), 1, [6] * 3 + [12] * 2 + [24] * 5),
     ],
 )
-def test_the_largest_interval_is_a_part_of_the_epochs_that_are_run(fit, warmup, sizes):
-    """Nothing is found, so it is taken: two growths in two fifths of ten epochs."""
-    options = {"interval": None, "tolerance": 1e-9, "saturation": None, "warmup_epochs": warmup}
-    assert history_of(fit, **options)[0] == sizes
+def test_a_batch_whose_theta_has_not_settled_grows_only_by_a_given_limit(interval, warmup, sizes):
+    options = {"tolerance": 1e-9, "saturation": None, "warmup_epochs": warmup}
+    fit = {"initial_epoch": 50, "epochs": 60}
+    assert history_of(fit, interval=interval, **options)[0] == sizes
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_replication_pays_where_the_kernel_is_large():
         ({"chunks": "all"}, "chunks must be 1 or more, or 'per_layer'"),
         ({"replicated_dense": -1}, "replicated_dense must be 0 or more, or 'auto'"),
         ({"replicated_dense": "auto"}, "needs the batch size"),
+        ({"first_chunk_layers": 1, "first_chunk_from": "a"}, "Leave one of them out"),
     ],
 )
 def test_bad_options(options, text):

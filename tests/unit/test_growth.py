@@ -12,7 +12,6 @@ from tfscale.measure.growth import (
     IntervalRule,
     Measures,
     ladder,
-    with_largest_interval,
 )
 
 SIZES = (32, 64, 128)
@@ -47,22 +46,6 @@ def test_ladder():
         ladder(8, 16, 1)
     with pytest.raises(ConfigError, match="start_batch_size=16, max_batch_size=8"):
         ladder(16, 8, 2)
-
-
-@pytest.mark.parametrize(
-    ("epochs", "sizes", "warmup", "high"),
-    [
-        (30, (64, 128, 256, 512), 0, 4),  # 12 of 30 epochs pass before the last size
-        (35, (64, 128, 256, 512), 5, 4),
-        (1100, (64, 128, 256), 0, 220),  # beyond the published 10
-        (3, (64, 128, 256), 0, 1),
-        (None, SIZES, 0, None),
-        (30, (64,), 0, None),
-    ],
-)
-def test_the_largest_interval_leaves_three_fifths_of_the_epochs(epochs, sizes, warmup, high):
-    settings = with_largest_interval(GrowthSettings(sizes, warmup_epochs=warmup), epochs)
-    assert settings.rule.high == high
 
 
 def test_a_given_interval():

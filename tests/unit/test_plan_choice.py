@@ -63,8 +63,8 @@ def test_times_of_another_model_of_the_same_name_are_refused():
 def test_first_chunk_is_what_ends_first():
     """The last layer is large and ready at once: it alone is hidden by back-propagation."""
     assert best_first_chunk(scenario_of([8, 8, 100], [1.0, 0.6, 0.1], 0.0, 200.0)) == 1
-    # Latency dear, little data: everything together.
-    assert best_first_chunk(scenario_of([4, 4, 4], [0.1, 0.05, 0.01], 1.0, 1e6)) == 3
+    # The others are small: all but one layer together.
+    assert best_first_chunk(scenario_of([100, 4, 4], [0.3, 0.2, 0.1], 0.0, 1e3)) == 2
 
 
 def test_one_rank_is_plain():

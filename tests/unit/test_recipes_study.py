@@ -68,12 +68,17 @@ def test_table_json_and_picture(study, tmp_path):
         assert study_runs.finish(run)
     outcomes = study_runs.outcomes(study, tmp_path / "runs")
     outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
+    for outcome in outcomes:
+        outcome.made[0] |= {"machine": "2 cores", "load": "2.1"}
+    assert "No times: 2.1 programs" in study_report.write(study, outcomes, tmp_path / "mine", "")
+    for outcome in outcomes:
+        outcome.made[0]["load"] = "0.1"
     text = study_report.write(study, outcomes, tmp_path / "mine", "Mind this.")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     # Losses 1/2, 1/4 and 2, 1, 1/2: the threshold after one epoch of 2 s and three of 0.5 s.
     assert rows[2:] == [
-        "| small batch | 1 | 2 | 0.65 ± 0.07071 | 3 | 4 | - | 2 | - | 1 | 1 | 2 | 1 |",
-        "| Large: 16 | 1 | 2 | 0.65 ± 0.07071 | 3 | 16 | 7 | 0.5 | 25 % | 4 | 3 | 1.5 | 1.33 |",
+        "| small batch | 1 | 2 | 0.65 ± 0.07071 | 3 | 4 | - | 1 | 2 | - | 1 | 2 | 1 |",
+        "| Large: 16 | 1 | 2 | 0.65 ± 0.07071 | 3 | 16 | 7 | 3 | 0.5 | 25 % | 4 | 1.5 | 1.33 |",
     ]
     assert (tmp_path / "mine.md").read_text() == text
     parts = ("Mind this.", "Commit: ", "Machine: ", "Seeds: 1, 2", "recipes/fake.py --epochs=3")

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import provenance
 import pytest
 import study_report
 import study_runs
@@ -53,7 +52,7 @@ def _fail(run, tmp_path, monkeypatch, commit):
 
 def _set_commit(monkeypatch, commit):
     made = {"commit": commit, "machine": "2 cores", "load": "0.5", "versions": "Python 3"}
-    monkeypatch.setattr(provenance, "describe", lambda: made)
+    monkeypatch.setattr(study_runs.provenance, "describe", lambda: made)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,13 @@ def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
 
 
 def _study(tmp_path, *words):
-    script = [sys.executable, str(RECIPES / "study.py"), fake_study.write(tmp_path), *words]
+    script = [
+        sys.executable,
+        str(RECIPES / "study.py"),
+        fake_study.write(tmp_path),
+        "--dirty",
+        *words,
+    ]
     done = subprocess.run(
         [*script, f"--run_dir={tmp_path / 'runs'}", f"--results_dir={tmp_path / 'results'}"],
         capture_output=True,
@@ -138,7 +143,13 @@ def slow_study(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     path = Path(fake_study.write(tmp_path))
     path.write_text(path.read_text().replace('"fake"', repr(str(tmp_path / "slow"))))
-    words = [sys.executable, RECIPES / "study.py", path, f"--run_dir={tmp_path / 'runs'}"]
+    words = [
+        sys.executable,
+        RECIPES / "study.py",
+        path,
+        "--dirty",
+        f"--run_dir={tmp_path / 'runs'}",
+    ]
     with subprocess.Popen(words, preexec_fn=_hear_interrupts) as study:
         yield study
         study.kill()

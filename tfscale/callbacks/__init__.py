@@ -20,6 +20,7 @@ from tfscale.callbacks.synchronize import (
     NonTrainableState,
     Synchronize,
 )
+from tfscale.callbacks.theta_monitor import ThetaMonitor
 
 __all__ = [
     "AdaptiveBatchSize",
@@ -41,4 +42,5 @@ __all__ = [
     "ParameterAveraging",
     "RankZero",
     "Synchronize",
+    "ThetaMonitor",
 ]

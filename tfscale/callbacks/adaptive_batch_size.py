@@ -105,12 +105,12 @@ class AdaptiveBatchSize(ChangingBatchSize):
             learning_rate_rule: The rate grows by the same factor ("linear"), by its root ("sqrt")
                 or not at all ("none").
             interval: Epochs between two growths; a pair (lowest, highest) limits the interval that
-                is found from theta; None uses the limits above.
+                is found from theta, which is `highest` if nothing is found by that epoch.
             rule: "robust": K = n at the first epoch n >= 3 with two consecutive relative changes of
                 theta below `tolerance`, all thetas involved finite and positive. "thesis": at the
                 first n >= 2 with one such change (algorithm 3 as published). "peak": the epoch with
-                the largest theta, once two consecutive ones lie below it. Except for "thesis", K is
-                at most the interval that leaves three fifths of the epochs at `max_batch_size`.
+                the largest theta, once two consecutive ones lie below it. The batch does not grow
+                before K is found.
             tolerance: Relative change of theta below which it counts as unchanged.
             saturation: Relative decrease of the training cost below which it counts as saturated;
                 None disables decays by saturation.
@@ -169,10 +169,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check the configuration; reset the state, or restore that of a backup."""
         super().on_train_begin(logs)
-        settings, epochs = self._settings, (self.params or {}).get("epochs")
+        settings = self._settings
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup
-        if settings.rule.high is None:
-            settings = growth.with_largest_interval(settings, epochs and epochs - first)
         if self.session.data is not self.data:
             raise ConfigError(
                 f"{type(self).__name__} must be given the data that fit trains on. Received: "
@@ -296,7 +294,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
 
 def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int, int | None]:
-    """Return the limits of the interval; None as the highest: limited by the number of epochs."""
+    """Return the limits of the interval; the highest is None if there is none."""
     if not isinstance(interval, tuple):
         return 1, None
     if signal == "noise_scale":

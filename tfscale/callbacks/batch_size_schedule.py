@@ -11,6 +11,7 @@ import keras
 from tfscale.callbacks.base import Callback
 from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches, keep_settings, put_back_settings
+from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import own_of
 
@@ -39,9 +40,12 @@ class ChangingBatchSize(Callback):
             yield
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the size of the epoch."""
+        """Set the size of the epoch; let the exchange of dense layers follow it."""
         super().on_epoch_begin(epoch, logs)
         self._data.batch_size = self.size_of(epoch)
+        prepare(self.model)
+        if self.model.train_function is None:
+            self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Give the data its own batch size back."""

@@ -96,11 +96,13 @@ class EpochMeasures:
             self._norms.reset()
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
         norms = [e["norms"] for e in every]
+        squares, steps = norms[0][1:] if norms[0] else (math.nan, 1)
         return Measures(
             first_cost=mean([e["first"] for e in every]),
             cost=mean([e["cost"] for e in every]),
             distance=mean([e["distance"] for e in every]),
             noise_scale=math.nan if self._norms is None else _noise_of(norms, batch),
+            gradient_norm=math.sqrt(squares / steps) if steps else math.nan,
             fits=all(e["fits"] for e in every),
         )
 

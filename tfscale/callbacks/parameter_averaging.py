@@ -73,7 +73,8 @@ class ParameterAveraging(BeforeValidation):
     this callback in the list, and give each rank its own batches
     (`tfscale.data.GlobalBatches`). Averages are taken before `fit` validates. Moving statistics
     are averaged with the parameters; each rank keeps its own optimizer state. Ranks leave `fit`
-    with equal models only if an average is taken in its last epoch.
+    with equal models only if an average is taken in its last epoch. With `DistanceWeights` the logs
+    of an epoch get `averaging_weight`, gamma of this rank.
 
     Collective: all ranks must pass it to `fit`, at the same place, with the same arguments. Epochs
     must have as many batches on all ranks.
@@ -110,6 +111,7 @@ class ParameterAveraging(BeforeValidation):
         self.weights = DistanceWeights(0.0) if weights == "uniform" else weights
         self.when = when
         self.n_averages = 0
+        self._weight: float | None = None  # of this rank, at the last average
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -131,6 +133,12 @@ class ParameterAveraging(BeforeValidation):
         """Keep the parameters that all ranks start from."""
         if self._common is None and self._variables():
             self._common = _flat(self._variables())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add this rank's weight of the last average to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if self._weight is not None and self.weights.lam and logs is not None:
+            logs["averaging_weight"] = self._weight
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Average now with "end", if training ended before its last epoch."""
@@ -159,9 +167,9 @@ class ParameterAveraging(BeforeValidation):
     def average(self) -> None:
         """Average now. Collective: all ranks must call this, in the same order."""
         trained, state = self._variables(), model_state.non_trainable_state(self.model)
-        weight = self.weights.of(*self._common_and_own())
+        self._weight = self.weights.of(*self._common_and_own())
         variables = [*trained, *state]
-        average_variables(variables, [weight] * len(variables), "parameters")
+        average_variables(variables, [self._weight] * len(variables), "parameters")
         self._common = _flat(trained)
         self.n_averages += 1
 

@@ -10,7 +10,7 @@ from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, PlanError, is_count, require
 from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
-from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks
+from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks, owner_of
 from tfscale.plan.layers import is_replicated_cheaper
 
 
@@ -28,8 +28,11 @@ class Chunked(Exchange):
 
     Attributes:
         first_chunk_layers: k, the layers in chunk 1, counted among layers that own trainable
-            variables. "auto" exchanges each layer alone for ten steps of `fit`, then chooses from
-            the measured times; outside of `fit` each layer is exchanged alone.
+            variables and are not replicated. "auto" exchanges each layer alone for ten steps of
+            `fit`, then chooses from the measured times; outside of `fit` each layer is exchanged
+            alone.
+        first_chunk_from: Name of the first layer in chunk 1, in place of first_chunk_layers: chunk
+            1 has this layer and those after it, whatever layers without variables lie between.
         replicated_dense: f, the number of first Dense layers that exchange activations and output
             gradients; "auto" chooses layers for which this sends less than half of the values.
             Needs `tfscale.prepare(model)` or a tfscale callback. Cannot be combined with
@@ -39,8 +42,11 @@ class Chunked(Exchange):
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
 
-    Source: [T] chapter 3, algorithm 2, with its k counted without pooling layers and its
-    replicated layers updated in their own step.
+    A boundary that leaves chunk 2 empty is a PlanError, as nothing would overlap.
+
+    Source: [T] chapter 3, algorithm 2, with replicated layers updated in their own step. Its k
+        counts pooling and replicated layers, too: k = 9 and f = 2 for VGG-A are
+        first_chunk_from="conv4_1" (5 layers that send gradients) and replicated_dense=2.
     """
 
     first_chunk_layers: int | Literal["auto"] = "auto"
@@ -48,6 +54,7 @@ class Chunked(Exchange):
     global_batch: int | None = None
     chunks: int | Literal["per_layer"] = 2
     overlap: bool = True
+    first_chunk_from: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, word in (
@@ -58,6 +65,12 @@ class Chunked(Exchange):
             value = vars(self)[name]
             fits = value == word or is_count(value, least)
             require(fits, name, f"{least} or more, or {word!r}", value)
+        if self.first_chunk_from is not None and self.first_chunk_layers != "auto":
+            raise ConfigError(
+                "Chunk 1 begins at a named layer or has a number of layers. Received: "
+                f"first_chunk_from={self.first_chunk_from!r}, "
+                f"first_chunk_layers={self.first_chunk_layers}. Leave one of them out."
+            )
         if self.replicated_dense == "auto" and not (self.global_batch or 0) > 0:
             raise ConfigError(
                 "replicated_dense='auto' needs the batch size of all ranks together. Received: "
@@ -69,15 +82,41 @@ class Chunked(Exchange):
         return compile_plan(table, self._chunks, overlap=self.overlap)
 
     def _chunks(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
-        if self.first_chunk_layers == "auto":
-            chunks = self.chunks if self.chunks == 1 else "per_layer"
-            return build_chunks(specs, 1, chunks)
-        return build_chunks(specs, self.first_chunk_layers, self.chunks)
+        if self.chunks in (1, "per_layer") or self._is_measured:
+            return build_chunks(specs, 1, self.chunks if self.chunks == 1 else "per_layer")
+        owners = list(dict.fromkeys(owner_of(spec.name) for spec in specs))
+        n_first = self._n_first(owners)
+        # With "auto" a user cannot know how many layers are left to count.
+        if 1 < len(owners) <= n_first and self.replicated_dense != "auto":
+            raise PlanError(
+                f"Chunk 1 must leave layers for the others. Received: first_chunk_layers={n_first} "
+                f"of the {len(owners)} layers that send gradients: {', '.join(owners)}. Layers "
+                "without variables and replicated layers do not count. Name the first layer of "
+                f"chunk 1, for example first_chunk_from={owners[len(owners) // 2]!r}."
+            )
+        return build_chunks(specs, n_first, self.chunks)
+
+    def _n_first(self, owners: Sequence[str]) -> int:
+        """Return the number of layers in chunk 1, of those with the given paths."""
+        if isinstance(self.first_chunk_layers, int):
+            return self.first_chunk_layers
+        name = f"/{self.first_chunk_from}/"
+        found = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
+        if not found:
+            raise PlanError(
+                "first_chunk_from must name a layer that sends gradients. Received: "
+                f"first_chunk_from={self.first_chunk_from!r}. The layers are {', '.join(owners)}."
+            )
+        return len(owners) - found[0]
+
+    @property
+    def _is_measured(self) -> bool:
+        return self.first_chunk_layers == "auto" and self.first_chunk_from is None
 
     @property
     def watch(self) -> str:  # type: ignore[override]
         """The watch that measures the boundary of the first chunk, if it is "auto"."""
-        is_open = self.first_chunk_layers == "auto" and self.chunks not in (1, "per_layer")
+        is_open = self._is_measured and self.chunks not in (1, "per_layer")
         return "tfscale.measure.auto:FirstChunkWatch" if is_open else ""
 
     @property

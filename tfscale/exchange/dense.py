@@ -292,7 +292,7 @@ class DenseCalls:
     """The calls of a model's Dense layers, chosen by a strategy.
 
     They are chosen again whenever a model is prepared, to use facts that were not known before
-    `fit`; "auto" keeps the first batch size that it is given.
+    `fit`, and when the batch size changes during `fit`.
     """
 
     def __init__(self, options: GradientOptions) -> None:
@@ -317,7 +317,7 @@ class DenseCalls:
         `is_local` returns whether a variable stays on its rank, `why_uncut` why it must not be cut
         (or an empty string). Returns whether functions must be traced again.
         """
-        self._global_batch = strategy.global_batch or self._global_batch or global_batch
+        self._global_batch = strategy.global_batch or global_batch or self._global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
         shared = shared_weights(model)
         described = []

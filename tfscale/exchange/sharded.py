@@ -41,7 +41,8 @@ class Sharded(Exchange):
             waits for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
         global_batch: Samples of all ranks together, for dense="auto". None uses that of the
-            `GlobalBatches` given to `fit`; without one, dense layers exchange weights.
+            `GlobalBatches` given to `fit`, also where it changes; without one, dense layers
+            exchange weights.
 
     Source: [T] chapter 4 and 5.2.
     """

@@ -264,7 +264,7 @@ def _add_build(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    what = "draw the communication report of a finished run again"
+    what = "draw the reports of a finished run again: communication, theta"
     report = commands.add_parser("report", help=what)
     report.add_argument("directory", metavar="DIR", help="folder of the report or timeline")
     report.set_defaults(handler=_report)
@@ -273,12 +273,17 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def _report(options: argparse.Namespace) -> int:
     # Imported here: matplotlib and its fonts take a second.
     from tfscale.comm.chrome import merge_parts
-    from tfscale.measure.report import write_report
+    from tfscale.measure import report as communication
+    from tfscale.measure import theta
 
+    folder = Path(options.directory)
+    has_theta = (folder / theta.FILE_NAME).is_file()
+    if has_theta:
+        print(theta.write_report(folder), end="")
     if merge_parts(options.directory):
         print(f"Merged the ranks' timelines in {options.directory}.")
-    else:
-        print(write_report(options.directory), end="")
+    elif not has_theta or (folder / communication.FILE_NAME).is_file():
+        print(communication.write_report(folder), end="")
     return 0
 
 

@@ -51,11 +51,13 @@ class FirstChunkWatch(Watch):
     may_cut = False
 
     def _run(self) -> Course[None]:
-        first = max(1, len(self._layers) // 2)
+        strategy = self._strategy
+        n_replicated = 0 if strategy.replicated_dense == "auto" else strategy.replicated_dense
+        first = max(1, (len(self._layers) - n_replicated) // 2)
         if has_events():
             found = yield from layer_times.time_layers(self._layers)
-            first = 1 if found is None else _best_first_chunk(self._strategy, found)
-        yield dataclasses.replace(self._strategy, first_chunk_layers=first)
+            first = 1 if found is None else _best_first_chunk(strategy, found)
+        yield dataclasses.replace(strategy, first_chunk_layers=first)
         while True:
             yield None
 

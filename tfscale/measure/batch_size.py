@@ -22,6 +22,7 @@ from tfscale.data.global_batches import GlobalBatches, read_batches
 from tfscale.files import write_findings
 from tfscale.internals.keras import build_from_spec, is_built
 from tfscale.measure.growth import noise_scale
+from tfscale.measure.provenance import describe
 from tfscale.plan.forecast import grid
 
 
@@ -192,13 +193,16 @@ def advise(stages: Sequence[Stage]) -> Advice:
     return Advice(sizes[start], sizes[maximum], (why, text))
 
 
-def write_report(stages: Sequence[Stage], folder: str | Path) -> str:
+def write_report(
+    stages: Sequence[Stage], folder: str | Path, made: Mapping[str, str] | None = None
+) -> str:
     """Return tables and the recommendation in Markdown; write `batch_size.json`, `batch_size.png`.
 
-    The picture needs matplotlib.
+    The picture needs matplotlib. `made` says what made the measurements.
     """
     advice = advise(stages)
     content = {
+        "made": dict(made or describe()),
         "stages": [dataclasses.asdict(stage) for stage in stages],
         "advice": dataclasses.asdict(advice),
     }

@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.files import write_findings
+from tfscale.measure.provenance import describe
 from tfscale.plan.forecast import grid
 
 _PROPORTION = 0.85  # of twice the distance that half as many groups have
@@ -75,14 +76,20 @@ def advise(probes: Sequence[GroupProbe]) -> GroupAdvice:
     return GroupAdvice(probes[-1].groups, "D grows in proportion up to the most groups probed")
 
 
-def write_report(probes: Sequence[GroupProbe], folder: str | Path) -> str:
+def write_report(
+    probes: Sequence[GroupProbe], folder: str | Path, made: Mapping[str, str] | None = None
+) -> str:
     """Return a table and the recommendation, in Markdown; write `groups.json`, `groups.png`.
 
-    The picture needs matplotlib.
+    The picture needs matplotlib. `made` says what made the measurements.
     """
     advice = advise(probes)
     rows = [dataclasses.asdict(p) | {"distance": p.distance} for p in probes]
-    content = {"probes": rows, "advice": dataclasses.asdict(advice)}
+    content = {
+        "made": dict(made or describe()),
+        "probes": rows,
+        "advice": dataclasses.asdict(advice),
+    }
     write_findings(folder, "groups", content, lambda path: _draw(probes, advice, path))
     body = []
     for half, probe in zip([None, *probes], probes, strict=False):

@@ -205,18 +205,6 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def with_largest_interval(settings: GrowthSettings, epochs: int | None) -> GrowthSettings:
-    """Limit the interval so that three fifths of the epochs are left for the largest batch.
-
-    `epochs` is the planned number, including the warm-up; None if unknown.
-    """
-    n_growths = len(settings.sizes) - 1
-    if epochs is None or not n_growths:
-        return settings
-    high = max(1, 2 * (epochs - settings.warmup_epochs) // (5 * n_growths))
-    return dataclasses.replace(settings, rule=dataclasses.replace(settings.rule, high=high))
-
-
 @dataclass(frozen=True)
 class Measures:
     """Measurements of an epoch, averaged over all ranks."""
@@ -225,6 +213,7 @@ class Measures:
     cost: float  # mean loss of the epoch
     distance: float  # ||w_0 - w|| at its end
     noise_scale: float = math.nan  # in samples; NaN if not measured
+    gradient_norm: float = math.nan  # root of the mean square over steps; NaN if not measured
     fits: bool = True  # whether the next size is expected to fit into every rank's memory
 
 

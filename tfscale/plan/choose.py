@@ -82,7 +82,8 @@ def best_first_chunk(
 ) -> int:
     """Return the number of last layers in the first chunk for which the step is shortest.
 
-    The first `replicated` dense layers are in no chunk. About `n_tried` numbers are tried.
+    It leaves a layer for the other chunks. The first `replicated` dense layers are in no chunk.
+    About `n_tried` numbers are tried.
     """
     table = scenario.table
     n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
@@ -90,7 +91,7 @@ def best_first_chunk(
     def step_s(first: int) -> float:
         return simulate(scenario, chunked(table, first, chunks, replicated)).step_s
 
-    return min(_boundaries(n_layers + 1, n_tried), key=step_s)
+    return min(_boundaries(n_layers, n_tried), key=step_s)
 
 
 # A plan must be predicted to be this much faster than plain allreduce: a smaller gain is within the
@@ -221,9 +222,11 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
 
     def chunks(n_replicated: int) -> dict[str, LayerPlan]:
         first = best_first_chunk(scenario, 2, n_replicated, n_tried=12)
+        places = (i for i, layer in enumerate(table.layers) if layer.weights)
+        names = [table.layers[i].name for i in places if i not in dense[:n_replicated]]
         more = f", replicated_dense={n_replicated}" if n_replicated else ""
         plan = chunked(table, first, 2, n_replicated)
-        return {f"tfscale.Chunked(first_chunk_layers={first}{more})": plan}
+        return {f'tfscale.Chunked(first_chunk_from="{names[-first]}"{more})': plan}
 
     def buckets(start: str, end: str, kind: Kind, special: dict[int, Kind]) -> dict[str, LayerPlan]:
         plans = {size: bucketed(table, size * 2**20, kind, special) for size in _MEBIBYTES}

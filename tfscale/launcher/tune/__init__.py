@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -55,13 +56,14 @@ def _tune_batch_size(options: argparse.Namespace) -> int:
     from tfscale.launcher.tune.scripts import measure_script
     from tfscale.measure.batch_size import write_report
 
+    made = _made("batch-size", options, ("sizes", "samples", "stages"))
     stages = measure_script(
         [options.script, *options.arguments],
         batch_sizes=read_numbers(options.sizes, "--sizes"),
         at_epochs=read_numbers(options.stages, "--stages", least=0),
         samples=options.samples,
     )
-    text = write_report(stages, options.output)
+    text = write_report(stages, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
 
@@ -100,14 +102,26 @@ def _tune_groups(options: argparse.Namespace) -> int:
     require(rate is None or rate > 0, "--learning-rate", "above 0", rate)
     if not Path(options.script).is_file():
         raise ConfigError(f"There must be a training script. Received: {options.script}.")
+    made = _made("groups", options, ("groups", "steps", "interval", "learning_rate", "rate_rule"))
     probes = []
     for groups in numbers:
         sys.stderr.write(f"Probing {groups} groups ...\n")
         found = _run_probe(groups, options)
         probes.append(GroupProbe(**found | {"distances": tuple(found["distances"])}))
-    text = write_report(probes, options.output)
+    text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
+
+
+def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> dict[str, str]:
+    """Return what makes a recommendation: its command, and commit, machine, load and versions."""
+    from tfscale.measure.provenance import describe
+
+    given = {key: vars(options)[key] for key in settings if vars(options)[key] is not None}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+    words = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
+    # Seeds are the script's; the order of measured samples has seed 0.
+    return {"command": shlex.join(words), **describe()}
 
 
 def check_groups(numbers: Sequence[int]) -> list[int]:

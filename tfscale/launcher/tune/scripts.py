@@ -43,6 +43,7 @@ FILES_AND_STOPS: tuple[type, ...] = (
     *(_of_keras.TensorBoard, _of_keras.RemoteMonitor),
     *(_of_keras.EarlyStopping, _of_keras.TerminateOnNaN),
     *(ours.BackupAndRestore, ours.Checkpoint, ours.CommunicationReport, ours.ModelDistance),
+    ours.ThetaMonitor,
 )
 if hasattr(_of_keras, "OrbaxCheckpoint"):  # not in the lowest Keras that is supported
     FILES_AND_STOPS += (_of_keras.OrbaxCheckpoint,)

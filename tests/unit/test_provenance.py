@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-import provenance
+from tfscale.measure import provenance
 
 
 def test_the_machine_is_told_without_names_of_hosts_or_folders():

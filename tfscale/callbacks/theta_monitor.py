@@ -1,0 +1,157 @@
+"""Record of theta and its parts while a model trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from tfscale.callbacks.base import Callback
+from tfscale.callbacks.batch_size_schedule import check_data
+from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
+from tfscale.comm import runtime
+from tfscale.config import check_integer
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.files import append_json_lines, read_json_lines, write_json_lines
+from tfscale.fit.preparation import build
+from tfscale.internals.keras import is_built, steps_until
+from tfscale.measure import theta
+from tfscale.measure.growth import theta_of
+
+logger = logging.getLogger("tfscale")
+
+
+class ThetaMonitor(Callback):
+    """Record theta while a model trains, without changing anything.
+
+    theta is (F_0 - F) / ||w_0 - w||. F is the mean training loss of the updates since the last
+    record, averaged over ranks; F_0 and w_0 are as in `AdaptiveBatchSize`. Rank 0 writes a line of
+    `theta.jsonl` for each record, and `theta.md` and `theta.png` when training ends; `tfscale
+    report DIRECTORY` writes these again from the lines. Logs of an epoch get `theta`, and
+    `theta_peak_update`, the update with the largest theta so far.
+
+    Collective: all ranks must pass it to `fit`, at the same place after MetricAverageCallback.
+
+    Args:
+        directory: Folder of the files.
+        every_n_updates: Updates from one record to the next; None records at the ends of epochs.
+        has_norms: Also record the norm of the mean gradient and the gradient noise scale. This
+            needs two ranks, `GlobalBatches` and an exchange that sums whole gradients.
+
+    Source: [T] eq. 5.4, figures 5.2 to 5.6.
+    """
+
+    compared = ("every_n_updates", "has_norms")
+
+    def __init__(
+        self, directory: str | Path, every_n_updates: int | None = None, has_norms: bool = False
+    ) -> None:
+        super().__init__()
+        self.directory = Path(directory)
+        if every_n_updates is not None:
+            check_integer("every_n_updates", every_n_updates, 1)
+        self.every_n_updates = every_n_updates
+        self.has_norms = has_norms
+        self._measures = EpochMeasures(has_noise_scale=has_norms)
+
+    def set_model(self, model: Any) -> None:
+        """Prepare the model, and measure gradient norms in its optimizer if they are wanted."""
+        super().set_model(model)
+        self._measures.watch(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin a record, or continue that of a backup."""
+        super().on_train_begin(logs)
+        if self.has_norms:
+            check_data(self.session.data)
+        if not is_built(self.model):  # the first parameters must be known
+            build(self.model)
+        self._measures.start()
+        # Steps and the sum of their losses: now, at the begin of the epoch, at the last record.
+        self._now = self._before = self._recorded = (0, 0.0)
+        self._n_updates = self._count()  # at the last record
+        state = self.take_backup()
+        self._peak: dict[str, Any] | None = state.get("peak")
+        if state:
+            self._measures.restore(state["measures"], state.get("arrays", []))
+            self._now = self._before = tuple(state["pending"])
+            self._n_updates = state["n_updates"]
+        if runtime.rank() == 0:
+            path = self.directory / theta.FILE_NAME
+            kept = read_json_lines(path) if state else []
+            write_json_lines(path, [row for row in kept if row["update"] <= self._n_updates])
+
+    def _count(self) -> int:
+        return int(self.model.optimizer.iterations)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count the steps of the epoch from here."""
+        super().on_epoch_begin(epoch, logs)
+        self._before = self._now
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the first parameters."""
+        super().on_train_batch_begin(batch, logs)
+        self._measures.begin_batch(self.model, is_first=False)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Record theta if it is due."""
+        super().on_train_batch_end(batch, logs)
+        if self.is_void:
+            return
+        self._measures.end_batch(logs)
+        n = steps_until(self.model, batch)  # of the epoch; the loss in the logs is their mean
+        self._now = self._before[0] + n, self._before[1] + n * float((logs or {})["loss"])
+        every = self.every_n_updates
+        if every and self._count() // every > self._n_updates // every:
+            self._record()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Record theta if it is due, and add it to the logs."""
+        super().on_epoch_end(epoch, logs)
+        if self.is_void:
+            return
+        if not self.every_n_updates:
+            self._record()
+        self._before = self._now
+        if logs is not None and self._peak is not None:
+            logs.setdefault("theta", self._theta)  # unless AdaptiveBatchSize has measured it
+            logs["theta_peak_update"] = self._peak["update"]
+
+    def _record(self) -> None:
+        """Measure since the last record; rank 0 writes a line. Collective."""
+        (now, total), (before, earlier) = self._now, self._recorded
+        self._recorded, self._n_updates = self._now, self._count()
+        data = self.session.data
+        size = data.batch_size if isinstance(data, GlobalBatches) else None
+        batch = EpochBatch(size or runtime.size(), None, False)
+        loss = (total - earlier) / (now - before)
+        found = self._measures.end_epoch(self.model, {"loss": loss}, batch)
+        self._theta = theta_of(found.first_cost, found.cost, found.distance)
+        row = {
+            "update": self._n_updates,
+            "epoch": self.epoch,
+            "batch_size": size,
+            "theta": self._theta,
+        }
+        measured = dataclasses.asdict(found)
+        row |= {"loss": measured.pop("cost"), "first_loss": measured.pop("first_cost")}
+        row |= {name: measured[name] for name in ("distance", "gradient_norm", "noise_scale")}
+        self._peak = theta.peak_of([row if self._peak is None else self._peak, row])
+        if runtime.rank() == 0:
+            append_json_lines(self.directory / theta.FILE_NAME, [row])
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write table and picture on rank 0."""
+        super().on_train_end(logs)
+        if runtime.rank() == 0:
+            logger.info("%s", theta.write_report(self.directory))
+
+    def backup_state(self) -> dict[str, Any]:
+        """Return the state that later records depend on, for checkpoints."""
+        measures, origin = self._measures.state()
+        # Since the last record: negative if that was made within the epoch.
+        pending = [now - then for now, then in zip(self._before, self._recorded, strict=True)]
+        state = {"measures": measures, "arrays": origin, "n_updates": self._n_updates}
+        return {**state, "peak": self._peak, "pending": pending}
