@@ -5,6 +5,7 @@
 #include "comm/broadcast.h"
 #include "comm/engine.h"
 #include "comm/gather.h"
+#include "comm/quantized_reduction.h"
 #include "comm/reduction.h"
 
 namespace tfscale {
@@ -18,6 +19,10 @@ OperationHandle Make(Args&&... args) {
 }  // namespace
 
 OperationHandle MakeReduction(ReductionArgs args) { return Make<Reduction>(std::move(args)); }
+
+OperationHandle MakeQuantizedReduction(QuantizedArgs args) {
+  return Make<QuantizedReduction>(std::move(args));
+}
 
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate) {
   return Make<Allgather>(input, bytes, std::move(allocate));

@@ -33,12 +33,35 @@ struct ReductionArgs {
   size_t direct_bytes = 32 * 1024;
 };
 
+// A sum of float32 tensors that is sent with few bits: see QuantizedReduction.
+struct QuantizedArgs {
+  int bits = 8;  // 16, 8 or 4
+  size_t block = 256;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  std::vector<const float*> inputs;
+  std::vector<size_t> counts;  // elements of each input
+  // Rank r owns the elements [cuts[r], cuts[r + 1]) of an input; one list for each.
+  std::vector<std::vector<size_t>> cuts;
+  // What was not sent of earlier vectors, of each input, and what is not sent now.
+  // Empty: errors of rounding are dropped.
+  std::vector<const float*> errors;
+  std::vector<float*> new_errors;
+  // Allreduce: the sums, and the errors of this rank's own parts of them.
+  std::vector<float*> outputs;
+  std::vector<const float*> owner_errors;
+  std::vector<float*> new_owner_errors;
+  // Reduce-scatter: the sums of this rank's own parts, one after another.
+  float* segment = nullptr;
+};
+
 // Called once, on the communication thread, when the sizes are known: bytes
 // that arrive from each rank, in rank order. Returns where they are to be put,
 // one after another.
 using AllocateOutput = std::function<void*(const std::vector<int64_t>& bytes)>;
 
 OperationHandle MakeReduction(ReductionArgs args);
+OperationHandle MakeQuantizedReduction(QuantizedArgs args);
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate);
 // `buffer` holds this rank's bytes [cuts[rank], cuts[rank + 1]) and receives all
 // others. One more cut than ranks, in ascending order from 0.

@@ -65,7 +65,7 @@ class Operation {
     }
     Advance(transfers_->TakeCompleted());
     if (transfers_->is_empty() && !is_done_) Finish();
-    return has_moved || is_done_;
+    return has_moved || is_done_ || has_computed();
   }
 
   bool is_done() const { return is_done_; }
@@ -94,6 +94,8 @@ class Operation {
   virtual void Advance(const std::vector<int>& completed) = 0;
   // Called when no transfer is pending; posts more or calls SetDone.
   virtual void Finish() = 0;
+  // Whether the last step did something though no transfer ended, and the next may.
+  virtual bool has_computed() const { return false; }
 
   void SetDone() { is_done_ = true; }
   int rank() const { return channel_.comm->rank(); }

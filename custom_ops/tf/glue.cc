@@ -1,7 +1,10 @@
 #include "tf/glue.h"
 
 #include <atomic>
+#include <cstdio>
+#include <locale>
 #include <memory>
+#include <sstream>
 #include <utility>
 
 #include "tensorflow/core/framework/cancellation.h"
@@ -107,6 +110,16 @@ std::string CollectiveKernel::ShapesOf(OpKernelContext* context) const {
     text += (is_rows ? "rows of " : i > 0 ? " " : "") + shape.DebugString();
   }
   return text;
+}
+
+absl::Status GetFactor(OpKernelConstruction* context, const char* name, double* factor) {
+  std::string text;
+  TF_RETURN_IF_ERROR(context->GetAttr(name, &text));
+  // Not strtod, which reads 1.0 as 1 where the process's locale has a decimal comma.
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  if (stream >> *factor && stream.peek() == EOF) return absl::OkStatus();
+  return absl::InvalidArgumentError(std::string(name) + " must be a number. Received: " + text);
 }
 
 TensorShape WithRows(const TensorShape& like, int64_t rows) {

@@ -52,6 +52,10 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   std::string compares_;
 };
 
+// Reads a factor of a reduction. A float attribute has 32 bits only, too few for a
+// mean of float64; so factors are passed as text.
+absl::Status GetFactor(tensorflow::OpKernelConstruction* context, const char* name, double* factor);
+
 // A dimension-0 length for a gather; `rows` of shape like[1:].
 tensorflow::TensorShape WithRows(const tensorflow::TensorShape& like, int64_t rows);
 // Bytes of one row of `tensor`: everything but dimension 0.

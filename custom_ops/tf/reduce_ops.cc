@@ -1,7 +1,4 @@
 // TfscaleAllreduce, TfscalePostAllreduce, TfscaleReducescatter and TfscaleScatterReduce.
-#include <cstdio>
-#include <locale>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -89,18 +86,6 @@ REGISTER_OP("TfscaleScatterReduce")
     .Doc(
         "Reduces the elements of all tensors, one tensor after another, over the ranks of a group; "
         "rank r receives the r-th part of them, counts[r] elements, as a vector.");
-
-// A float attribute has 32 bits only, too few for a mean of float64; so factors
-// are passed as text.
-absl::Status GetFactor(OpKernelConstruction* context, const char* name, double* factor) {
-  std::string text;
-  TF_RETURN_IF_ERROR(context->GetAttr(name, &text));
-  // Not strtod, which reads 1.0 as 1 where the process's locale has a decimal comma.
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  if (stream >> *factor && stream.peek() == EOF) return absl::OkStatus();
-  return absl::InvalidArgumentError(std::string(name) + " must be a number. Received: " + text);
-}
 
 class ReduceKernel : public CollectiveKernel {
  public:

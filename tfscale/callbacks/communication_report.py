@@ -126,7 +126,7 @@ class CommunicationReport(Callback):
         own = distributed.memory_report()
         every = objects.allgather_object(own, name="memory of optimizer state")
         row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
-        keys = ("state", "parameters", "accumulators")
+        keys = ("state", "parameters", "accumulators", "residuals")
         row |= {key: [report[key] for report in every] for key in keys}
         if runtime.rank() == 0:
             append_json_lines(self._path, [row])

@@ -18,8 +18,9 @@ from tfscale.checkpoints.resumable import kind_of, read_counters, resumables
 from tfscale.checkpoints.variables import Variables, distinct, group_of, groups_of, metric_states
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange.local_sgd import AdaptiveInterval
+from tfscale.exchange.residuals import Restored
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import optimizers_of
@@ -65,6 +66,9 @@ def take_snapshot(
         "rules": [_rule_of(o) for o in optimizers],
         "ranges": {},
         "accumulated": [],
+        "residuals": {},  # of quantised gradients
+        "n_quantized": [],
+        "hosts": _place_on_host(),
         "metrics": [[mode, list(v.shape)] for v, mode, _ in metrics],
         "callbacks": [],
         "keras_callbacks": read_counters(callbacks, is_end),
@@ -91,6 +95,15 @@ def take_snapshot(
         if average is not None and (is_leader or _kept_state_of(optimizer) is not None):
             add(f"average{k}", average.variables)
         accumulator = None if distributed is None else distributed.accumulator
+        residuals = None if distributed is None else distributed.executor.residuals
+        for residual in residuals.all if residuals else ():
+            i = next(i for i, v in enumerate(variables.weights) if v is residual.parameter)
+            info["residuals"][f"{k}/{i}"] = [list(residual.cuts), residual.factor]
+            arrays[f"residual{k}/{i}"] = _copy_of(residual.own)
+            if residual.owner is not None:
+                arrays[f"owner{k}/{i}"] = _copy_of(residual.owner)
+        n_steps = None if residuals is None else residuals.n_steps
+        info["n_quantized"].append(0 if n_steps is None else int(n_steps.numpy()))
         count, sums = (accumulator and accumulator.state()) or (0, [])
         info["accumulated"].append(count)
         arrays |= {f"sum{k}/{i}": value for i, value in enumerate(sums)}
@@ -134,6 +147,10 @@ def _slots_of(
 def _kept_state_of(optimizer: Any) -> KeptState | None:
     distributed = distributed_of(optimizer)
     return None if distributed is None else distributed.kept_state
+
+
+def _place_on_host() -> list[int]:
+    return [settings().ranks_per_host, runtime.local_rank(), runtime.local_size()]
 
 
 def _rule_of(optimizer: Any) -> dict[str, Any]:
@@ -205,6 +222,15 @@ class Reader:
         if values.dtype.kind in "iub":
             return (total if runtime.rank() == 0 else 0 * total).astype(values.dtype)
         return (total / runtime.size()).astype(values.dtype)
+
+    def pending(self, name: str) -> np.ndarray:
+        """Return the sum that quantised gradients have left for later steps, over all ranks."""
+        with_it = [part for part in self.parts if name in part.info["residuals"]]
+        factor = with_it[0].info["residuals"][name][1]
+        own = [np.float64(part.arrays[f"residual{name}"]) for part in with_it]
+        total = factor * np.sum(own, axis=0)
+        owners = [p.arrays[f"owner{name}"] for p in with_it if f"owner{name}" in p.arrays]
+        return total + np.concatenate(owners).reshape(total.shape) if owners else total
 
     def slot(self, name: str, group: Sequence[int], want: Range | None) -> np.ndarray:
         """Return an optimizer variable of a group, or the range `want` of its flat elements.
@@ -288,6 +314,7 @@ class Restore:
                 self._restore_optimizer(k, optimizer)
                 self._restore_average(f"average{k}", optimizer)
                 self._restore_accumulator(k, optimizer)
+                self._restore_residuals(k, optimizer)
         except (DamagedError, UnreadableError) as error:
             raise ExchangeError(
                 "A checkpoint must stay where it is until all ranks have read it. Received: "
@@ -365,6 +392,37 @@ class Restore:
         mode = "sum" if optimizer.executor.options.op == Sum else "mean"
         names = self._reader.parts[0].series(f"sum{k}")
         accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
+
+    def _restore_residuals(self, k: int, optimizer: Any) -> None:
+        """Restore what quantised gradients have left for later steps. Collective if there is any.
+
+        Each rank takes its own; or the sum is cut again if ranks or hosts have changed.
+        """
+        distributed, reader = distributed_of(optimizer), self._reader
+        residuals = None if distributed is None else distributed.executor.residuals
+        saved: dict[str, Any] = reader.info.get("residuals", {})  # older checkpoints have none
+        known = [name for name in saved if name.startswith(f"{k}/")]
+        if residuals is None or not known:
+            if known and self._rank == 0:
+                logger.warning("Residuals of quantised gradients are dropped: compression is off.")
+            return
+        own = reader.parts[self._rank % len(reader.parts)]
+        is_same = self._is_exact and own.info["hosts"] == _place_on_host()
+        n_same = collectives.allreduce(np.int64(is_same), op=Sum, name="restored residuals")
+        is_exact = int(n_same) == runtime.size()
+        states = []
+        for name in known:
+            arrays, cuts = own.arrays, tuple(saved[name][0])
+            if is_exact:
+                has_owner = f"owner{name}" in arrays
+                owner = arrays[f"owner{name}"] if has_owner else None
+                state = Restored(cuts, arrays[f"residual{name}"], owner)
+            else:
+                state = Restored(cuts, pending=reader.pending(name))
+            states.append((self._variables.weights[int(name.partition("/")[2])], state))
+        residuals.restore(states, reader.info["n_quantized"][k])
+        if not is_exact and self._rank == 0:
+            logger.info("Ranks or hosts are others than before: residuals are cut again.")
 
     def _restore_average(self, name: str, optimizer: Any) -> None:
         """Resume local SGD inside an interval, or begin one from the groups' average. Collective.

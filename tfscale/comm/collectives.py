@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import scale
-from tfscale.comm.compression import Compression
+from tfscale.comm.compression import Compression, refuse_quantized
 from tfscale.comm.eager import (
     ArgumentConfigError,
     ArgumentExchangeError,
@@ -148,6 +148,7 @@ def _reduce(tensors: Sequence[tf.Tensor], reduction: Reduction, call: Call) -> l
 def _reduce_all(
     tensors: Sequence[Any], reduction: Reduction, compression: Any, call: Call
 ) -> list[tf.Tensor]:
+    refuse_quantized(compression, call.label)
     packed = [compression.compress(tf.convert_to_tensor(t)) for t in tensors]
     results: list[Any] = [None] * len(packed)
     for dtype in dict.fromkeys(t.dtype for t, _ in packed):

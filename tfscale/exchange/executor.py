@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
+from tfscale.comm.compression import QuantizedCompressor
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError, PlanError, require
@@ -25,6 +26,7 @@ from tfscale.exchange.plan import (
     Wire,
     values_of,
 )
+from tfscale.exchange.residuals import Residuals, Update
 from tfscale.exchange.shards import Shards, name_of
 from tfscale.internals.keras import layers_of
 from tfscale.plan.buckets import GradientSpec
@@ -41,6 +43,8 @@ class Reduced:
     variables: list[Any]  # the model's variable of each target
     # The first received tensors; nothing may change before they have arrived.
     arrived: list[tf.Tensor] = field(default_factory=list)
+    # Next residuals of quantised gradients, for `residuals.keep` if the step is not skipped.
+    residuals: list[Update] = field(default_factory=list)
 
 
 class Executor:
@@ -65,6 +69,8 @@ class Executor:
         self.process_set = process_set  # all other ranks keep their own gradients
         self.may_shard = False  # stays False for a tape, which needs whole gradients
         self.shards: Shards | None = None  # set when `build` cuts parameters
+        is_quantized = isinstance(options.compression, QuantizedCompressor)
+        self.residuals = Residuals(options.compression) if is_quantized else None
         self.dense = DenseCalls(options)
         # Called in the step with own and reduced gradients and their variables.
         self.observer: Observer | None = None
@@ -190,7 +196,13 @@ class Executor:
             own = [
                 deduplicate(g) if sums and isinstance(g, tf.IndexedSlices) else g for g in gradients
             ]
-            return Reduced(own, list(variables), list(variables), _last_of(own))
+            updates: list[Update] = []
+            if self.residuals is not None:
+                for i, gradient in enumerate(own):
+                    if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
+                        own[i], update = self.residuals.alone(variables[i], gradient, group)
+                        updates += update
+            return Reduced(own, list(variables), list(variables), _last_of(own), updates)
         if not variables:
             raise ConfigError(
                 "There must be variables to train. Received: none. Build the model before "
@@ -204,30 +216,32 @@ class Executor:
             for i in local:
                 results[i] = _changed(gradients[i], lambda values: values / group.size)
         arrived: list[tf.Tensor] = []
+        updates = []
         if shared:
             note_gradients()
             own = [gradients[i] for i in shared]
             chosen = [variables[i] for i in shared]
-            reduced, arrived = self._run(own, chosen)
+            reduced, arrived, updates = self._run(own, chosen)
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
             if self.observer is not None:
                 self.observer(own, reduced, chosen)
         if self.shards is None:
-            return Reduced(results, list(variables), list(variables), arrived)
-        return self._on_pieces(results, variables, arrived)
+            return Reduced(results, list(variables), list(variables), arrived, updates)
+        return replace(self._on_pieces(results, variables, arrived), residuals=updates)
 
     def _run(
         self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Return reduced gradients and the first received tensors."""
+    ) -> tuple[list[Any], list[tf.Tensor], list[Update]]:
+        """Return reduced gradients, the first received tensors, and new residuals."""
         shards = self.shards
         base = list(variables) if shards is None else shards.variables
         places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
         own = dict(zip(places, gradients, strict=True))
-        wire = Wire(self.process_set.group(), self.options, base, shards)
+        wire = Wire(self.process_set.group(), self.options, base, shards, self.residuals)
         contexts: dict[int, Any] = {}
         forms: dict[int, Gradient] = {}
+        quantized: set[int] = set()
         for i, gradient in own.items():
             use = use_of(base[i])
             if use != "plain":
@@ -238,8 +252,11 @@ class Executor:
             else:
                 forms[i] = "dense"
                 tensor = tf.convert_to_tensor(gradient)
+                if self._is_quantized(base[i], gradient):
+                    quantized.add(i)
+                    tensor = tf.ensure_shape(tensor, base[i].shape)
                 own[i], contexts[i] = self.options.compression.compress(tensor)
-        plan = self._compile(base, own, forms, wire)
+        plan = self._compile(base, own, forms, quantized, wire)
         if not plan.overlap and not tf.executing_eagerly():
             sent = [i for i, form in forms.items() if form in ("dense", "rows")]
             with tf.control_dependencies([values_of(own[i]) for i in sent]):
@@ -250,7 +267,10 @@ class Executor:
         for i, context in contexts.items():
             reduced[i] = self.options.compression.decompress(reduced[i], context)
         arrived = [] if tf.executing_eagerly() else [values_of(reduced[self._first(plan)])]
-        return [reduced[i] for i in places], arrived
+        updates = list(wire.updates)
+        if self.residuals is not None:
+            updates += self.residuals.count_step()
+        return [reduced[i] for i in places], arrived, updates
 
     def _first(self, plan: ExchangePlan) -> int:
         """Return a position in the first part, if possible one that this rank owns a piece of."""
@@ -258,8 +278,18 @@ class Executor:
         shards = self.shards
         return next((i for i in indices if shards is None or not shards.is_empty(i)), indices[0])
 
+    def _is_quantized(self, variable: Any, gradient: Any) -> bool:
+        if self.residuals is None or isinstance(gradient, tf.IndexedSlices):
+            return False
+        return self.residuals.compression.fits(tuple(variable.shape), gradient.dtype.name)
+
     def _compile(
-        self, base: Sequence[Any], own: dict[int, Any], forms: dict[int, Gradient], wire: Wire
+        self,
+        base: Sequence[Any],
+        own: dict[int, Any],
+        forms: dict[int, Gradient],
+        quantized: Collection[int],
+        wire: Wire,
     ) -> ExchangePlan:
         """Return the strategy's plan of this step."""
         strategy = self._running()
@@ -278,6 +308,9 @@ class Executor:
             for i, form in forms.items():
                 dtype = values_of(own[i]).dtype.name
                 table[i] = replace(table[i], gradient=form, wire_dtype=dtype)
+        for i in quantized:
+            assert self.residuals is not None
+            table[i] = replace(table[i], wire_dtype=self.residuals.compression.wire_dtype)
         at, messages = {id(v): i for i, v in enumerate(base)}, None
         if self.options.groups is not None:
             messages = tuple(

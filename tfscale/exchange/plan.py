@@ -8,8 +8,9 @@ update in pieces and gather afterwards. `exchange.executor` executes it.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -21,13 +22,15 @@ from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
 from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
-from tfscale.plan.segments import SegmentedBucket, build_segments, row_cuts
+from tfscale.plan.segments import SegmentedBucket, block_cuts, build_segments, row_cuts
 
 # "rows": IndexedSlices. "replicated", "partial": computed by a dense layer's call from the whole
 # batch, complete or for this rank's rows. "none": no gradient in this step.
 Gradient = Literal["none", "dense", "rows", "replicated", "partial"]
+QUANTIZED = ("int8", "int4")  # dtypes on the wire
 ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
 
 
@@ -60,7 +63,7 @@ class GradientOptions:
         known = "'sum' or 'keras'"
         fits = self.repeated_indices in ("sum", "keras")
         require(fits, "repeated_indices", known, self.repeated_indices)
-        known = "Compression.none, Compression.fp16 or Compression.bf16"
+        known = "Compression.none, fp16, bf16, int8 or int4"
         require(hasattr(self.compression, "compress"), "compression", known, self.compression)
         groups = [] if self.groups is None else self.groups
         fits = isinstance(groups, list | tuple)
@@ -81,7 +84,7 @@ class Parameter:
     """A trainable variable as strategies see it."""
 
     spec: GradientSpec  # path, shape and dtype of the variable
-    wire_dtype: str  # dtype in which its gradient is sent
+    wire_dtype: str  # dtype in which its gradient is sent, perhaps one of `QUANTIZED`
     gradient: Gradient = "none"  # form of its gradient in the step that is traced
     is_local: bool = False  # whether its gradient stays on its rank
     is_whole: bool = False  # whether one rank must own all of it, if parameters are cut
@@ -136,6 +139,9 @@ class Wire:
     options: GradientOptions
     variables: Sequence[Any]  # in the order of the table; sources of a tape may be tensors
     shards: Shards | None = None  # None if every rank updates whole variables
+    residuals: Residuals | None = None  # of gradients that are quantised
+    # Next values of residuals, which the parts add.
+    updates: list[Update] = field(default_factory=list, compare=False)
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
         """Return label and order of a collective for the gradients of some variables."""
@@ -149,6 +155,33 @@ class Wire:
         """Return the sum of all ranks' tensors, with the factors before and after it."""
         require_reducible(tensors)
         return self.options.reduction(self.group.size)
+
+    def quantized(
+        self,
+        tensors: Sequence[tf.Tensor],
+        call: Call,
+        indices: Sequence[int],
+        parts: Sequence[Cuts] | None = None,
+    ) -> list[tf.Tensor]:
+        """Sum tensors over the ranks, sent with few bits, as one message. Collective.
+
+        With `parts`, the cuts of each tensor between ranks, the result is one flat tensor: this
+        rank's parts of the sums.
+        """
+        assert self.residuals is not None
+        if tf.executing_eagerly():
+            agree(header_of("gradients", [], list(tensors), call.label), call.group)
+        chosen, size = [self.variables[i] for i in indices], self.group.size
+        reduction, block = self.options.reduction(size), self.residuals.compression.block
+        cuts = parts or [block_cuts(math.prod(t.shape), block, size) for t in tensors]
+        quantization = self.residuals.quantization(
+            chosen, cuts, self.group, reduction.postscale, rounds_sum=parts is None
+        )
+        backend = runtime.backend()
+        collective = backend.quantized_scatter if parts else backend.quantized_allreduce
+        result = collective(tensors, quantization, call, reduction)
+        self.updates.extend(self.residuals.updates(chosen, self.group, result))
+        return result.sums
 
     def allreduce(
         self, tensors: Sequence[tf.Tensor], call: Call, reduction: Reduction
@@ -181,6 +214,17 @@ class Sum(Part):
         """Sum each gradient over the ranks."""
         tensors = [gradients[i] for i in self.indices]
         sums = wire.allreduce(tensors, wire.call(self.indices), wire.reduction(tensors))
+        return dict(zip(self.indices, sums, strict=True))
+
+
+@dataclass(frozen=True)
+class QuantizedSum(Part):
+    """Dense gradients whose sum every rank receives, sent with few bits per value."""
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Sum each gradient over the ranks."""
+        tensors = [gradients[i] for i in self.indices]
+        sums = wire.quantized(tensors, wire.call(self.indices), self.indices)
         return dict(zip(self.indices, sums, strict=True))
 
 
@@ -218,13 +262,8 @@ class Scatter(Part):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum this rank's segment over the ranks and split it into gradients of its pieces."""
         assert wire.shards is not None
-        counts = [
-            sum(p.count for p in self.segment.pieces(rank) if p.variable in self.indices)
-            for rank in range(wire.group.size)
-        ]
         tensors = [gradients[i] for i in self.indices]
-        call = wire.shards.call("gradients", self.indices)
-        flat = runtime.backend().scatter_reduce(tensors, counts, call, wire.reduction(tensors))
+        flat = self.scatter(tensors, wire.shards.call("gradients", self.indices), wire)
         results: dict[int, Any] = {}
         begin = 0
         for i in self.indices:
@@ -233,6 +272,31 @@ class Scatter(Part):
             results[i] = wire.shards.shaped(i, flat[begin:end])
             begin = end
         return results
+
+    def scatter(self, tensors: Sequence[tf.Tensor], call: Call, wire: Wire) -> tf.Tensor:
+        """Return this rank's pieces of the sums, one after another. Collective."""
+        counts = [
+            sum(p.count for p in self.segment.pieces(rank) if p.variable in self.indices)
+            for rank in range(wire.group.size)
+        ]
+        reduction = wire.reduction(tensors)
+        return runtime.backend().scatter_reduce(tensors, counts, call, reduction)
+
+
+@dataclass(frozen=True)
+class QuantizedScatter(Scatter):
+    """Dense gradients whose segments are sent with few bits per value."""
+
+    def scatter(self, tensors: Sequence[tf.Tensor], call: Call, wire: Wire) -> tf.Tensor:
+        """Return this rank's pieces of the sums, one after another. Collective."""
+        stops: dict[int, list[int]] = {i: [0] for i in self.indices}
+        for rank in range(wire.group.size):
+            ends = {p.variable: p.stop for p in self.segment.pieces(rank)}
+            for i, found in stops.items():
+                found.append(ends.get(i, found[-1]))
+        parts = [tuple(stops[i]) for i in self.indices]
+        (flat,) = wire.quantized(tensors, call, self.indices, parts)
+        return flat
 
 
 @dataclass(frozen=True)
@@ -281,15 +345,20 @@ def compile_plan(
     dense = [i for i in table.given("dense") if i not in cut]
     made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
     # Each part with the position of its last gradient: back-propagation ends with position 0.
-    found: list[tuple[int, Part]] = [
-        (min(indices), sum_part(indices)) for indices in table.buckets(dense, choose)
-    ]
+    found: list[tuple[int, Part]] = []
+    for indices in table.buckets(dense, choose):  # of one dtype each
+        is_quantized = table.parameters[indices[0]].wire_dtype in QUANTIZED
+        part = QuantizedSum if is_quantized and sum_part is Sum else sum_part
+        found.append((min(indices), part(indices)))
     found += [(i, Replicated((i,))) for i in made if i not in cut]
     given = set(table.given("dense", "rows"))
     for bucket in segments:
         # Of the whole bucket, even if a step has only some of its gradients.
         last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in given)
-        found += [(last, Scatter(indices, bucket))] if indices else []
+        few = tuple(i for i in indices if table.parameters[i].wire_dtype in QUANTIZED)
+        exact = tuple(i for i in indices if i not in few)
+        found += [(last, QuantizedScatter(few, bucket))] if few else []
+        found += [(last, Scatter(exact, bucket))] if exact else []
         found += [(last, Partial((i,), made[i] == "partial")) for i in bucket.indices if i in made]
     # A stable sort: a dense layer's gradients follow their bucket.
     parts = [part for _, part in sorted(found, key=lambda pair: -pair[0])]

@@ -209,7 +209,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
         "exchange": _text(distributed.strategy),
         "nonfinite": distributed.nonfinite,
         "backward_passes_per_step": str(1 if accumulator is None else accumulator.passes),
-        "compression": getattr(options.compression, "__name__", type(options.compression).__name__),
+        "compression": getattr(options.compression, "__name__", None) or _text(options.compression),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),
         **{key: str(getattr(options, key)) for key in _COMPARED_OPTIONS},
     }

@@ -15,7 +15,7 @@ import tensorflow as tf
 import wrapt
 
 from tfscale.comm import runtime
-from tfscale.comm.compression import Compression
+from tfscale.comm.compression import Compression, refuse_quantized
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
@@ -109,7 +109,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             name: Ignored; the optimizer keeps its own.
             device_dense: Ignored; TensorFlow places the ops.
             device_sparse: Ignored.
-            compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire.
+            compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire; `.int8` or
+                `.int4`: bits per value of large kernels.
             sparse_as_dense: Make sparse gradients dense before they are sent.
             gradient_predivide_factor: Divides gradients before the sum; size / factor divides them
                 after it.
@@ -149,6 +150,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             groups=groups,
         )
         strategy = resolve(exchange)
+        if isinstance(strategy, LocalSGD):
+            refuse_quantized(compression, "LocalSGD")
         self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
         self._self_nonfinite = NonFinite(nonfinite, strategy)
         self._self_accumulator: Accumulator | None = None
@@ -661,16 +664,17 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Returns:
             Bytes: "state" of the optimizer on this rank, "complete_state" in one process,
             "parameters" that this rank holds besides the model's, "accumulators" of
-            `backward_passes_per_step`.
+            `backward_passes_per_step`, "residuals" of `Compression.int8` or `int4`.
         """
         own = n_bytes(self.__wrapped__.variables)
         kept, accumulator = self._self_kept, self._self_accumulator
-        shards = self._self_executor.shards
+        shards, residuals = self._self_executor.shards, self._self_executor.residuals
         return {
             "state": own,
             "complete_state": kept.n_bytes if kept else own,
             "parameters": n_bytes(shards.pieces.values()) if shards else 0,
             "accumulators": n_bytes(accumulator.variables) if accumulator else 0,
+            "residuals": n_bytes(residuals.variables) if residuals else 0,
         }
 
     # Copies

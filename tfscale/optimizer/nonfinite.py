@@ -18,6 +18,7 @@ from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import values_of
+from tfscale.exchange.residuals import keep, rescale
 from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
@@ -84,18 +85,23 @@ class NonFinite:
 
         def update() -> None:
             optimizer.apply(reduced.gradients, reduced.targets)
+            if not is_scaled:
+                keep(reduced.residuals)
 
         def report() -> None:
             self._report(iterations_of(optimizer), pairs, group)
 
+        is_scaled = scaled_by(optimizer) is not None
         group = executor.process_set.group()
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         # For layers that exchange activations, every rank has the gradient of the whole batch,
         # which does not show whose samples caused it.
         pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
-        is_scaled = scaled_by(optimizer) is not None
         if self.policy == "ignore" or (is_scaled and self.policy != "raise"):
-            update()  # loss scaling skips such steps itself
+            if is_scaled and reduced.residuals:
+                _update_scaled(optimizer, reduced)
+            else:
+                update()  # loss scaling skips such steps itself
             return
         if self.policy == "warn":
             if group.rank >= 0 and not runtime.is_single() and pairs:
@@ -163,6 +169,16 @@ class NonFinite:
         n = int(self._skipped.assign_add(1))
         if n <= _LOGGED or n % 100 == 0:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
+
+
+def _update_scaled(optimizer: Any, reduced: Reduced) -> None:
+    """Let a LossScaleOptimizer update; keep residuals, which are of scaled gradients."""
+    finite = optimizer.check_finite([g for g in reduced.gradients if g is not None])
+    before = tf.convert_to_tensor(optimizer.dynamic_scale)
+    optimizer.apply(reduced.gradients, reduced.targets)
+    factor = tf.convert_to_tensor(optimizer.dynamic_scale) / before
+    run_either(finite, lambda: keep(reduced.residuals), lambda: None)
+    run_either(factor == 1.0, lambda: None, lambda: rescale(reduced.residuals, factor))
 
 
 def _smallest(gradients: Sequence[Any]) -> list[Any]:

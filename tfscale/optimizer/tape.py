@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 import wrapt
 
-from tfscale.comm.compression import Compression
+from tfscale.comm.compression import Compression, refuse_quantized
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.exchange.base import resolve
 from tfscale.exchange.executor import Executor
@@ -56,6 +56,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             ConfigError: An argument is invalid.
         """
         super().__init__(gradtape)
+        refuse_quantized(compression, "a tape")
         options = GradientOptions(
             op=op,
             predivide=gradient_predivide_factor,

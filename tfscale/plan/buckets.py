@@ -11,7 +11,8 @@ from tfscale.config import PlanError
 
 BYTES_PER_VALUE = 4  # of float32, the dtype on the wire without compression
 
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+_BITS = {"int4": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+_BITS |= {"int32": 32, "int64": 64}
 
 # With "auto" a model is cut into this many buckets: enough that most of the exchange overlaps with
 # back-propagation, few enough that latency adds little.
@@ -30,13 +31,13 @@ class GradientSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one value."""
-        return _BYTES[self.dtype]
+        """Bytes of one value, for dtypes of variables."""
+        return _BITS[self.dtype] // 8
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the gradient; the bytes that a collective sends depend on its algorithm."""
-        return math.prod(self.shape) * self.item_bytes
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
 
 
 # Positions of gradients of one dtype that are sent as one message, the first ready one first.

@@ -56,6 +56,15 @@ def row_cuts(n_rows: int, size: int) -> list[int]:
     return [n_rows * rank // size for rank in range(size + 1)]
 
 
+def block_cuts(count: int, block: int, size: int) -> tuple[int, ...]:
+    """Return where each rank's part of `count` elements begins, and the end.
+
+    Parts have whole blocks, of numbers that differ by one at most.
+    """
+    n_blocks = -(-count // block)
+    return tuple(min(count, n_blocks * rank // size * block) for rank in range(size + 1))
+
+
 def build_segments(
     specs: Sequence[GradientSpec],
     size: int,

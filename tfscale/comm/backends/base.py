@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfscale.config import ConfigError
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import SegmentedBucket
 
@@ -87,6 +88,36 @@ class Reduction:
 
 
 Tensors = Sequence[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Bits, blocks and parts of a quantised sum, and the errors of earlier ones.
+
+    Attributes:
+        bits: Bits per value: 16, 8 or 4; int32.
+        block: Values that share a scale.
+        cuts: For each tensor the elements at which the parts of the members begin, and its end.
+        errors: Added to each tensor; empty if nothing is kept.
+        owner_errors: Added to this member's parts of the results, flat.
+    """
+
+    bits: tf.Tensor
+    block: int
+    cuts: tuple[tuple[int, ...], ...]
+    errors: Sequence[tf.Tensor] = ()
+    owner_errors: Sequence[tf.Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Quantised sums, and the errors for the next ones in the order of `Quantization`."""
+
+    sums: list[tf.Tensor]  # of a reduce-scatter: one, this member's parts one after another
+    errors: list[tf.Tensor]
+    owner_errors: list[tf.Tensor] = field(default_factory=list)
+
+
 # Rows of all members, and the number of rows that came from each (int64).
 Rows = tuple[tf.Tensor, tf.Tensor]
 
@@ -152,6 +183,21 @@ class Backend(Protocol):
         begin = sum(counts[: call.group.rank])
         reduced = self.allreduce([flat], call, reduction)[0]
         return reduced[begin : begin + counts[call.group.rank]]
+
+    def quantized_allreduce(
+        self, tensors: Tensors, quantization: Quantization, call: Call, reduction: Reduction
+    ) -> Quantized:
+        """Reduce each tensor over the group, sent with few bits; together they are one message."""
+        raise ConfigError(
+            "Compression.int8 and int4 need the engine of tfscale. Received: the backend "
+            f"{self.name!r}. Use Compression.bf16 or fp16."
+        )
+
+    def quantized_scatter(
+        self, tensors: Tensors, quantization: Quantization, call: Call, reduction: Reduction
+    ) -> Quantized:
+        """Reduce each tensor, sent with few bits, and keep this member's parts."""
+        return self.quantized_allreduce(tensors, quantization, call, reduction)  # refuses
 
     def post_gather(
         self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call

@@ -20,6 +20,8 @@ from tfscale.comm.backends.base import (
     Backend,
     Call,
     MarkKind,
+    Quantization,
+    Quantized,
     Reduction,
     Rows,
     Tensors,
@@ -259,6 +261,38 @@ class EngineBackend(Backend):
             group_rank=call.group.rank,
             **self._reduction(call, f"scatter_reduce {list(counts)}", reduction, tensors),
         )
+
+    def _quantized(
+        self, call: Call, kind: str, tensors: Tensors, quantization: Quantization, how: Reduction
+    ) -> dict[str, Any]:
+        """Place a quantised reduction; the bits are compared by the lengths of its messages."""
+        kind = how.terms(f"{kind} in blocks of {quantization.block}")
+        return {
+            "tensors": list(tensors),
+            "errors": list(quantization.errors),
+            "bits": quantization.bits,
+            "block": quantization.block,
+            "cuts": [cut for cuts in quantization.cuts for cut in cuts],
+            "prescale": repr(float(how.prescale)),
+            "postscale": repr(float(how.postscale)),
+            "group_rank": call.group.rank,
+            **self._attributes(call, kind, list(tensors)),
+        }
+
+    def quantized_allreduce(
+        self, tensors: Tensors, quantization: Quantization, call: Call, reduction: Reduction
+    ) -> Quantized:
+        inputs = self._quantized(call, "quantized allreduce", tensors, quantization, reduction)
+        inputs["owner_errors"] = list(quantization.owner_errors)
+        return Quantized(*self._ops.tfscale_quantized_allreduce(**inputs))
+
+    def quantized_scatter(
+        self, tensors: Tensors, quantization: Quantization, call: Call, reduction: Reduction
+    ) -> Quantized:
+        kind = f"quantized scatter {quantization.cuts}"
+        inputs = self._quantized(call, kind, tensors, quantization, reduction)
+        segment, errors = self._ops.tfscale_quantized_scatter(**inputs)
+        return Quantized([segment], errors)
 
     def post_gather(
         self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call

@@ -1,0 +1,317 @@
+"""Gradients of 8 and 4 bits: nothing is lost, ranks stay equal, and few bytes are sent.
+
+Run by test_compression.py on several layouts of hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.ranks import (
+    dtype_policy,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    values_of,
+)
+from tests.parallel.checkpoint_runs import forget_after
+from tfscale import Compression, DistributedOptimizer
+from tfscale.callbacks import Checkpoint
+from tfscale.comm import runtime
+
+SGD = keras.optimizers.SGD
+SHAPES = ((40, 70), (3, 3, 16, 24), (70,), (5, 5))  # the last two are not compressed
+KINDS = {"int8": Compression.int8, "int4": Compression.int4(start_step=0)}
+
+
+def new_variables(seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        keras.Variable(rng.normal(size=shape).astype("float32"), name=f"w{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def own_gradients(step, rank=None, scale=1.0):
+    rank = tfscale.rank() if rank is None else rank
+    rng = np.random.default_rng([step, rank])
+    return [scale * rng.normal(size=shape).astype("float32") for shape in SHAPES]
+
+
+def mean_gradients(step):
+    every = [own_gradients(step, rank) for rank in range(tfscale.size())]
+    return [np.mean([np.float64(g) for g in column], 0) for column in zip(*every, strict=True)]
+
+
+def train(optimizer, variables, steps, is_traced=True, gradients=own_gradients):
+    def step(*grads):
+        optimizer.apply(list(grads), variables)
+
+    run = tf.function(step) if is_traced else step
+    for number in steps:
+        run(*map(tf.constant, gradients(number)))
+    return variables
+
+
+def pending(optimizer, variables):
+    """Return the sum that is not applied yet, of each variable; in units of the mean."""
+    totals = []
+    for v in variables[:2]:
+        (kept,) = [r for r in optimizer.executor.residuals.all if r.parameter is v]
+        own = tfscale.allreduce(kept.own, op=tfscale.Average)
+        owner = 0.0 if kept.owner is None else np.reshape(tfscale.allgather(kept.owner), own.shape)
+        totals.append(np.float64(own) + owner)
+    return [*totals, 0.0, 0.0]
+
+
+def case_sums_over_steps_are_those_of_all_gradients():
+    """With a learning rate of 1, what was applied and what is pending add up to the means."""
+    for kind, compression in KINDS.items():
+        for options in ({"exchange": tfscale.Allreduce(bucket_mb=0)}, {"num_groups": 1}):
+            optimizer = DistributedOptimizer(SGD(1.0), compression=compression, **options)
+            variables = new_variables()
+            before = [np.float64(v.numpy()) for v in variables]
+            train(optimizer, variables, range(20))
+            require_equal_ranks(variables)
+            expected = [sum(column) for column in zip(*map(mean_gradients, range(20)), strict=True)]
+            rest = pending(optimizer, variables) if tfscale.size() > 1 else [0.0] * 4
+            for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+                np.testing.assert_allclose(w - v.numpy() + r, e, atol=3e-5, err_msg=kind)
+            if tfscale.size() > 1:  # the pending sum is no more than what one step rounds off
+                bound = 0.05 if kind == "int8" else 0.8
+                assert 0 < max(np.abs(r).max() for r in rest[:2]) < bound
+
+
+def case_results_depend_neither_on_buckets_nor_on_mode_nor_on_chance():
+    runs = []
+    for options in (
+        {"exchange": tfscale.Allreduce(bucket_mb=0)},
+        {"exchange": tfscale.Chunked(first_chunk_layers=1)},
+        {"num_groups": 1},
+        {"is_traced": False},
+    ):
+        is_traced = options.pop("is_traced", True)
+        optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8, **options)
+        runs.append(values_of(train(optimizer, new_variables(), range(5), is_traced)))
+    for run in runs[1:]:
+        require_identical(run, runs[0])
+
+
+def case_one_rank_is_plain_keras():
+    if tfscale.size() > 1:
+        return
+    plain = SGD(0.1)
+    variables = new_variables()
+    for step in range(3):
+        plain.apply(list(map(tf.constant, own_gradients(step))), variables)
+    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
+    require_identical(train(optimizer, new_variables(), range(3)), variables)
+
+
+def case_equal_integers_and_zeros_are_exact():
+    def integers(step):
+        rng = np.random.default_rng(step)
+        grads = [rng.integers(-127, 128, size=shape).astype("float32") for shape in SHAPES]
+        for g in grads:
+            g.flat[::16] = 127  # the largest of every block
+        return grads
+
+    for gradients in (integers, lambda step: [np.zeros(s, "float32") for s in SHAPES]):
+        optimizer = DistributedOptimizer(SGD(1.0), compression=Compression.int8)
+        variables = [keras.Variable(np.zeros(shape, "float32")) for shape in SHAPES]
+        train(optimizer, variables, [0], gradients=gradients)
+        require_identical(variables, [-g for g in gradients(0)])
+
+
+def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
+    if tfscale.size() == 1:
+        return
+
+    def gradients(step):
+        grads = own_gradients(step)
+        if step == 3 and tfscale.rank() == tfscale.size() - 1:
+            grads[1][0, 0, 0, 0] = np.nan
+        return grads
+
+    compression = Compression.int8
+    optimizer = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="skip")
+    variables = new_variables()
+    train(optimizer, variables, range(3), gradients=gradients)
+    before = values_of([*variables, *optimizer.executor.residuals.variables])
+    train(optimizer, variables, [3], gradients=gradients)
+    require_identical([*variables, *optimizer.executor.residuals.variables], before)
+    # As if the step had not been.
+    train(optimizer, variables, [4], gradients=gradients)
+    other = DistributedOptimizer(SGD(0.1), compression=compression)
+    require_identical(variables, train(other, new_variables(), [0, 1, 2, 4]))
+    # Without a policy the whole block is NaN, on all ranks.
+    other = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="ignore")
+    (w,) = train(other, new_variables(), [3], gradients=gradients)[1:2]
+    assert np.isnan(w.numpy().flat[:256]).all() and np.isfinite(w.numpy().flat[256:]).all()
+
+
+def case_residuals_follow_the_scale_of_the_loss():
+    if tfscale.size() == 1:
+        return
+    scaled = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
+    scaled.dynamic_growth_steps = 2
+    optimizer = DistributedOptimizer(scaled, compression=Compression.int8)
+    variables, steps = new_variables(), [0, 1, 2, 3, 4]
+    before = [np.float64(v.numpy()) for v in variables]
+
+    def gradients(step):
+        grads = own_gradients(step, scale=float(scaled.dynamic_scale) if scaled.built else 8.0)
+        if step == 2 and tfscale.rank() == 0:
+            grads[0][1, 1] = np.inf
+        return grads
+
+    train(optimizer, variables, steps, gradients=gradients)
+    assert float(scaled.dynamic_scale) == 16.0  # 8, 8, 16 and halved, 8, 8, 16
+    expected = [sum(c) for c in zip(*map(mean_gradients, [0, 1, 3, 4]), strict=True)]
+    rest = pending(optimizer, variables)
+    for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+        np.testing.assert_allclose(w - v.numpy() + r / 16.0, e, atol=1e-5)
+
+
+def case_only_exchanged_sums_are_quantised():
+    if tfscale.size() == 1:
+        return
+    options = {"compression": Compression.int8, "backward_passes_per_step": 2}
+    optimizer = DistributedOptimizer(SGD(1.0), **options)
+    variables = new_variables()
+    before = [np.float64(v.numpy()) for v in variables]
+    train(optimizer, variables, range(4))
+    kept = values_of(optimizer.executor.residuals.variables)
+    train(optimizer, variables, [4])  # exchanges nothing
+    require_identical(optimizer.executor.residuals.variables, kept)
+    expected = [sum(c) for c in zip(*map(mean_gradients, range(4)), strict=True)]
+    rest = pending(optimizer, variables)
+    for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+        np.testing.assert_allclose(w - v.numpy() + r, e, atol=1e-5)
+    n_bytes = 4 * (40 * 70 + 3 * 3 * 16 * 24)
+    assert n_bytes <= optimizer.memory_report()["residuals"] <= 2 * n_bytes
+
+
+def sent_bytes(optimizer, variables, steps):
+    runtime.backend().take_events()
+    train(optimizer, variables, steps)
+    backend = runtime.backend()
+    sent = [e for e in backend.take_events() if e.plan >= 0]
+    return sum(e.bytes for e in sent if "w2" not in backend.slot_name(e.plan, e.slot))
+
+
+def case_bytes_are_few_from_the_step_on_at_which_bits_are():
+    if tfscale.size() == 1:
+        return
+    n_bytes = 4 * (40 * 70 + 3 * 3 * 16 * 24)
+    for compression, most in ((Compression.int8, 0.26), (KINDS["int4"], 0.14)):
+        optimizer = DistributedOptimizer(SGD(0.1), compression=compression)
+        assert sent_bytes(optimizer, new_variables(), [0]) <= most * n_bytes
+    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int4(start_step=2))
+    variables = new_variables()
+    sent = [sent_bytes(optimizer, variables, [step]) / n_bytes for step in range(4)]
+    assert sent[:2] == [0.5, 0.5] and max(sent[2:]) <= 0.14, sent
+
+
+def case_without_error_feedback_nothing_is_kept():
+    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8(error_feedback=False))
+    train(optimizer, new_variables(), range(2))
+    assert optimizer.memory_report()["residuals"] == 0
+
+
+def case_what_cannot_be_quantised_is_refused():
+    if tfscale.size() == 1:
+        return
+    few, local = Compression.int8, tfscale.LocalSGD(1, 2)
+    with dtype_policy("float64"):
+        variable = keras.Variable(np.zeros((64, 64)), dtype="float64")
+    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
+    require_error(
+        lambda: optimizer.apply([tf.zeros((64, 64), tf.float64)], [variable]),
+        "ConfigError: Compression.int8 is for float32. Received: a gradient of float64.",
+    )
+    require_error(
+        lambda: tfscale.allreduce(tf.zeros((64, 64)), compression=Compression.int8),
+        "ConfigError: Sums of few bits need the residuals of earlier ones",
+    )
+    for action, what in (
+        (lambda: tfscale.DistributedGradientTape(tf.GradientTape(), compression=few), "a tape"),
+        (lambda: DistributedOptimizer(SGD(), compression=few, exchange=local), "LocalSGD"),
+    ):
+        require_error(action, f"Received: Compression.int8 for {what}.")
+    require_error(lambda: Compression.int4(error_feedback=False), "4 bits need error feedback")
+    require_error(lambda: Compression.int8(steps=3), "Received: steps.")
+
+
+# Runs that stop and continue. Their gradients do not depend on the weights: with a learning rate
+# of 1, weights and what is pending are the sum of all gradients, at any number of ranks.
+
+N_STEPS, FIRST_STOP, SECOND_STOP, BATCH = 10, 6, 8, 24
+RUNS = {
+    "int8": (Compression.int8, "allreduce"),
+    "int4": (Compression.int4(start_step=4), tfscale.Allreduce(bucket_mb=0)),
+    "sharded": (Compression.int8, tfscale.Sharded(dense="weights")),
+}
+
+
+def run(name, **options):
+    """Train from the newest checkpoint to the end; return weights, and the optimizer."""
+    keras.utils.set_random_seed(1)
+    compression, exchange = RUNS[name]
+    kernel = keras.layers.Dense(70, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((40,)), kernel])
+    optimizer = DistributedOptimizer(SGD(1.0), compression=compression, exchange=exchange)
+    model.compile(optimizer, lambda y, p: keras.ops.sum(y * p, -1))
+    x, y = run_data()
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    folder = Path(os.environ["RUNS_FOLDER"]) / name
+    model.fit(data, verbose=0, callbacks=[Checkpoint(folder, every_n_steps=1, keep=99, **options)])
+    return model.layers[0].kernel, optimizer, folder
+
+
+def run_data():
+    rng = np.random.default_rng(2)
+    n = N_STEPS * BATCH
+    return rng.normal(size=(n, 40)).astype("float32"), rng.normal(size=(n, 70)).astype("float32")
+
+
+def require_sum(kernel, optimizer):
+    x, y = map(np.float64, run_data())
+    (rest, *_) = pending(optimizer, [kernel]) if tfscale.size() > 1 else [0.0]
+    np.testing.assert_allclose(-kernel.numpy() + rest, x.T @ y / BATCH, atol=3e-5)
+
+
+def begin_runs():
+    for name in RUNS:
+        kernel, optimizer, folder = run(name)
+        require_sum(kernel, optimizer)
+        if tfscale.rank() == 0:
+            np.save(folder / "whole.npy", kernel.numpy())
+        forget_after(folder, FIRST_STOP)
+
+
+def continue_runs():
+    """With the same ranks: bit by bit what it would have been without a stop."""
+    for name in RUNS:
+        kernel, _, folder = run(name)
+        require_identical([kernel], [np.load(folder / "whole.npy")])
+        forget_after(folder, FIRST_STOP)
+
+
+def continue_runs_with_fewer_ranks():
+    for name in RUNS:
+        kernel, optimizer, folder = run(name)
+        require_sum(kernel, optimizer)
+        forget_after(folder, SECOND_STOP)
+
+
+def end_runs_on_one_rank():
+    for name in RUNS:
+        kernel, optimizer, _ = run(name)
+        require_sum(kernel, optimizer)

@@ -1,0 +1,205 @@
+"""Residuals of quantised gradients: what was rounded off and is added to the next gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm.backends.base import Group, Quantization, Quantized
+from tfscale.comm.compression import QuantizedCompressor
+
+_LEAST_START = 500  # steps in 16 bits, unless the user chose their number
+
+Update = tuple[tf.Variable, tf.Tensor]
+Cuts = tuple[int, ...]  # where the part of each rank begins, and the end
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Variables of one exchanged parameter.
+
+    The pending sum, in units of the reduced gradient, is `factor` times the sum of the ranks'
+    `own`, plus the ranks' `owner` one after another.
+    """
+
+    parameter: Any  # kept alive, so that its id stays unique
+    group: Group
+    cuts: Cuts
+    factor: float
+    own: tf.Variable  # of this rank's gradient; zeros where another rank encodes it for the host
+    owner: tf.Variable | None  # of this rank's part of the sum, flat; None if it is not rounded
+
+    def fold(self) -> None:
+        """Move `owner` to `own`, which is encoded by the same rank; the pending sum stays."""
+        if self.owner is not None:
+            self.add(self.owner.numpy())
+            self.owner.assign(tf.zeros_like(self.owner))
+
+    def add(self, part: np.ndarray) -> None:
+        """Add values to this rank's part of the pending sum."""
+        value = np.array(self.own.numpy())
+        begin, end = self.cuts[self.group.rank :][:2]
+        value.reshape(-1)[begin:end] += np.reshape(part, -1) / self.factor
+        self.own.assign(value)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The residual of a parameter in a checkpoint: this rank's, or the pending sum of all ranks."""
+
+    cuts: Cuts
+    own: np.ndarray | None = None
+    owner: np.ndarray | None = None
+    pending: np.ndarray | None = None
+
+
+class Residuals:
+    """The residuals of one optimizer.
+
+    New values are kept by a step after its update, or not if the step is skipped.
+    """
+
+    def __init__(self, compression: QuantizedCompressor) -> None:
+        """Create without variables: they are created when a gradient is first exchanged."""
+        self.compression = compression
+        self.n_steps: tf.Variable | None = None  # exchanges, if the first ones have more bits
+        self._first_step = 0
+        self._start: tf.Variable | None = None
+        self._of: dict[tuple[int, int], Residual] = {}
+        self._restored: dict[int, Restored] = {}
+
+    @property
+    def all(self) -> list[Residual]:
+        """The residuals of all parameters."""
+        return list(self._of.values())
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables of all residuals."""
+        return [v for r in self.all for v in (r.own, r.owner) if v is not None]
+
+    # In the traced step
+
+    def quantization(
+        self,
+        parameters: Sequence[Any],
+        cuts: Sequence[Cuts],
+        group: Group,
+        factor: float,
+        rounds_sum: bool,
+    ) -> Quantization:
+        """Return how to quantise the gradients of some parameters in this step.
+
+        `cuts` are those of each parameter; `factor` is applied to the sum, which is quantised
+        before it is sent if `rounds_sum`.
+        """
+        kept: list[Residual] = []
+        if self.compression.error_feedback:
+            pairs = zip(parameters, cuts, strict=True)
+            kept = [self._residual(p, group, c, factor, rounds_sum) for p, c in pairs]
+        return Quantization(
+            self._bits(),
+            self.compression.block,
+            tuple(cuts),
+            [residual.own.read_value() for residual in kept],
+            [residual.owner.read_value() for residual in kept if residual.owner is not None],
+        )
+
+    def updates(self, parameters: Sequence[Any], group: Group, sums: Quantized) -> list[Update]:
+        """Return the residuals' next values after an exchange."""
+        if not self.compression.error_feedback:
+            return []
+        kept = [self._of[id(p), group.id] for p in parameters]
+        owners = [residual.owner for residual in kept if residual.owner is not None]
+        pairs = list(zip([residual.own for residual in kept], sums.errors, strict=True))
+        return pairs + list(zip(owners, sums.owner_errors, strict=True))
+
+    def alone(self, parameter: Any, gradient: Any, group: Group) -> tuple[Any, list[Update]]:
+        """Add the pending sum of a checkpoint to a gradient that only this rank has."""
+        is_known = id(parameter) in self._restored or (id(parameter), group.id) in self._of
+        if group.rank < 0 or not is_known:
+            return gradient, []
+        count = int(np.prod(parameter.shape))
+        own = self._residual(parameter, group, (0, count), 1.0, rounds_sum=False).own
+        return gradient + tf.cast(own, gradient.dtype), [(own, tf.zeros_like(own))]
+
+    def count_step(self) -> list[Update]:
+        """Return the update of the number of exchanges."""
+        return [] if self.n_steps is None else [(self.n_steps, self.n_steps + 1)]
+
+    def _residual(
+        self, parameter: Any, group: Group, cuts: Cuts, factor: float, rounds_sum: bool
+    ) -> Residual:
+        key = id(parameter), group.id
+        found = self._of.get(key)
+        is_same = found and found.cuts == cuts and (found.owner is not None) == rounds_sum
+        if found is not None and is_same:
+            return found
+        begin, end = cuts[group.rank :][:2]
+        with tf.init_scope(), tf.device("CPU:0"):
+            if found is None:
+                own = tf.Variable(tf.zeros(parameter.shape), trainable=False)
+            else:  # the exchange has changed
+                found.fold()
+                own = found.own
+            owner = tf.Variable(tf.zeros([end - begin]), trainable=False) if rounds_sum else None
+            self._of[key] = Residual(parameter, group, cuts, factor, own, owner)
+            self._take_restored(self._of[key])
+        return self._of[key]
+
+    def _bits(self) -> tf.Tensor:
+        """Return the bits per value in this step."""
+        few = tf.constant(self.compression.bits)
+        if self.compression.start_step == 0:
+            return few
+        if self.n_steps is None:
+            least = self.compression.start_step
+            with tf.init_scope(), tf.device("CPU:0"):
+                self.n_steps = tf.Variable(self._first_step, dtype=tf.int64, trainable=False)
+                start = _LEAST_START if least is None else least
+                self._start = tf.Variable(start, dtype=tf.int64, trainable=False)
+        return tf.where(self.n_steps < self._start, tf.constant(16), few)
+
+    # Checkpoints
+
+    def restore(self, states: Sequence[tuple[Any, Restored]], n_steps: int) -> None:
+        """Restore parameters' residuals, now or when they are created; others become zero."""
+        self._first_step = n_steps
+        if self.n_steps is not None:
+            self.n_steps.assign(n_steps)
+        for variable in self.variables:
+            variable.assign(tf.zeros_like(variable))
+        self._restored = {id(parameter): state for parameter, state in states}
+        for residual in self.all:
+            self._take_restored(residual)
+
+    def _take_restored(self, residual: Residual) -> None:
+        state = self._restored.pop(id(residual.parameter), None)
+        if state is None:
+            return
+        if state.pending is not None:
+            begin, end = residual.cuts[residual.group.rank :][:2]
+            residual.add(state.pending.reshape(-1)[begin:end])
+            return
+        residual.own.assign(state.own)
+        if state.owner is not None and state.cuts == residual.cuts and residual.owner is not None:
+            residual.owner.assign(state.owner)
+        elif state.owner is not None:  # the exchange is another than before
+            replace(residual, cuts=state.cuts).add(state.owner)
+
+
+def keep(updates: Iterable[Update]) -> None:
+    """Assign the residuals of a step that is not skipped."""
+    for variable, value in updates:
+        variable.assign(value)
+
+
+def rescale(updates: Iterable[Update], factor: tf.Tensor) -> None:
+    """Multiply residuals after the scale of the loss, and so of gradients, has changed."""
+    for variable, _ in updates:
+        if variable.dtype.is_floating:
+            variable.assign(variable * factor)
