@@ -19,11 +19,12 @@ TITLE = "Batches that grow while EDSR trains"
 SHOWS = f"""
 The four methods of [T] table 5.2, after figure 5.5, for EDSR-16 with 32 filters on {_patches}
 patches of 400 Phantom pictures, on two ranks. Batches go from {_small} to {_large}: the gradient's
-noise scale is about one sample here, and what more than 16 samples would save in noise the fewer
-updates lose. Adam's rate is 0.001 for {_large}; it follows the root of the batch, since {_epochs}
-epochs need a rate ten times the thesis's, which would not grow eightfold without harm. Decays come
-after 50 % and 90 % of the epochs, except with the fixed rate, where the growing batch takes their
-place. "AdaptiveBatchSize, fixed rate" grows at the small batch's rate and decays once, after 90 %.
+noise scale is 1 to 3 samples in the first epochs (`tfscale tune batch-size`), and what more than 16
+samples would save in noise the fewer updates lose. Adam's rate is 0.001 for {_large}; it follows
+the root of the batch, since {_epochs} epochs need a rate ten times the thesis's, which would not
+grow eightfold without harm. Decays come after 50 % and 90 % of the epochs, except with the fixed
+rate, where the growing batch takes their place. "AdaptiveBatchSize, fixed rate" grows at the small
+batch's rate and decays once, after 90 %.
 """
 RECIPE = "edsr"
 RANKS = 2
