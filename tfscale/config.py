@@ -175,3 +175,13 @@ def set_default_environment(**variables: str) -> None:
     """Set variables that are not set, for libraries that read them when they start."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def replace_environment(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set variables for other libraries, None removes one; return what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    return before

@@ -17,6 +17,7 @@ from tests.helpers.ranks import require_close, require_error, require_identical,
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.comm import runtime
+from tfscale.optimizer.saving import alone
 
 SEED = 5
 RNG = np.random.default_rng(0)
@@ -129,7 +130,7 @@ class OwnStep(keras.Model):
             gradients = tape.gradient(loss, part.trainable_variables)
             optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
         self.mean.update_state(loss)
-        return {"mean": self.mean.result()}
+        return {"average": self.mean.result(), "last": loss}
 
     @property
     def metrics(self):
@@ -171,11 +172,25 @@ def case_a_train_step_with_two_optimizers_and_random_numbers():
     def train():
         model = OwnStep()
         model.compile(keras.optimizers.SGD(0.5), keras.optimizers.Adam(0.01))
-        fitted = model.fit(ROWS, batch_size=8, epochs=2, verbose=0)
-        return [v.numpy() for v in model.variables] + [np.array(fitted.history["mean"])]
+        fitted = model.fit(ROWS, batch_size=9, epochs=2, verbose=0)  # the last batch has one row
+        weights = [v.numpy() for v in model.variables]
+        return weights + [np.array(fitted.history[name]) for name in ("average", "last")]
 
     with float64():
         require_equal_runs(train)
+
+
+@sizes(2, 3, timeout_s=180)
+def case_losses_that_divide_sums_over_the_batch():
+    def train(loss):
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(2, activation="sigmoid")])
+        model.compile(keras.optimizers.SGD(0.5), loss)
+        return results(model, model.fit(ROWS, TARGETS > 0, batch_size=9, epochs=2, verbose=0))
+
+    with float64():
+        require_equal_runs(lambda: train(keras.losses.Dice()))
+        require_equal_runs(lambda: train(keras.losses.Tversky(alpha=0.3, axis=[0])))
+        require_equal_runs(lambda: train(keras.losses.Dice(axis=[1])))
 
 
 @sizes(2, 3, timeout_s=240)
@@ -199,11 +214,27 @@ def case_every_exchange_trains_on_uneven_batches():
 # What a script writes, and what it may not do.
 
 
+class Recorder(keras.callbacks.Callback):
+    """Records what it is told to call, as callbacks of packages that log do."""
+
+    __module__ = "mlflow.tensorflow"
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.n_calls = call, 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.n_calls += 1
+        self.call(self.model)
+
+
 @sizes(2, timeout_s=120)
 def case_files_and_lines_are_written_once():
     with shared_folder() as folder, distributed():
         path = os.path.join(folder, "model.keras")
+        recorder = Recorder(lambda model: model.save(os.path.join(folder, "logged.keras")))
         callbacks = [
+            recorder,
             keras.callbacks.ModelCheckpoint(
                 os.path.join(folder, "{epoch}.weights.h5"), save_weights_only=True
             ),
@@ -212,12 +243,18 @@ def case_files_and_lines_are_written_once():
         ]
         model, _ = convolutional(callbacks=callbacks)
         model.save(path)
+        keras.saving.save_model(model, os.path.join(folder, "other.keras"))
+        keras.models.load_model(os.path.join(folder, "other.keras"))
+        assert recorder.n_calls == (2 if tfscale.rank() == 0 else 0)
+        assert (os.environ.get("WANDB_MODE") == "disabled") == (tfscale.rank() > 0)
         assert type(keras.models.load_model(path).layers[1]) is layers.BatchNormalization
         assert sorted(os.listdir(folder)) == [
             "1.weights.h5",
             "2.weights.h5",
             "log.csv",
+            "logged.keras",
             "model.keras",
+            "other.keras",
         ]
         with open(os.path.join(folder, "log.csv")) as file:
             assert len(file.readlines()) == 3
@@ -271,29 +308,40 @@ def case_what_cannot_be_distributed_is_refused():
         model.compile("sgd", "mse")
         data = tfscale.data.GlobalBatches(ROWS, TARGETS, batch_size=8)
         require_error(lambda: model.fit(data), "ConfigError", "Received: x=GlobalBatches in fit")
+        pairs = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
+        pairs.compile("sgd", keras.losses.Circle())
+        require_error(lambda: pairs.fit(ROWS, np.zeros(37), verbose=0), "ConfigError", "Circle")
+        states = keras.Input(batch_shape=(4, 3, 2))
+        stateful = keras.Model(states, layers.LSTM(2, stateful=True)(states))
+        stateful.compile("sgd", "mse")
+        require_error(
+            lambda: stateful.fit(np.ones((8, 3, 2)), np.ones((8, 2)), batch_size=4),
+            "ConfigError",
+            "layer 'lstm' with stateful=True",
+        )
+        with alone():  # as callbacks that write
+            text = "a callback that writes or logs"
+            require_error(lambda: model.predict(ROWS, verbose=0), "ConfigError", text)
     require_error(lambda: tfscale.distribute(batch_norm="sync"), "batch_norm", "'sync'")
 
 
 @sizes(2, timeout_s=120)
 def case_undo_restores_keras():
-    names = ("fit", "evaluate", "predict", "train_on_batch", "save")
-    before = [getattr(keras.Model, name) for name in names]
-    before += [
-        keras.optimizers.Optimizer.apply,
-        keras.metrics.Mean.update_state,
-        keras.random.normal,
+    places = [(keras.Model, n) for n in ("fit", "evaluate", "predict", "train_on_batch", "save")]
+    places += [
+        (keras.optimizers.Optimizer, "apply"),
+        (keras.metrics.Mean, "update_state"),
+        (keras.random, "normal"),
+        (keras.losses.Dice, "call"),
+        (keras.saving, "save_model"),
+        (keras.export.ExportArchive, "write_out"),
+        (layers.BatchNormalization, "_moments"),
     ]
-    before.append(layers.BatchNormalization._moments)
+    before = [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
     with distributed():
         model, _ = convolutional(epochs=1)
         assert keras.Model.fit is not before[0]
-    after = [getattr(keras.Model, name) for name in names]
-    after += [
-        keras.optimizers.Optimizer.apply,
-        keras.metrics.Mean.update_state,
-        keras.random.normal,
-    ]
-    after.append(layers.BatchNormalization._moments)
+    after = [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
     assert all(a is b for a, b in zip(after, before, strict=True))
     if runtime.rank() == 0:  # alone: nothing is exchanged any more
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

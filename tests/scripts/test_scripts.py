@@ -1,6 +1,6 @@
 """Users' scripts, which know nothing of tfscale: 2 and 3 ranks give what one process gives.
 
-Each script here runs once by itself and once per number of ranks after `tfscale.distribute`, in
+Each script here runs once by itself and once per number of ranks by `tfscale run --distribute`, in
 folders of their own and in float64, where sums in another order differ by 1e-15 only. Compared
 are all files that it leaves, and all lines that it prints, so that none comes twice. tfscale itself
 checks that all ranks have the same weights; its error would end the script.
@@ -20,7 +20,7 @@ from tests.helpers.run_comparison import compare_files, compare_lines, read_file
 SCRIPTS = {
     path.stem: path
     for path in sorted(Path(__file__).parent.glob("*.py"))
-    if path.stem not in ("__init__", "test_scripts")
+    if path.stem != "__init__" and not path.stem.startswith("test_")
 }
 QUICK = {"py_dataset", "recommender", "regression"}  # of `make test`
 SEED = "1"
@@ -32,11 +32,6 @@ LOOSE = {"mixed_precision": 0.05}
 ALONE = """
 import keras, runpy, sys
 keras.utils.set_random_seed(int(sys.argv[2]))
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-TOGETHER = """
-import runpy, sys, tfscale
-tfscale.distribute(seed=int(sys.argv[2]))
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
@@ -82,9 +77,8 @@ def cases():
 @pytest.mark.parametrize(("script", "size"), cases())
 def test_ranks_give_what_one_process_gives(script, size, references, environ, tmp_path):
     expected_lines, expected_files, _ = references(script)
-    words = job_words(
-        ["-np", str(size)], [sys.executable, "-c", TOGETHER, str(SCRIPTS[script]), SEED]
-    )
+    options = ["--distribute", "--seed", SEED, "-np", str(size)]
+    words = job_words(options, [sys.executable, str(SCRIPTS[script])])
     lines, files, printed = results_of(words, tmp_path, environ)
     wrong = compare_lines(expected_lines, lines, LOOSE.get(script, LINES_TOLERANCE))
     wrong += compare_files(expected_files, files, LOOSE.get(script, FILES_TOLERANCE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from tfscale.internals.keras import replace_train_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
 from tfscale.optimizer.distributed import accumulators, distributed_optimizers
+from tfscale.optimizer.saving import alone
 
 
 class Callback(Traits):
@@ -160,12 +162,17 @@ class Container(Callback):
         """Return the callbacks inside, in the order of their calls."""
         return list(self.companions)
 
+    def around_parts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the callbacks inside are called."""
+        return contextlib.nullcontext()
+
 
 def _forwarding(name: str) -> Callable[..., None]:
     def hook(self: Container, *args: Any, **kwargs: Any) -> None:
         getattr(super(Container, self), name)(*args, **kwargs)
-        for part in self.parts():
-            getattr(part, name)(*args, *kwargs.values())  # its parameters may have other names
+        with self.around_parts():
+            for part in self.parts():
+                getattr(part, name)(*args, *kwargs.values())  # its parameters may have other names
 
     hook.__name__ = name
     hook.__doc__ = f"Hand `{name}` on to the callbacks inside."
@@ -225,6 +232,10 @@ class RankZero(Container):
     def parts(self) -> list[Any]:
         """Return the callback, on rank 0."""
         return [self.callback] if runtime.rank() == 0 else []
+
+    def around_parts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which saves wait for no other rank."""
+        return alone()
 
 
 def may_communicate() -> bool:

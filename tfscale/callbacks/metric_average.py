@@ -12,6 +12,7 @@ from tfscale.callbacks.base import Callback
 from tfscale.checkpoints.variables import metric_states, metrics_of
 from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ExchangeError
+from tfscale.exchange.batch_shares import weight_of_last_batch
 from tfscale.fit.session import running_session
 from tfscale.internals.keras import give_back_results, replace_results
 
@@ -25,8 +26,9 @@ class MetricAverageCallback(Callback):
     The states of metrics are reduced over ranks and the results recomputed, so that accuracy,
     AUC, precision and loss are those of one process that sees all samples, whatever the number of
     samples per rank. States are summed; a metric whose states must be reduced differently has an
-    attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. Numbers that do not come from
-    a metric are averaged with equal weights of the ranks.
+    attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. A metric's result may have
+    another name in the logs. Numbers that do not come from a metric are averaged, with equal
+    weights of the ranks, or under `tfscale.distribute` with those of their rows in the last batch.
 
     One kind of state is not weighted by samples: the losses of single outputs, which Keras shows
     for models with several outputs, count each batch alike unless its size is known beforehand
@@ -136,6 +138,7 @@ class _Snapshot:
     values: list[np.ndarray]  # of the variables, as float64
     results: dict[str, Any]  # by key of the logs
     stateless: frozenset[str]  # names of metrics without variables
+    weight: float  # of this rank's last batch in a mean over ranks
 
     @classmethod
     def of(cls, model: keras.Model) -> _Snapshot:
@@ -143,7 +146,8 @@ class _Snapshot:
         states = metric_states(model)
         values = [np.asarray(variable.numpy(), np.float64) for variable, _, _ in states]
         stateless = frozenset(m.name for m in metrics_of(model) if not m.variables)
-        return cls(states, values, _scalars(model.get_metrics_result()), stateless)
+        results = _scalars(model.get_metrics_result())
+        return cls(states, values, results, stateless, weight_of_last_batch())
 
     def reduced_results(self, model: keras.Model) -> dict[str, Any]:
         """Return the results over all ranks' data; the metrics stay as they are. Collective."""
@@ -166,9 +170,9 @@ def _average_logs(
     """Replace the values of `logs` by those of all ranks together, in place. Collective.
 
     A number or array made by metrics is recomputed from their reduced states. Any other number is
-    averaged with equal weights of the ranks; other values stay. `snapshots` has prefixes of keys
-    as its keys: "" for training, "val_" for validation. Raises on all ranks if a key or a metric's
-    state exists on some ranks only.
+    averaged with the weights of the ranks' last batches; other values stay. `snapshots` has
+    prefixes of keys as its keys: "" for training, "val_" for validation. Raises on all ranks if a
+    key or a metric's state exists on some ranks only.
     """
     for key, value in logs.items():
         if not isinstance(value, (int, float)) and np.ndim(value) == 0 and _is_number(value):
@@ -176,6 +180,8 @@ def _average_logs(
     mine = {
         "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
         "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
+        "equal": {key: _equal_results(value, snapshots) for key, value in logs.items()},
+        "weights": {prefix: taken.weight for prefix, taken in snapshots.items()},
         "states": {f"{p}{label}" for p, taken in snapshots.items() for *_, label in taken.states},
     }
     every = objects.allgather_object(mine, name="metrics of an epoch")
@@ -191,7 +197,14 @@ def _average_logs(
         if kinds == {"metric"}:
             logs[key] = results[key]
         elif "other" not in kinds:
-            logs[key] = mean([item["numbers"][key] for item in every])
+            numbers = [item["numbers"][key] for item in every]
+            # A train_step may return a metric's result under another name.
+            named = set.intersection(*(item["equal"][key] for item in every))
+            if named and len(set(numbers)) > 1:
+                logs[key] = results[min(named)]
+                continue
+            prefix = VALIDATION if key.startswith(VALIDATION) and VALIDATION in snapshots else ""
+            logs[key] = mean(numbers, [item["weights"][prefix] for item in every])
 
 
 def _is_number(value: Any) -> bool:
@@ -216,6 +229,18 @@ def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
     return "number" if is_number else "other"
 
 
+def _equal_results(value: Any, snapshots: dict[str, _Snapshot]) -> set[str]:
+    """Return the keys of the results of metrics that a number equals."""
+    if not isinstance(value, (int, float)):
+        return set()
+    return {
+        prefix + name
+        for prefix, taken in snapshots.items()
+        for name, result in taken.results.items()
+        if name not in taken.stateless and _is_close(value, result)
+    }
+
+
 def _is_close(value: Any, result: Any) -> bool:
     """Return whether a value of the logs equals the result of a metric, up to rounding."""
     if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
@@ -223,10 +248,17 @@ def _is_close(value: Any, result: Any) -> bool:
     return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))
 
 
-def mean(numbers: list[float]) -> float:
-    """Return the mean of the ranks' numbers; of equal numbers it is exactly that number."""
-    is_equal = all(number == numbers[0] for number in numbers)
-    return numbers[0] if is_equal else float(np.mean(np.asarray(numbers, dtype=np.float64)))
+def mean(numbers: list[float], weights: list[float] | None = None) -> float:
+    """Return the mean of the ranks' numbers; of equal numbers it is exactly that number.
+
+    The number of a rank with weight 0 need not be finite.
+    """
+    if all(number == numbers[0] for number in numbers):
+        return numbers[0]
+    weights = weights or [1.0] * len(numbers)
+    counted = [(number, weight) for number, weight in zip(numbers, weights, strict=True) if weight]
+    values, factors = np.array(counted, np.float64).T
+    return float(np.average(values, weights=factors))
 
 
 def _require_equal(what: str, names: list[set[str]]) -> None:

@@ -65,6 +65,21 @@ def are_used() -> bool:
 
 
 _entered: list[Share] = []  # of the steps being traced or run, innermost last
+_last_weight: tf.Variable | None = None  # of the batch of the last step that ran
+
+
+def note_weight(share: Share) -> None:
+    """Note, whenever the step being traced runs, the weight of its batch."""
+    global _last_weight
+    if _last_weight is None:
+        with tf.init_scope():
+            _last_weight = tf.Variable(1.0, trainable=False, dtype=tf.float64)
+    _last_weight.assign(share.weight(tf.float64))
+
+
+def weight_of_last_batch() -> float:
+    """Return the weight of this rank's rows in the mean over ranks of the last batch."""
+    return 1.0 if _last_weight is None or not _are_used else float(_last_weight)
 
 
 def current() -> Share | None:

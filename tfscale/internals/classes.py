@@ -2,7 +2,8 @@
 
 Private names used here, checked with Keras 3.10 and 3.15: the attributes `train_step`, `test_step`
 and `predict_step` of one model; `BatchNormalization._moments`;
-`keras.src.losses.loss.reduce_weighted_values` and `apply_mask`; the functions of
+`keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
+`keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
 `keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`.
 """
 
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_losses
+from keras.src.losses.losses import LossFunctionWrapper
 
 _MISSING = object()
 # Draws whose first argument is the shape of the result.
@@ -55,6 +58,14 @@ class Patches:
         for name, wrap in wraps.items():
             self.wrap(keras.Model, name, wrap)
 
+    def wrap_saves(self, **wraps: Wrap) -> None:
+        """Wrap the functions that save a model, in all modules that have them."""
+        modules = {id(m): m for m in (keras.models, keras.saving, tf.keras.models)}
+        for module in modules.values():
+            for name, wrap in wraps.items():
+                if hasattr(module, name):
+                    self.wrap(module, name, wrap)
+
     def wrap_moments(self, wrap: Wrap) -> None:
         """Wrap the method (self, inputs, mask) with which BatchNormalization sees a batch."""
         self.wrap(keras.layers.BatchNormalization, "_moments", wrap)
@@ -62,6 +73,10 @@ class Patches:
     def wrap_reduction(self, wrap: Wrap) -> None:
         """Wrap `reduce_weighted_values`, with which all losses make a number of their values."""
         self.wrap(keras_losses, "reduce_weighted_values", wrap)
+
+    def wrap_losses(self, wrap: Wrap) -> None:
+        """Wrap the method (self, y_true, y_pred) of losses made of a function."""
+        self.wrap(LossFunctionWrapper, "call", wrap)
 
     def wrap_means(self, wrap: Wrap) -> None:
         """Wrap the method `update_state` (self, values, sample_weight) of the metric Mean."""
@@ -73,6 +88,14 @@ class Patches:
             self.wrap(keras_random, name, shaped)
         self.wrap(keras_random, "dropout", dropout)
         self.wrap(keras_random, "categorical", categorical)
+
+
+def sums_over_batch(loss: Any) -> bool:
+    """Return whether a loss made of a function divides sums over the samples of a batch."""
+    if loss.fn not in (keras.losses.dice, keras.losses.tversky):
+        return False
+    axis = loss._fn_kwargs.get("axis")
+    return axis is None or 0 in (axis if isinstance(axis, list | tuple) else [axis])
 
 
 def weights_with_mask(sample_weight: Any, mask: Any, dtype: Any) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import sys
@@ -147,6 +148,8 @@ def _distributed(command: Sequence[str], options: argparse.Namespace) -> tuple[s
             "this command starts, or call tfscale.distribute() in its script."
         )
     interpreter, program = _split_python(command)
+    if options.seed is None:  # ranks that send one cannot set TensorFlow's threads afterwards
+        options.seed = secrets.randbelow(2**32)
     if not program:
         raise ConfigError(
             "--distribute needs a script, -m module or -c code. Received: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.compression import Compression
-from tfscale.config import ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.internals.keras import wrap_once
 from tfscale.internals.optimizers import optimizer_of
 from tfscale.optimizer.distributed import (
@@ -86,15 +86,14 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
 
         if sharded_states(model):
             save_together(model, filepath, write, what)
-        elif _is_written_once:
-            on_first_rank(write, what)
         else:
-            write()
+            on_first_rank(write, what)
 
     return safe_save
 
 
 _is_written_once = False  # whether all ranks call saves, and rank 0 writes for all
+_is_alone = False  # whether what runs is called on one rank
 
 
 def write_on_first_rank(is_written_once: bool) -> None:
@@ -103,12 +102,35 @@ def write_on_first_rank(is_written_once: bool) -> None:
     _is_written_once = is_written_once
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Mark a block as one that runs on one rank: its saves do not wait for other ranks."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
+
+
+def is_alone() -> bool:
+    """Return whether what runs is known to be called on one rank."""
+    return _is_alone
+
+
 def on_first_rank(write: Callable[[], None], what: str) -> None:
-    """Write on rank 0; return on all ranks when it is done, or has failed. Collective."""
+    """Write on rank 0; return on all ranks when it is done, or has failed. Collective.
+
+    Without `write_on_first_rank(True)`, and in a block that runs `alone`, write at once.
+    """
+    if _is_alone or not _is_written_once:
+        write()
+        return
     error = ""
     try:
         if runtime.rank() == 0:
-            write()
+            with alone():
+                write()
     except Exception as failure:
         error = f"rank 0: {type(failure).__name__}: {failure}"
     error = objects.broadcast_object(error, 0, name=what)
@@ -151,6 +173,12 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
         else:
             logger.info("%s(%s): the rank that keeps the state writes.", what, filepath)
         return
+    if _is_alone:
+        raise ConfigError(
+            "The ranks hold parts of the optimizer's state, which they gather when all of them "
+            f"save. Received: {what}({filepath}) in a callback that runs on rank 0 only. Use "
+            "keras.callbacks.ModelCheckpoint, or exchange='allreduce'."
+        )
     process_set = states[0].process_set
     states[0].meet(what)
     is_path = isinstance(filepath, (str, os.PathLike))

@@ -25,16 +25,21 @@ from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, RankZero,
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.start import init
-from tfscale.config import ConfigError, ExchangeError, require
+from tfscale.config import ConfigError, ExchangeError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
 from tfscale.fit.preparation import prepare
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
-from tfscale.internals.keras import wrap_once
+from tfscale.internals.keras import layers_of, wrap_once
 from tfscale.internals.optimizers import is_wrapped, optimizers_of, update_rule
 from tfscale.optimizer.distributed import DistributedOptimizer
-from tfscale.optimizer.saving import make_saves_safe, on_first_rank, write_on_first_rank
+from tfscale.optimizer.saving import (
+    is_alone,
+    make_saves_safe,
+    on_first_rank,
+    write_on_first_rank,
+)
 from tfscale.transparent import steps
 
 BatchNorm = Literal["global", "local"]
@@ -46,6 +51,8 @@ _WRITING = (
 )
 # Packages whose callbacks write or send, and leave the model as it is.
 _WRITING_PACKAGES = ("wandb", "mlflow", "tqdm", "comet_ml", "neptune", "clearml", "dvclive", "aim")
+# Of ranks other than 0: `wandb.init` in a script starts no run there.
+_OTHER_RANKS = {"WANDB_MODE": "disabled"}
 _COMPARED_BATCHES = 2
 _DIGEST_BYTES = 1 << 26  # of one array; of larger ones, rows at equal distances
 _PARTS = ("train_step", "test_step", "predict_step")
@@ -90,8 +97,10 @@ def distribute(
     require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
     resolve(exchange)
     init()
-    drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
-    keras.utils.set_random_seed(objects.broadcast_object(drawn, 0, name="seed"))
+    if seed is None:  # sent only then: TensorFlow's threads and devices cannot be set afterwards
+        drawn = int.from_bytes(os.urandom(4), "little")
+        seed = objects.broadcast_object(drawn, 0, name="seed")
+    keras.utils.set_random_seed(seed)
     if _running is None:
         _running = Distributed(exchange, batch_norm, all_output)
     return _running
@@ -106,6 +115,7 @@ class Distributed:
         self._models = weakref.WeakKeyDictionary()
         self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
         self._stdout: int | None = None
+        self._environment: dict[str, str | None] = {}  # what was there before
         if runtime.size() == 1:
             return
         steps.patch(self._patches, batch_norm)
@@ -120,9 +130,13 @@ class Distributed:
             save_weights=_saving_once,
             export=_exporting_once,
         )
+        self._patches.wrap_saves(save_model=_saving_by_method, save_weights=_saving_by_method)
+        self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
         shares.use(True)
         write_on_first_rank(True)
+        if runtime.rank() > 0:
+            self._environment = replace_environment(_OTHER_RANKS)
         if runtime.rank() > 0 and not all_output:
             self._drop_output()
 
@@ -133,6 +147,7 @@ class Distributed:
         self._patches.undo()
         shares.use(False)
         write_on_first_rank(False)
+        replace_environment(self._environment)
         for model in self._models:
             for name in (*_PARTS, "save", "save_weights"):
                 vars(model).pop(name, None)
@@ -154,7 +169,14 @@ class Distributed:
 
     def _prepare(self, model: keras.Model) -> steps.FirstBatches:
         """Let the steps of a model compute shares; return the comparison of its batches."""
+        if is_alone():
+            raise ConfigError(
+                "Under tfscale.distribute all ranks compute the steps of a model together. "
+                "Received: a call such as model.predict in a callback that writes or logs, which "
+                "runs on rank 0 only. Make the call in a keras.callbacks.Callback of its own."
+            )
         if model not in self._models:
+            _refuse_stateful(model)
             self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
             wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
             wrap_once(model, "test_step", steps.on_share)
@@ -257,9 +279,19 @@ def _saving_once(save: Any) -> Any:
     return save_once
 
 
+def _saving_by_method(save: Any) -> Any:
+    method = save.__name__.removesuffix("_model")  # of keras.saving.save_model: `save`
+
+    def save_by_method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        return getattr(model, method)(*args, **kwargs)
+
+    return save_by_method
+
+
 def _exporting_once(export: Any) -> Any:
-    def export_once(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        on_first_rank(lambda: export(model, *args, **kwargs), "model.export")
+    def export_once(exported: Any, *args: Any, **kwargs: Any) -> None:
+        what = f"{type(exported).__name__}.{export.__name__}"
+        on_first_rank(lambda: export(exported, *args, **kwargs), what)
 
     return export_once
 
@@ -306,6 +338,17 @@ def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    stateful = [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]
+    if stateful:
+        raise ConfigError(
+            "tfscale.distribute cuts each batch into rows for the ranks, and a stateful layer "
+            f"keeps a state for every row of the whole batch. Received: layer {stateful[0]!r} "
+            "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
+            "sequences of its own for each rank: see docs/data.md."
+        )
 
 
 # Arguments of the ranks.

@@ -4,7 +4,7 @@ A model's `train_step`, `test_step` and `predict_step` are given whole batches a
 rank's rows. Within them, and only there,
 
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
-  sums);
+  sums, Dice);
 * means of scalars weigh a rank by its rows, and so does the optimizer (`exchange/batch_shares.py`);
 * BatchNormalization uses the statistics of the whole batch;
 * random numbers are drawn for the whole batch, and each rank takes those of its rows.
@@ -21,10 +21,11 @@ import tensorflow as tf
 
 from tfscale.comm import collectives
 from tfscale.comm.runtime import Sum, global_process_set
+from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
-from tfscale.internals.classes import Patches, weights_with_mask
+from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
 
 _GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.int8, tf.uint8)
 _ARGUMENTS = ("x", "y", "sample_weight")
@@ -34,6 +35,7 @@ _DIGEST_RANGE = 2**62
 def patch(patches: Patches, batch_norm: str) -> None:
     """Patch what steps call; without effect outside of steps."""
     patches.wrap_reduction(_reduced_over_ranks)
+    patches.wrap_losses(_of_whole_batch)
     patches.wrap_means(_weighted_mean)
     patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)
     if batch_norm == "global":
@@ -57,6 +59,7 @@ def on_share(
         share = shares.share_of(batch)
         if share is None:
             return step(batch)
+        shares.note_weight(share)
         with shares.entering(share):
             return step(shares.cut(batch, share))
 
@@ -168,6 +171,35 @@ def _reduced_over_ranks(reduce: Any) -> Any:
         return loss * tf.math.divide_no_nan(own, every) * share_of_sum
 
     return reduce_over_ranks
+
+
+def _of_whole_batch(call: Any) -> Any:
+    """Give losses that divide sums over a batch the rows of all ranks."""
+
+    def call_on_whole_batch(self: Any, y_true: Any, y_pred: Any) -> Any:
+        share = shares.current()
+        if share is not None and self.fn is keras.losses.circle:
+            raise ConfigError(
+                "tfscale.distribute computes losses from each rank's rows. Received: Circle, "
+                "which compares all samples of a batch. Train without tfscale.distribute, and "
+                "gather the rows by tfscale.allgather: see docs/distribute.md."
+            )
+        if share is None or not sums_over_batch(self):
+            return call(self, y_true, y_pred)
+        # The gather adds up the ranks' gradients of rows, and the optimizer averages them with the
+        # weights of the ranks that hold the rows; those of the ranks that add them count here.
+        weight = share.weight(y_pred.dtype)
+        own = _with_gradient(y_pred, lambda gradient: tf.math.divide_no_nan(gradient, weight))
+        every = collectives.allgather(own, gradient="adjoint", name="predictions of loss")
+        targets = collectives.allgather(y_true, gradient="adjoint", name="targets of loss")
+        return _with_gradient(call(self, targets, every), lambda gradient: gradient * weight)
+
+    return call_on_whole_batch
+
+
+def _with_gradient(values: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Return values whose gradient is changed on its way back."""
+    return tf.custom_gradient(lambda same: (tf.identity(same), change))(values)
 
 
 def _weighted_mean(update_state: Any) -> Any:
