@@ -317,7 +317,7 @@ def case_what_cannot_be_distributed_is_refused():
         require_error(
             lambda: stateful.fit(np.ones((8, 3, 2)), np.ones((8, 2)), batch_size=4),
             "ConfigError",
-            "layer 'lstm' with stateful=True",
+            "with stateful=True",
         )
         with alone():  # as callbacks that write
             text = "a callback that writes or logs"
