@@ -53,6 +53,7 @@ void Submit(OperationHandle operation, Call call) {
   task.operation->KeepAlive(std::move(call.memory));
   if (!call.shapes.empty()) task.operation->CompareFirst(call.name, call.shapes);
   task.name = std::move(call.name);
+  task.is_awaited_later = call.is_awaited_later;
   task.group = call.group;
   task.plan = call.plan;
   task.slot = call.slot;

@@ -78,6 +78,8 @@ struct Call {
   int slot = 0;
   std::string shapes;            // compared over the ranks first, unless it is empty
   std::shared_ptr<void> memory;  // kept until the operation is destroyed
+  // Nothing waits for it yet, so that it may take a little longer and fewer polls.
+  bool is_awaited_later = false;
   // Set before GiveUpWaiting, which may come before the call does.
   std::shared_ptr<std::atomic<bool>> is_cancelled;
   // Runs exactly once, on the communication thread or, without an engine, here.

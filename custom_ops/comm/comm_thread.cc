@@ -62,6 +62,7 @@ microseconds CommThread::NextWait(bool has_moved) {
   const Clock::time_point now = Clock::now();
   if (has_moved) last_moved_ = now;
   if (!scheduler_.is_busy()) return kIdle;
+  if (scheduler_.is_relaxed()) return kLongSleep;  // computation needs the core
   if (now - last_moved_ < kHot) {
     sleep_ = kShortSleep;
     std::this_thread::yield();

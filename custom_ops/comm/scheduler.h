@@ -41,6 +41,8 @@ class Scheduler {
   bool is_busy() const;
   // And others are known to come soon; see PlanSpec::is_patient.
   bool is_urgent() const;
+  // Nothing waits yet for what is active; see Call::is_awaited_later.
+  bool is_relaxed() const;
   // Ends all collectives, these and later ones, with the first failure, and
   // notifies the other ranks.
   void Fail(const std::string& why);

@@ -19,6 +19,13 @@ bool Scheduler::is_urgent() const {
          std::any_of(queues_.begin(), queues_.end(), is_waiting);
 }
 
+bool Scheduler::is_relaxed() const {
+  const auto is_waiting = [](const auto& entry) { return entry.second->is_waiting(); };
+  return std::all_of(active_.begin(), active_.end(),
+                     [](const Task& task) { return task.is_awaited_later; }) &&
+         std::none_of(queues_.begin(), queues_.end(), is_waiting);
+}
+
 std::string Scheduler::PlaceOf(const Task& task) const {
   if (task.plan == kEager) return task.name;
   return task.name + " (slot " + std::to_string(task.slot) + " of " +

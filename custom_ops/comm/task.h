@@ -23,6 +23,7 @@ struct Task {
   // Runs exactly once, on the communication thread.
   std::function<void(const Status&)> done;
   std::string name;
+  bool is_awaited_later = false;  // see Call
   int group = 0;
   int plan = kEager;
   int slot = 0;
