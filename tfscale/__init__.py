@@ -50,7 +50,7 @@ _NAMES_BY_MODULE = {
     "exchange.allreduce": ("Allreduce",),
     "exchange.auto": ("Auto",),
     "exchange.chunked": ("Chunked",),
-    "exchange.local_sgd": ("AdaptiveInterval", "LocalSGD"),
+    "exchange.local_sgd": ("AdaptiveInterval", "DistanceGuard", "GrowingInterval", "LocalSGD"),
     "exchange.sharded": ("Sharded",),
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),

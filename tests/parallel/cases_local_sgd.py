@@ -71,6 +71,52 @@ def case_every_step_with_sgd_is_synchronous():
         compare(model, train_by_hand(OPTIMIZERS["sgd"], 1, 1))
 
 
+def averages_by_hand(rule, groups, n_steps):
+    """Return the average of the groups' models, and the steps after which they were averaged."""
+    x, y = samples()
+    models = models_for(groups, OPTIMIZERS["sgd"])
+    common = [v.numpy() for v in models[0].trainable_variables]
+    since, steps = 0, []
+    for step in range(n_steps):
+        for i, model in enumerate(models):
+            own = own_part(step % STEPS, i, groups)
+            model.train_on_batch(x[own], y[own])
+        since += 1
+        if isinstance(rule, tfscale.GrowingInterval):
+            is_due = since >= min(rule.most, int(rule.start * (1 + rule.growth * len(steps))))
+        else:
+            all_weights = [[v.numpy() for v in model.trainable_variables] for model in models]
+            apart = np.mean([norm_of_difference(own, common) for own in all_weights])
+            is_due = since == rule.most or (since % rule.every == 0 and apart > rule.limit)
+        if is_due:
+            since = 0
+            steps.append(step + 1)
+            common = mean_of([m.trainable_variables for m in models])
+            set_all(models, common)
+    return mean_of([m.trainable_variables for m in models]), steps
+
+
+def norm_of_difference(ones, others):
+    return np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(ones, others, strict=True)))
+
+
+@sizes(2, 4, timeout_s=200)
+def case_interval_rules_equal_single_processes():
+    with float64():
+        for rule, within in (
+            (tfscale.GrowingInterval(start=2, growth=0.5, most=4), tfscale.Sharded()),
+            (tfscale.DistanceGuard(limit=0.3, most=7), tfscale.Sharded()),
+            (tfscale.DistanceGuard(limit=0.3, most=5, every=2), "allreduce"),
+        ):
+            record = ModelDistance()
+            strategy = tfscale.LocalSGD(2, rule, within)
+            model = train(OPTIMIZERS["sgd"], strategy, epochs=2, callbacks=[record])
+            expected, steps = averages_by_hand(rule, 2, 2 * STEPS)
+            assert [step for step, _ in record.distances] == steps
+            assert len(set(np.diff(steps))) > 1, steps  # intervals differ
+            compare(model, expected)
+
+
 @sizes(2, 4, timeout_s=300)
 def case_variants():
     """SASGD, an outer optimizer, averaged state."""

@@ -36,14 +36,23 @@ from tfscale.fit.session import FitSession
         ({"groups": 2, "merge": 0.5}, "together with overlap. Received: merge=0.5"),
         ({"groups": 2, "overlap": 1, "average": "gradients"}, "average='gradients'"),
         ({"groups": 2, "overlap": 1, "average_state": True}, "average_state=True"),
+        (
+            {"groups": 2, "overlap": 1, "interval": tfscale.DistanceGuard(1.0, every=4)},
+            "sent at fixed steps",
+        ),
     ],
 )
 def test_bad_options(options, text):
     with pytest.raises(ConfigError) as error:
         tfscale.LocalSGD(**options)
     assert text in str(error.value)
-    with pytest.raises(ConfigError, match="start >= least >= 1"):
-        tfscale.AdaptiveInterval(start=1, least=2)
+    for make, text in (
+        (lambda: tfscale.AdaptiveInterval(start=1, least=2), "start >= least >= 1"),
+        (lambda: tfscale.GrowingInterval(start=8, most=4), "most >= start >= 1"),
+        (lambda: tfscale.DistanceGuard(limit=0.0), "limit > 0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make()
 
 
 def test_groups_are_consecutive_ranks():

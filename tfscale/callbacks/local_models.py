@@ -13,10 +13,11 @@ from tfscale.callbacks.base import BeforeValidation, Callback
 from tfscale.comm import collectives, events, runtime
 from tfscale.comm.runtime import Max, Sum
 from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
-from tfscale.files import append_json_lines, read_json_lines, write_json_lines
+from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
+from tfscale.measure.groups import draw_distances
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.overlapped_averaging import LABEL, OverlappedAverage
 
@@ -180,16 +181,18 @@ class LocalModels(BeforeValidation):
 class ModelDistance(Callback):
     """Record the distance between the groups' models and their average, at each average.
 
-    D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is measured in
-    the averaging step itself, which sends one more number per group. The last distance of an epoch
-    is added to its logs as `model_distance`; an epoch without an average adds none. Of several
-    averages within one execution (`steps_per_execution`) the last one is recorded. Under
-    `average="gradients"`, which forms no mean of models, the distance is that to the model with
-    which all groups continue; with plain SGD inside the groups that is their mean.
+    D is the mean over groups of `||W_i - mean(W)||`, taken just before averaging. It is
+    measured in the averaging step itself, which sends one more number per group and layer. The
+    last distance of an epoch is added to its logs as `model_distance`; an epoch without an
+    average adds none. Of several averages within one execution (`steps_per_execution`) the last
+    one is recorded. Under `average="gradients"`, which forms no mean of models, the distance is
+    that to the model with which all groups continue; with plain SGD inside the groups that is
+    their mean.
 
     Args:
-        directory: Folder in which rank 0 writes `distance.jsonl`, a line with "step" and "distance"
-            for each average; None writes nothing. A `fit` that resumes a run keeps the lines of
+        directory: Folder in which rank 0 writes `distance.jsonl`, a line with "step", "distance"
+            and "layers" (of each layer's parameters alone) for each average, and `distance.png`
+            when training ends; None writes nothing. A `fit` that resumes a run keeps the lines of
             earlier steps.
 
     Attributes:
@@ -230,10 +233,21 @@ class ModelDistance(Callback):
         self._n_averages = n_averages
         if n_averages == before:
             return
-        distance = float(self.session.group_average.distance.numpy())
+        average = self.session.group_average
+        distance = float(average.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self._path is not None:
-            append_json_lines(self._path, [{"step": self._n_steps, "distance": distance}])
+            layers = dict(
+                zip(average.layers, average.layer_distances.numpy().tolist(), strict=True)
+            )
+            row = {"step": self._n_steps, "distance": distance, "layers": layers}
+            append_json_lines(self._path, [row])
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Draw the record."""
+        super().on_train_end(logs)
+        if self._path is not None and self._path.exists() and has_matplotlib():
+            draw_distances(read_json_lines(self._path), self._path.with_suffix(".png"))
 
     @property
     def _path(self) -> Path | None:

@@ -19,7 +19,7 @@ from tfscale.checkpoints.variables import Variables, distinct, group_of, groups_
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError, settings
-from tfscale.exchange.local_sgd import AdaptiveInterval
+from tfscale.exchange.local_sgd import AdaptiveInterval, GrowingInterval
 from tfscale.exchange.residuals import Restored
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
@@ -436,7 +436,7 @@ class Restore:
             return
         leader, parts = self._groups[0][0], self._reader.parts
         given = average.interval.numpy()  # a fixed interval is the program's, not the checkpoint's
-        adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval)
+        adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval | GrowingInterval)
         if adapts and f"{name}/0" in parts[leader].arrays:
             average.interval.assign(self._reader.get(leader, f"{name}/0"))
         if not self._is_exact:  # all groups hold the average already

@@ -61,6 +61,76 @@ class AdaptiveInterval:
 
 
 @dataclass(frozen=True)
+class GrowingInterval:
+    """An interval between averages that grows by the same number of steps after each average.
+
+    After i averages the interval is `start * (1 + growth * i)`, rounded down, and at most `most`.
+
+    Attributes:
+        start: Steps before the first average, 1 or more.
+        growth: Share of `start` that each average adds, more than 0.
+        most: Upper bound of the interval.
+
+    Source: Haddadpour et al.: Local SGD with periodic averaging: tighter analysis and adaptive
+    synchronization, 2019, and the program published with it.
+    """
+
+    start: int = 8
+    growth: float = 0.1
+    most: int = 64
+
+    def __post_init__(self) -> None:
+        if not (is_count(self.start) and self.most >= self.start and self.growth > 0):
+            raise ConfigError(
+                "GrowingInterval needs most >= start >= 1 and growth > 0. Received: "
+                f"start={self.start}, growth={self.growth}, most={self.most}."
+            )
+
+    @property
+    def least(self) -> int:
+        """Lower bound of the interval."""
+        return self.start
+
+
+@dataclass(frozen=True)
+class DistanceGuard:
+    """Averages when the groups' models are too far from the last average, or after `most` steps.
+
+    The distance is the mean over groups of `||W_i - last average||`, which is no less than the
+    distance D from the coming average ([L] eq. 9). Measuring it sends one number per group.
+
+    Attributes:
+        limit: Largest distance without an average, more than 0.
+        most: Largest number of steps between two averages.
+        every: Steps between two measurements.
+    """
+
+    limit: float
+    most: int = 64
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.limit > 0 and is_count(self.most) and is_count(self.every)):
+            raise ConfigError(
+                "DistanceGuard needs limit > 0, most >= 1 and every >= 1. Received: "
+                f"limit={self.limit}, most={self.most}, every={self.every}."
+            )
+
+    @property
+    def start(self) -> int:
+        """Steps between two averages if the distance stays below the limit."""
+        return self.most
+
+    @property
+    def least(self) -> int:
+        """Lower bound of the interval."""
+        return self.every
+
+
+IntervalRule = AdaptiveInterval | GrowingInterval | DistanceGuard
+
+
+@dataclass(frozen=True)
 class LocalSGD(Exchange):
     """Ranks exchange gradients within groups; the groups' models are averaged periodically.
 
@@ -72,7 +142,8 @@ class LocalSGD(Exchange):
         groups: Number of groups; it must divide the number of ranks. Ranks of a group are
             consecutive, so groups match hosts if ranks are placed host by host. "host" makes one
             group of each host, for hosts with equally many ranks.
-        interval: Steps between two averages, 1 or more, or `AdaptiveInterval`.
+        interval: Steps between two averages, 1 or more, or `AdaptiveInterval`, `GrowingInterval`,
+            `DistanceGuard`.
         within: The exchange inside a group: any other strategy, or its name.
         average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
             the last common parameters by the learning rate times the mean of the groups' sums of
@@ -97,7 +168,7 @@ class LocalSGD(Exchange):
     """
 
     groups: int | Literal["host"]
-    interval: int | AdaptiveInterval = 8
+    interval: int | IntervalRule = 8
     within: Any = field(default_factory=Sharded)
     average: Literal["parameters", "gradients"] = "parameters"
     start: int | Literal["immediately", "after_first_decay"] = "immediately"
@@ -111,8 +182,9 @@ class LocalSGD(Exchange):
         start, interval = self.start, self.interval
         fits = self.groups == "host" or is_count(self.groups)
         require(fits, "groups", "1 or more, or 'host'", self.groups)
-        fits = isinstance(interval, AdaptiveInterval) or is_count(interval)
-        require(fits, "interval", "1 or more, or AdaptiveInterval(...)", interval)
+        fits = is_count(interval) or isinstance(interval, IntervalRule)
+        rules = "AdaptiveInterval(...), GrowingInterval(...) or DistanceGuard(...)"
+        require(fits, "interval", f"1 or more, {rules}", interval)
         fits = not isinstance(self.within, LocalSGD)
         require(fits, "within", "an exchange inside of a group", self.within)
         fits = self.average in ("parameters", "gradients")
@@ -137,7 +209,13 @@ class LocalSGD(Exchange):
     def least_interval(self) -> int:
         """The smallest number of steps between two averages."""
         interval = self.interval
-        return interval.least if isinstance(interval, AdaptiveInterval) else interval
+        return interval.least if isinstance(interval, IntervalRule) else int(interval)
+
+    @property
+    def first_interval(self) -> int:
+        """Steps before the first average, unless a `DistanceGuard` asks for it earlier."""
+        interval = self.interval
+        return interval.start if isinstance(interval, IntervalRule) else int(interval)
 
     def _require_overlap(self) -> None:
         least = self.least_interval
@@ -149,6 +227,12 @@ class LocalSGD(Exchange):
         require(fits, "overlap", text, self.overlap)
         fits = self.merge is None or (self.is_overlapped and 0 <= self.merge < 1)
         require(fits, "merge", "None, or a number in [0, 1) together with overlap", self.merge)
+        if self.is_overlapped and isinstance(self.interval, DistanceGuard):
+            raise ConfigError(
+                "Averages that overlap with training are sent at fixed steps. Received: "
+                f"interval={self.interval}, fragments={self.fragments}, overlap={self.overlap!r}. "
+                "Use fragments=1 and overlap=0, or another interval."
+            )
         if self.is_overlapped and (self.average == "gradients" or self.average_state):
             raise ConfigError(
                 "Averages that overlap with training are of parameters. Received: "

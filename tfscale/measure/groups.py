@@ -1,4 +1,4 @@
-"""Recommend a number of groups for local SGD from the distances between their models."""
+"""Distances between the models of groups of local SGD: pictures, and the number they advise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tfscale.files import write_findings
 from tfscale.measure.provenance import describe
 from tfscale.plan.forecast import grid
 
 _PROPORTION = 0.85  # of twice the distance that half as many groups have
+_MOST_LAYERS = 40  # drawn: those with the largest distances
 
 
 @dataclass(frozen=True)
@@ -123,4 +127,43 @@ def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None
     result.legend(fontsize=8)
     for axes in (course, result):
         axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw distances over steps: of the whole model, and of each layer in colours.
+
+    `rows` are the lines of `ModelDistance`; those of an earlier version have no layers.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    if not rows:
+        return
+    steps = [row["step"] for row in rows]
+    known = [row for row in rows if row.get("layers")]
+    names = list(known[-1]["layers"]) if known else []
+    table = np.array([[row["layers"].get(name, 0.0) for row in known] for name in names])
+    largest = np.sort(np.argsort(table.max(axis=1))[::-1][:_MOST_LAYERS]) if names else []
+    height = 2.6 + 0.16 * len(largest)
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    ratios = [2.6, max(0.16 * len(largest), 0.1)]
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=ratios)
+    upper.plot(steps, [row["distance"] for row in rows], marker=".", lw=1.0)
+    upper.set(ylabel="D", title="Mean distance of the groups' models from their average")
+    upper.set_ylim(bottom=0.0)
+    upper.grid(alpha=0.3)
+    if not names:
+        figure.delaxes(lower)
+        upper.set_xlabel("Step")
+    else:
+        shown = table[largest]
+        least = shown[shown > 0].min(initial=shown.max(initial=1.0))
+        norm = LogNorm(least, max(shown.max(), least * 1.01))
+        edges = [row["step"] for row in known]
+        mesh = lower.pcolormesh(edges, range(len(shown)), shown, norm=norm, shading="nearest")
+        lower.set_yticks(range(len(shown)), [names[i] for i in largest], fontsize=6)
+        lower.invert_yaxis()
+        lower.set_xlabel("Step")
+        figure.colorbar(mesh, ax=lower, label="D of the layer")
     figure.savefig(path, dpi=120)

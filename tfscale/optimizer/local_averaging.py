@@ -14,9 +14,8 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression
 from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
+from tfscale.exchange.local_sgd import DistanceGuard, GrowingInterval, LocalSGD
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
-from tfscale.optimizer.rules import sum_of
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
 
 
@@ -28,8 +27,10 @@ class GroupAverage:
         targets: Variables or pieces that this rank updates.
         interval: Steps between two averages: a variable, so that it can change without re-tracing.
         since: Steps since the last average.
+        layers: Paths of the layers whose parameters are averaged, equal on all ranks.
         distance: Mean over groups of the distance between a group's parameters and the average,
             measured at the last average ([L] eq. 9).
+        layer_distances: The same for the parameters of each layer.
         wants_to_stop: Set on a rank that wants to stop training; sent with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
         n_averages: Averages taken in steps so far.
@@ -52,6 +53,11 @@ class GroupAverage:
         # One of several ranks that update the same variables counts for the distance.
         self._is_counted = executor.shards is not None or executor.process_set.rank() == 0
         self.targets = list(targets)
+        shards = executor.shards
+        self._wholes = dict(zip(map(id, targets), targets, strict=True))  # the model's variables
+        if shards is not None:
+            self._wholes = {id(piece): shards.variables[i] for i, piece in shards.pieces.items()}
+        self.layers = list(dict.fromkeys(_layer_of(whole) for whole in self._wholes.values()))
         states = _shared_state(rule, executor.is_local) if strategy.average_state else []
         self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         # For changes of parameters and sums of gradients: a change since the last common parameters
@@ -60,13 +66,15 @@ class GroupAverage:
         self._compression = executor.options.compression
         is_compressed = self._compression is not Compression.none
         sums_gradients = strategy.average == "gradients"
-        needs_common = is_compressed or strategy.outer is not None or sums_gradients
-        interval = strategy.interval
-        first = interval.start if isinstance(interval, AdaptiveInterval) else interval
+        is_guarded = isinstance(strategy.interval, DistanceGuard)
+        needs_common = is_compressed or strategy.outer is not None or sums_gradients or is_guarded
         with tf.init_scope():
-            self.interval = tf.Variable(first, dtype=tf.int64, trainable=False)
+            self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._n_intervals = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            zeros = np.zeros(len(self.layers))
+            self.layer_distances = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self.wants_to_stop = tf.Variable(False, trainable=False)
             self.must_stop = tf.Variable(False, trainable=False)
             self.n_averages = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -104,7 +112,7 @@ class GroupAverage:
         """State that an exact resume needs: counters, common parameters, sums."""
         slots = [v for outer in self._outers if outer is not None for v in outer.variables]
         own = [*self._common, *self._sums, *slots]
-        return [self.interval, self.since, *own]
+        return [self.interval, self.since, self._n_intervals, *own]
 
     def start_from_here(self) -> None:
         """Use the present parameters, equal in all groups, as the last average."""
@@ -138,12 +146,39 @@ class GroupAverage:
             if gradient is not None and id(target) in sums:
                 sums[id(target)].assign_add(tf.convert_to_tensor(gradient))
         reached = self.since + 1
-        is_due = reached >= self.interval
-        squares = [when(is_due, partial(self._average, part)) for part in self._parts()]
+        is_due = self._is_due(reached)
+        shape = [len(self.layers)]
+        squares = [when(is_due, partial(self._average, part), shape) for part in self._parts()]
         for state in self._states:
             when(is_due, partial(self._average_state, state))
-        when(is_due, lambda: self._measure(sum_of(squares)))
+        squares.append(tf.zeros(shape, tf.float64))
+        when(is_due, lambda: self._measure(tf.reduce_sum(tf.stack(squares), axis=0)))
+        self._count(is_due, reached)
+
+    def _is_due(self, reached: tf.Tensor) -> tf.Tensor:
+        """Return whether to average after `reached` steps. Collective for a `DistanceGuard`."""
+        guard, is_full = self._strategy.interval, reached >= self.interval
+        if not isinstance(guard, DistanceGuard):
+            return is_full
+        is_measured = tf.logical_not(is_full) & (reached % guard.every == 0)
+        return is_full | (when(is_measured, self._distance_from_common) > guard.limit)
+
+    def _distance_from_common(self) -> tf.Tensor:
+        pairs = zip(self.targets, self._common, strict=True)
+        changes = [target.value - last.value for target, last in pairs]
+        squares = self._squares_by_layer(range(len(changes)), changes)
+        call = Call(runtime.world(), "distances from the last average")
+        (sums,) = runtime.backend().allreduce([self._report(squares)], call, Reduction())
+        return _distances(self._by_group(sums))[0]
+
+    def _count(self, is_due: tf.Tensor, reached: tf.Tensor) -> None:
+        """Count a step, and the interval if one is over, after which the next may be longer."""
         self.since.assign(tf.where(is_due, tf.zeros_like(reached), reached))
+        self._n_intervals.assign_add(tf.cast(is_due, tf.int64))
+        rule = self._strategy.interval
+        if isinstance(rule, GrowingInterval):
+            steps = rule.start * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
+            self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.most))
 
     def _parts(self) -> list[list[int]]:
         """Return the positions of each message; one message if an outer optimizer makes a step."""
@@ -173,7 +208,22 @@ class GroupAverage:
                 variable.assign(common[place].value)
             else:
                 set_constrained(variable, means[place])
-        return sum_of_squares([m - b for m, b in zip(means, before, strict=True)])
+        changes = [m - b for m, b in zip(means, before, strict=True)]
+        return self._squares_by_layer(part, changes)
+
+    def _squares_by_layer(self, part: Sequence[int], changes: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the squared norm of each layer's changes, as float64.
+
+        Each change is summed in its own dtype, or float32 if that has fewer bits: a copy in float64
+        would cost more than all else in an average.
+        """
+        wide = [c if c.dtype.size >= tf.float32.size else tf.cast(c, tf.float32) for c in changes]
+        squares = [2.0 * tf.cast(tf.nn.l2_loss(change), tf.float64) for change in wide]
+        names = [_layer_of(self._wholes[id(self.targets[i])]) for i in part]
+        numbers = [self.layers.index(name) for name in names]
+        if not squares:
+            return tf.zeros([len(self.layers)], tf.float64)
+        return tf.math.unsorted_segment_sum(tf.stack(squares), numbers, len(self.layers))
 
     def _move_common(self, outer: Any, common: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
         """Set the common parameters to means, or let an outer optimizer move them there."""
@@ -205,24 +255,31 @@ class GroupAverage:
         state.assign(mean_over(self.across, [state.value], state.path)[0])
         return tf.zeros([], tf.float64)
 
-    def _measure(self, square: tf.Tensor) -> tf.Tensor:
+    def _measure(self, squares: tf.Tensor) -> tf.Tensor:
         """Measure the distance of the groups, and agree whether to stop. Collective.
 
-        Each group's squared distance is one number, the sum of its ranks' parts. One more number
-        counts the ranks that want to stop.
+        Each group's squared distances are one number per layer, the sums of its ranks' parts. One
+        more number counts the ranks that want to stop.
         """
         call = Call(runtime.world(), "distances of models")
-        (sums,) = runtime.backend().allreduce([self._report(square)], call, Reduction())
+        (sums,) = runtime.backend().allreduce([self._report(squares)], call, Reduction())
         return self._take_report(sums)
 
-    def _report(self, square: tf.Tensor) -> tf.Tensor:
+    def _report(self, squares: tf.Tensor) -> tf.Tensor:
         """Return what this rank adds to the sums that `_take_report` reads."""
-        own = square if self._is_counted else tf.zeros_like(square)
-        of_groups = tf.one_hot(self.across.rank, self.across.size, dtype=tf.float64) * own
+        own = squares if self._is_counted else tf.zeros_like(squares)
+        group = tf.one_hot(self.across.rank, self.across.size, dtype=tf.float64)
+        of_groups = tf.reshape(group[:, None] * own[None, :], [-1])
         return tf.concat([of_groups, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
 
+    def _by_group(self, sums: tf.Tensor) -> tf.Tensor:
+        """Return the squared distances of groups (rows) and layers in the sum of reports."""
+        return tf.reshape(sums[:-1], [self.across.size, len(self.layers)])
+
     def _take_report(self, sums: tf.Tensor) -> tf.Tensor:
-        self.distance.assign(tf.reduce_mean(tf.sqrt(sums[:-1])))
+        distance, of_layers = _distances(self._by_group(sums))
+        self.distance.assign(distance)
+        self.layer_distances.assign(of_layers)
         self.must_stop.assign(sums[-1] > 0)
         self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
@@ -234,14 +291,15 @@ def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
 
 
-def sum_of_squares(changes: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the squared norm of several tensors together, as float64.
+def _layer_of(variable: keras.Variable) -> str:
+    """Return the path of the layer that owns a variable."""
+    return variable.path.rpartition("/")[0] or variable.path
 
-    Each is summed in its own dtype, or float32 if that has fewer bits: a copy in float64 would cost
-    more than all else in an average.
-    """
-    wide = [c if c.dtype.size >= tf.float32.size else tf.cast(c, tf.float32) for c in changes]
-    return sum_of([2.0 * tf.cast(tf.nn.l2_loss(change), tf.float64) for change in wide])
+
+def _distances(squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the mean distance of groups, of all layers together and of each."""
+    whole = tf.reduce_mean(tf.sqrt(tf.reduce_sum(squares, axis=1)))
+    return whole, tf.reduce_mean(tf.sqrt(squares), axis=0)
 
 
 def set_constrained(variable: keras.Variable, value: Any) -> None:
@@ -249,11 +307,14 @@ def set_constrained(variable: keras.Variable, value: Any) -> None:
     variable.assign(value if variable.constraint is None else variable.constraint(value))
 
 
-def when(condition: tf.Tensor, action: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return the result of `action`, or zero if the condition does not hold."""
+def when(
+    condition: tf.Tensor, action: Callable[[], tf.Tensor], shape: Sequence[int] = ()
+) -> tf.Tensor:
+    """Return the result of `action`, or zeros of its shape if the condition does not hold."""
+    zeros = partial(tf.zeros, shape, tf.float64)
     if tf.executing_eagerly():
-        return action() if bool(condition) else tf.zeros([], tf.float64)
-    return tf.cond(condition, action, lambda: tf.zeros([], tf.float64))
+        return action() if bool(condition) else zeros()
+    return tf.cond(condition, action, zeros)
 
 
 def _shared_state(rule: Any, is_local: Callable[[Any], bool]) -> list[Any]:

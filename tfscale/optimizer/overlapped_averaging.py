@@ -21,7 +21,6 @@ from tfscale.optimizer.local_averaging import (
     GroupAverage,
     like,
     set_constrained,
-    sum_of_squares,
     when,
 )
 from tfscale.optimizer.state import n_bytes
@@ -85,29 +84,25 @@ class OverlappedAverage(GroupAverage):
         targets: Sequence[keras.Variable],
     ) -> None:
         """Create counters and copies, in the state just after an average. Collective."""
-        shards = executor.shards
-        wholes = dict(zip(map(id, targets), targets, strict=True))
-        if shards is not None:
-            wholes = {id(piece): shards.variables[i] for i, piece in shards.pieces.items()}
-        numbers = _fragment_of(list(wholes.values()), strategy.fragments)
-        own = [numbers[wholes[id(target)].path] for target in targets]
-        self._places = [
-            [i for i, number in enumerate(own) if number == n] for n in range(strategy.fragments)
-        ]
         super().__init__(strategy, across, executor, rule, targets)
         self._waits = strategy.overlap == 0
         first = strategy.least_interval - 1 if strategy.overlap == "auto" else strategy.overlap
         with tf.init_scope():
             self.overlap = tf.Variable(first, dtype=tf.int64, trainable=False)
             self._is_measured = tf.Variable(strategy.overlap != "auto", trainable=False)
-            self._squares = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            zeros = np.zeros(len(self.layers))
+            self._squares = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self._has_report = tf.Variable(False, trainable=False)
-            self._reported = tf.Variable(np.zeros(across.size + 1), trainable=False)
-            pairs = zip(self._places, self._outers, strict=True)
+            n_sums = across.size * len(self.layers) + 1  # see `_report`
+            self._reported = tf.Variable(np.zeros(n_sums), trainable=False)
+            pairs = zip(self._parts_with_outer(), self._outers, strict=True)
             self.fragments = [self._fragment(places, outer) for places, outer in pairs]
 
     def _parts_with_outer(self) -> list[list[int]]:
-        return self._places
+        n_fragments = self._strategy.fragments
+        numbers = _fragment_of(list(self._wholes.values()), n_fragments)
+        own = [numbers[self._wholes[id(target)].path] for target in self.targets]
+        return [[i for i, number in enumerate(own) if number == n] for n in range(n_fragments)]
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
         zeros = [np.zeros(self.targets[i].shape) for i in places]
@@ -140,7 +135,8 @@ class OverlappedAverage(GroupAverage):
     def after_update(self, reduced: Reduced) -> None:
         """Merge and send what is due. Called in the traced step, after the update."""
         reached = self.since + 1
-        position = tf.where(reached >= self.interval, tf.zeros_like(reached), reached)
+        is_full = reached >= self.interval
+        position = tf.where(is_full, tf.zeros_like(reached), reached)
         n = len(self.fragments)
         for i, fragment in enumerate(self.fragments):
             left = tf.maximum(fragment.left - 1, _NOTHING)
@@ -154,7 +150,7 @@ class OverlappedAverage(GroupAverage):
             else:
                 left = tf.where(sends, self.overlap, left)
             fragment.left.assign(left)
-        self.since.assign(position)
+        self._count(is_full, reached)
 
     def _send(self, fragment: Fragment) -> tf.Tensor:
         when(self._has_report, self._read_report)
@@ -198,7 +194,7 @@ class OverlappedAverage(GroupAverage):
                 set_constrained(variable, variable.value + change)
             else:
                 raw_variable(variable).assign_add(change)  # in place
-        self._squares.assign_add(sum_of_squares(changes))
+        self._squares.assign_add(self._squares_by_layer(fragment.places, changes))
         if fragment is self.fragments[-1]:
             self._post_report()
         return tf.zeros([], tf.float64)
@@ -207,7 +203,7 @@ class OverlappedAverage(GroupAverage):
         call = Call(runtime.world(), "posted distances of models")
         own = self._report(self._squares.value())
         runtime.backend().post_allreduce([own], [self._reported], call, Reduction())
-        self._squares.assign(0.0)
+        self._squares.assign(tf.zeros_like(self._squares))
         self._has_report.assign(True)
 
     def _read_report(self) -> tf.Tensor:
@@ -243,7 +239,7 @@ class OverlappedAverage(GroupAverage):
             fragment.left.assign(_NOTHING)
         self._await([self._reported.handle], is_write=True)
         self._has_report.assign(False)
-        self._squares.assign(0.0)
+        self._squares.assign(tf.zeros_like(self._squares))
         self.since.assign(0)
 
 
