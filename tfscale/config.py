@@ -70,6 +70,8 @@ class Settings:
         chunk_bytes: TFSCALE_CHUNK_BYTES. Size of the pieces in which long vectors are sent and
             summed.
         window_bytes: TFSCALE_WINDOW_BYTES. Bytes of one plan that may be pending at a time.
+        host_memory: TFSCALE_HOST_MEMORY. Bytes from which on ranks of a host read data from each
+            other's memory instead of sending messages; 0 for never.
         reduce_threads: TFSCALE_REDUCE_THREADS. Threads that compute a local sum; 0 uses the cores
             of the host divided by its ranks, 4 at most.
         pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
@@ -87,6 +89,7 @@ class Settings:
     stall_shutdown_s: float = 600.0
     chunk_bytes: int = 1 << 20
     window_bytes: int = 32 << 20
+    host_memory: int = 32 << 10
     reduce_threads: int = 0
     pin_core: int = -1
     ranks_per_host: int = 0
@@ -103,6 +106,7 @@ class Settings:
             ("save_timeout_s", 0.01, float("inf")),
             ("chunk_bytes", 64, 2**40),
             ("window_bytes", 1, 2**50),
+            ("host_memory", 0, 2**50),
             ("reduce_threads", 0, 1024),
             ("pin_core", -1, 4095),
             ("ranks_per_host", 0, 2**20),

@@ -19,7 +19,9 @@ class Unwanted : public Operation {
   size_t bytes() const override { return data_.size(); }
 
  protected:
-  void Begin() override { transfers_->Receive(data_.data(), data_.size(), source_, channel_.tag); }
+  void Begin() override {
+    transfers_->ReceiveMessage(data_.data(), data_.size(), source_, channel_.tag);
+  }
   void Advance(const std::vector<int>&) override {}  // what has arrived is not looked at
   void Finish() override { SetDone(); }
 

@@ -1,16 +1,26 @@
 #include "comm/communicator.h"
 
 #include <algorithm>
-#include <set>
+#include <cerrno>
+#include <cstring>
+#include <string>
 #include <utility>
 
 #include "comm/mpi_env.h"
 #include "comm/types.h"
 
 namespace tfscale {
+namespace {
+// Read at a time, so that other operations move in between.
+constexpr size_t kReadBytes = size_t{1} << 20;
+}  // namespace
 
-Communicator::Communicator(MPI_Comm comm, HostLayout hosts)
-    : comm_(comm), hosts_(std::move(hosts)) {
+Communicator::Communicator(MPI_Comm comm, HostLayout hosts, std::vector<pid_t> readable,
+                           size_t least_read_bytes)
+    : comm_(comm),
+      hosts_(std::move(hosts)),
+      readable_(std::move(readable)),
+      least_read_bytes_(least_read_bytes) {
   Check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   Check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   Check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
@@ -22,10 +32,12 @@ Communicator::Communicator(MPI_Comm comm, HostLayout hosts)
   max_tag_ = is_set ? *value : 32767;
 }
 
-Communicator Communicator::Duplicate(MPI_Comm parent, int ranks_per_host) {
+Communicator Communicator::Duplicate(MPI_Comm parent, int ranks_per_host, size_t least_read_bytes) {
   MPI_Comm comm = MPI_COMM_NULL;
   Check(MPI_Comm_dup(parent, &comm), "MPI_Comm_dup");
-  return {comm, HostLayout(FindHosts(comm, ranks_per_host))};
+  HostLayout hosts(FindHosts(comm, ranks_per_host));
+  std::vector<pid_t> readable = FindReadable(comm, hosts, least_read_bytes > 0);
+  return {comm, std::move(hosts), std::move(readable), least_read_bytes};
 }
 
 Communicator Communicator::ForRanks(const Communicator& parent, const std::vector<int>& ranks,
@@ -40,9 +52,12 @@ Communicator Communicator::ForRanks(const Communicator& parent, const std::vecto
   MPI_Group_free(&chosen);
   MPI_Group_free(&all);
   std::vector<int> hosts;
-  hosts.reserve(ranks.size());
-  for (int rank : ranks) hosts.push_back(parent.hosts().HostOf(rank));
-  return {comm, HostLayout(hosts)};
+  std::vector<pid_t> readable;
+  for (int rank : ranks) {
+    hosts.push_back(parent.hosts().HostOf(rank));
+    readable.push_back(parent.ReadablePid(rank));
+  }
+  return {comm, HostLayout(hosts), std::move(readable), parent.least_read_bytes()};
 }
 
 Communicator::Communicator(Communicator&& other) noexcept : hosts_(HostLayout::Flat(0)) {
@@ -55,6 +70,8 @@ Communicator& Communicator::operator=(Communicator&& other) noexcept {
   size_ = other.size_;
   max_tag_ = other.max_tag_;
   std::swap(hosts_, other.hosts_);
+  std::swap(readable_, other.readable_);
+  least_read_bytes_ = other.least_read_bytes_;
   return *this;
 }
 
@@ -72,7 +89,7 @@ Transfers::Transfers(const Communicator& comm, size_t max_message_bytes)
 template <typename Post>
 void Transfers::Cut(size_t bytes, int peer, bool is_receive, int key, Post post) {
   if (bytes == 0) {
-    if (key != kNoKey) completed_.push_back(key);
+    Complete(key);
     return;
   }
   const size_t n_messages = (bytes + max_message_bytes_ - 1) / max_message_bytes_;
@@ -86,6 +103,15 @@ void Transfers::Cut(size_t bytes, int peer, bool is_receive, int key, Post post)
 }
 
 void Transfers::Send(const void* data, size_t bytes, int peer, int tag, int key) {
+  if (IsByMemory(peer, bytes)) {
+    Offer(data, bytes, peer, tag);
+    Complete(key);
+  } else {
+    SendMessage(data, bytes, peer, tag, key);
+  }
+}
+
+void Transfers::SendMessage(const void* data, size_t bytes, int peer, int tag, int key) {
   Cut(bytes, peer, false, key, [&](size_t begin, int n, MPI_Request* request) {
     Check(MPI_Isend(static_cast<const char*>(data) + begin, n, MPI_BYTE, peer, tag, comm_.get(),
                     request),
@@ -94,14 +120,96 @@ void Transfers::Send(const void* data, size_t bytes, int peer, int tag, int key)
 }
 
 void Transfers::Receive(void* data, size_t bytes, int peer, int tag, int key) {
+  if (IsByMemory(peer, bytes)) {
+    ReceiveRange({{}, nullptr, peer, static_cast<char*>(data), bytes, 0, key}, tag);
+  } else {
+    ReceiveMessage(data, bytes, peer, tag, key);
+  }
+}
+
+void Transfers::ReceiveMessage(void* data, size_t bytes, int peer, int tag, int key) {
   Cut(bytes, peer, true, key, [&](size_t begin, int n, MPI_Request* request) {
     Check(MPI_Irecv(static_cast<char*>(data) + begin, n, MPI_BYTE, peer, tag, comm_.get(), request),
           "MPI_Irecv");
   });
 }
 
+void Transfers::Offer(const void* data, size_t bytes, int peer, int tag) {
+  if (!permit_.is_granted()) permit_.Grant();
+  if (!IsReadable(data)) {
+    copies_.push_back(std::make_unique<char[]>(bytes));
+    data = std::memcpy(copies_.back().get(), data, bytes);
+  }
+  readers_.insert(peer);
+  offers_.push_back(permit_.RangeOf(data, bytes));
+  SendMessage(&offers_.back(), sizeof(MemoryRange), peer, tag);
+}
+
+void Transfers::Expect(MemoryRange* range, size_t bytes, int peer, int tag, int key) {
+  ReceiveRange({{}, range, peer, nullptr, bytes, 0, key}, tag);
+}
+
+void Transfers::ReceiveRange(const Arriving& arriving, int tag) {
+  sources_.insert(arriving.peer);
+  arriving_.push_back(arriving);
+  Arriving& kept = arriving_.back();
+  ReceiveMessage(&kept.range, sizeof(MemoryRange), kept.peer, tag);
+  transfers_.back().arriving = &kept;
+}
+
+void Transfers::OnUnread(int peer, int error) {
+  if (error == ESRCH) {
+    lost_.insert(peer);
+    return;
+  }
+  throw CommError(
+      "The ranks of a host must be able to read each other's memory while they exchange data. "
+      "Received: process_vm_readv of rank " +
+      std::to_string(peer) + " of the group: " + std::strerror(error) +
+      ". Set TFSCALE_HOST_MEMORY=0, and they send messages.");
+}
+
+void Transfers::Release(int tag) {
+  answers_.resize(readers_.size() + sources_.size());
+  char* next = answers_.data();
+  for (int peer : sources_) SendMessage(next++, 1, peer, tag);
+  for (int peer : readers_) ReceiveMessage(next++, 1, peer, tag);
+}
+
+void Transfers::OnRange(Arriving& arriving) {
+  const size_t found = static_cast<size_t>(arriving.range.bytes);
+  if (found != arriving.bytes) ThrowLength(found > arriving.bytes, arriving.bytes, arriving.peer);
+  if (arriving.expected == nullptr) {
+    unread_.push_back(&arriving);
+  } else {
+    *arriving.expected = arriving.range;
+    Complete(arriving.key);
+  }
+}
+
+void Transfers::Complete(int key) {
+  if (key != kNoKey) completed_.push_back(key);
+}
+
+bool Transfers::ReadSome() {
+  const bool has_any = !unread_.empty();
+  for (size_t n_bytes = 0; n_bytes < kReadBytes && !unread_.empty();) {
+    Arriving& next = *unread_.front();
+    const size_t n = std::min(kReadBytes - n_bytes, next.bytes - next.n_read);
+    const int error = Read(next.peer, next.range, next.n_read, next.to + next.n_read, n);
+    n_bytes += n;
+    next.n_read += n;
+    if (error != 0) OnUnread(next.peer, error);
+    if (error == 0 && next.n_read < next.bytes) continue;
+    if (error == 0) Complete(next.key);
+    unread_.pop_front();
+  }
+  return has_any;
+}
+
 bool Transfers::Poll() {
-  if (requests_.empty()) return false;
+  const bool has_read = ReadSome();
+  if (requests_.empty()) return has_read;
   indices_.resize(requests_.size());
   statuses_.resize(requests_.size());
   int n_done = 0;
@@ -112,13 +220,18 @@ bool Transfers::Poll() {
     // Without an error MPI leaves this field as it was.
     for (int i = 0; i < n_done; ++i) statuses_[static_cast<size_t>(i)].MPI_ERROR = MPI_SUCCESS;
   }
-  if (n_done == MPI_UNDEFINED || n_done == 0) return false;
+  if (n_done == MPI_UNDEFINED || n_done == 0) return has_read;
   for (int i = 0; i < n_done; ++i) {
     const Info& info = infos_[static_cast<size_t>(indices_[i])];
     if (!is_cancelled_) CheckLength(info, statuses_[static_cast<size_t>(i)]);
     if (info.is_receive) has_heard_from_[static_cast<size_t>(info.peer)] = true;
     Transfer& transfer = transfers_[info.transfer];
-    if (--transfer.n_left == 0 && transfer.key != kNoKey) completed_.push_back(transfer.key);
+    if (--transfer.n_left > 0) continue;
+    if (transfer.arriving == nullptr) {
+      Complete(transfer.key);
+    } else if (!is_cancelled_) {
+      OnRange(*transfer.arriving);
+    }
   }
   // MPI has set the completed requests to null; keep the others in order.
   size_t kept = 0;
@@ -135,6 +248,9 @@ bool Transfers::Poll() {
 
 void Transfers::Cancel() {
   is_cancelled_ = true;
+  permit_.Revoke();
+  unread_.clear();
+  lost_.clear();
   for (size_t i = 0; i < requests_.size(); ++i) {
     // Null: completed in a Poll that found an error. What MPI refuses to take back
     // stays, as sends do.
@@ -154,14 +270,19 @@ void Transfers::CheckLength(const Info& info, MPI_Status& status) const {
     Check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
     if (bytes == info.bytes) return;
   }
+  ThrowLength(error_class == MPI_ERR_TRUNCATE, static_cast<size_t>(info.bytes), info.peer);
+}
+
+void Transfers::ThrowLength(bool is_more, size_t bytes, int peer) {
   throw CommError(
       "All ranks must call the same collective on tensors of the same size. Received: " +
-      std::string(error_class == MPI_ERR_TRUNCATE ? "more" : "less") + " than the " +
-      std::to_string(info.bytes) + " bytes expected from rank " + std::to_string(info.peer) +
+      std::string(is_more ? "more" : "less") + " than the " + std::to_string(bytes) +
+      " bytes expected from rank " + std::to_string(peer) +
       " of the group. Call the same collectives on the same shapes on every rank.");
 }
 
 std::vector<int> Transfers::PendingPeers() const {
+  if (!lost_.empty()) return {lost_.begin(), lost_.end()};
   std::set<int> silent;
   std::set<int> senders;
   std::set<int> receivers;

@@ -41,7 +41,8 @@ Engine::Engine(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiE
       env_(std::move(env)),
       workers_(std::max(1, options.reduce_threads)),
       events_(kEvents) {
-  Communicator world = Communicator::Duplicate(comm, options.ranks_per_host);
+  Communicator world = Communicator::Duplicate(comm, options.ranks_per_host,
+                                               static_cast<size_t>(options.host_memory_bytes));
   rank_ = world.rank();
   size_ = world.size();
   scheduler_ =

@@ -88,7 +88,7 @@ void Marks::Notify(int rank, MarkKind kind, const std::string& text) {
 
 void Marks::SendTo(int rank, const std::vector<int64_t>& data) {
   if (!sends_) sends_.emplace(*world_.comm, size_t{1} << 30);
-  sends_->Send(data.data(), data.size() * sizeof(int64_t), rank, world_.MarkTag());
+  sends_->SendMessage(data.data(), data.size() * sizeof(int64_t), rank, world_.MarkTag());
 }
 
 bool Marks::Poll() {

@@ -20,12 +20,12 @@ void Operation::BeginComparison() {
   compared_.resize(static_cast<size_t>(size()), compared_[0]);
   for (int i = 1; i < size(); ++i) {
     const int sender = (rank() - i + size()) % size();
-    transfers_->Receive(&compared_[static_cast<size_t>(sender)], sizeof(Compared), sender,
-                        channel_.tag);
+    transfers_->ReceiveMessage(&compared_[static_cast<size_t>(sender)], sizeof(Compared), sender,
+                               channel_.tag);
   }
   for (int i = 1; i < size(); ++i) {
-    transfers_->Send(&compared_[static_cast<size_t>(rank())], sizeof(Compared),
-                     (rank() + i) % size(), channel_.tag);
+    transfers_->SendMessage(&compared_[static_cast<size_t>(rank())], sizeof(Compared),
+                            (rank() + i) % size(), channel_.tag);
   }
 }
 

@@ -63,12 +63,13 @@ class Operation {
       Begin();
       return true;
     }
+    has_worked_ = false;
     Advance(transfers_->TakeCompleted());
     if (transfers_->is_empty() && !is_done_) Finish();
-    return has_moved || is_done_ || has_computed();
+    return has_moved || has_worked_ || is_done() || has_computed();
   }
 
-  bool is_done() const { return is_done_; }
+  bool is_done() const { return is_done_ && transfers_->is_empty(); }
   // Payload of this rank in bytes, for the window of the scheduler and reports.
   virtual size_t bytes() const = 0;
   // Ranks, within the communicator, that keep it from ending.
@@ -92,12 +93,18 @@ class Operation {
   virtual void Begin() = 0;
   // `completed` holds the keys of transfers that ended since the last call.
   virtual void Advance(const std::vector<int>& completed) = 0;
-  // Called when no transfer is pending; posts more or calls SetDone.
+  // Called when no transfer is pending: posts more, calls SetDone, or waits for Advance.
   virtual void Finish() = 0;
   // Whether the last step did something though no transfer ended, and the next may.
   virtual bool has_computed() const { return false; }
 
-  void SetDone() { is_done_ = true; }
+  // All that this rank waits for is here. It ends when others need nothing of it.
+  void SetDone() {
+    is_done_ = true;
+    transfers_->Release(channel_.tag);
+  }
+  // Advance has computed something, although no transfer ended.
+  void SetWorked() { has_worked_ = true; }
   int rank() const { return channel_.comm->rank(); }
   int size() const { return channel_.comm->size(); }
   const HostLayout& hosts() const { return channel_.comm->hosts(); }
@@ -124,6 +131,7 @@ class Operation {
   std::vector<Compared> compared_;  // this rank's; then of all ranks
   std::string compared_name_;
   bool is_done_ = false;
+  bool has_worked_ = false;
   std::shared_ptr<void> memory_;
 };
 

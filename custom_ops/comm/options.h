@@ -13,6 +13,7 @@ struct EngineOptions {
   int64_t max_message_bytes;  // longest MPI message; below 2^31
   int64_t chunk_bytes;        // size of the pieces in which long vectors are sent and summed
   int64_t window_bytes;       // largest payload of one plan in transfer at a time
+  int64_t host_memory_bytes;  // least that ranks of a host read from each other's memory; 0: never
   int32_t reduce_threads;     // 1: the communication thread alone
   int32_t pin_core;           // core of the communication thread; -1: any
   int32_t ranks_per_host;     // consecutive ranks treated as a host; 0: those that share memory

@@ -1,6 +1,7 @@
 #include "comm/reduction.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -15,6 +16,10 @@ constexpr size_t kGrain = 16 * 1024;
 // Tag offsets. Inside of a host contributions, between hosts their sums.
 constexpr int kContribution = 0;
 constexpr int kResult = 1;  // and one more: see Spread
+// What each thread reads of a vector at a time: the vectors of a host fit into its cache.
+constexpr size_t kReadBytes = 128 * 1024;
+// Of vectors by memory; other keys are at least 0.
+constexpr int kVectorKey = -2;
 
 bool IsHalf(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
 }  // namespace
@@ -157,12 +162,13 @@ void Reduction::OpenLane(int owner) {
   const Segment& segment = segments_[static_cast<size_t>(owner)];
   const size_t n_others = Local().size() - 1;
   const size_t bytes = segment.count * element_;
+  const int n_missing = is_by_memory_ ? 1 : static_cast<int>(Local().size());
   lanes_.push_back({owner,
                     segment,
-                    channel_.buffers->Get(bytes * n_others),
+                    channel_.buffers->Get(is_by_memory_ ? 0 : bytes * n_others),
                     {nullptr, {}},
                     nullptr,
-                    std::vector<int>(n_chunks(segment), static_cast<int>(Local().size())),
+                    std::vector<int>(n_chunks(segment), n_missing),
                     0});
   Lane& lane = lanes_.back();
   const bool is_final = layout_->n_hosts() == 1;  // the sum over the host is the result
@@ -172,7 +178,7 @@ void Reduction::OpenLane(int owner) {
     lane.sum_buffer = channel_.buffers->Get(bytes);
     lane.sum = lane.sum_buffer.get();
   }
-  for (size_t c = 0; c < n_chunks(segment); ++c) {
+  for (size_t c = 0; c < n_chunks(segment) && !is_by_memory_; ++c) {
     const Segment part = Chunk(segment, c);
     const int key = static_cast<int>(arrivals_.size());
     arrivals_.push_back({&lane, c});
@@ -187,6 +193,8 @@ void Reduction::OpenLane(int owner) {
 
 void Reduction::ExchangeSegments() {
   const std::vector<int> owners = OwnersAt(rank());
+  const int neighbour = Local()[Local()[0] == rank() && Local().size() > 1 ? 1 : 0];
+  is_by_memory_ = transfers_->IsByMemory(neighbour, total_ * element_);
   lanes_.reserve(owners.size());  // arrivals point to them
   for (int owner : owners) OpenLane(owner);
   const int own_host = layout_->HostOf(rank());
@@ -213,6 +221,10 @@ void Reduction::ExchangeSegments() {
                     chunk_elements() * element_, static_cast<int>(arrivals_.size()));
     spread_->Receive(out_, cuts);
   }
+  if (is_by_memory_) {
+    OfferVector();
+    return;
+  }
   for (int peer : Local()) {
     if (peer == rank()) continue;
     for (int owner : OwnersAt(peer)) {
@@ -229,6 +241,69 @@ void Reduction::ExchangeSegments() {
   }
 }
 
+void Reduction::OfferVector() {
+  for (size_t l = lanes_.size(); l-- > 0;) {
+    for (size_t c = lanes_[l].n_missing.size(); c-- > 0;) left_.emplace_back(l, c);
+  }
+  vectors_.resize(Local().size());
+  n_vectors_missing_ = Local().size() - 1;
+  for (size_t i = 0; i < vectors_.size(); ++i) {
+    if (Local()[i] == rank()) continue;
+    transfers_->Expect(&vectors_[i], total_ * element_, Local()[i], channel_.tag + kContribution,
+                       kVectorKey);
+  }
+  for (int peer : Local()) {
+    if (peer == rank()) continue;
+    transfers_->Offer(in_, total_ * element_, peer, channel_.tag + kContribution);
+  }
+}
+
+bool Reduction::AddFromMemory(const Segment& part, char* out, double scale) {
+  const size_t block = kReadBytes / element_;
+  std::atomic<int> unread{-1};  // a rank
+  std::atomic<int> why{0};
+  channel_.workers->For(part.count, block, [&](size_t begin, size_t end) {
+    BufferPool::Buffer rows = channel_.buffers->Get(kReadBytes * Local().size());
+    std::vector<const void*> sources(Local().size());
+    for (size_t next = begin; next < end; next += block) {
+      const size_t count = std::min(block, end - next);
+      const size_t offset = (part.begin + next) * element_;
+      for (size_t i = 0; i < sources.size(); ++i) {
+        char* row = rows.get() + i * kReadBytes;
+        sources[i] = Local()[i] == rank() ? in_ + offset : row;
+        if (Local()[i] == rank()) continue;
+        const int error = transfers_->Read(Local()[i], vectors_[i], offset, row, count * element_);
+        if (error == 0) continue;
+        unread = Local()[i];
+        why = error;
+        return;
+      }
+      Reduce(sources, out + next * element_, count, args_.dtype, args_.op, scale);
+    }
+  });
+  if (unread >= 0) transfers_->OnUnread(unread, why);
+  return unread < 0;
+}
+
+void Reduction::AddNextChunk() {
+  if (left_.empty() || n_vectors_missing_ > 0) return;
+  const auto [lane, chunk] = left_.back();
+  SetWorked();
+  left_.pop_back();
+  OnContribution(lanes_[lane], chunk);
+}
+
+std::vector<const void*> Reduction::RowsOf(const Lane& lane, size_t offset) const {
+  std::vector<const void*> rows;
+  for (int r : Local()) {
+    const char* row =
+        r == rank() ? in_ + lane.segment.begin * element_
+                    : lane.received.get() + Row(Local(), r, rank()) * lane.segment.count * element_;
+    rows.push_back(row + offset);
+  }
+  return rows;
+}
+
 void Reduction::OnContribution(Lane& lane, size_t chunk) {
   if (--lane.n_missing[chunk] > 0) return;
   const Segment part = Chunk(lane.segment, chunk);
@@ -236,16 +311,14 @@ void Reduction::OnContribution(Lane& lane, size_t chunk) {
   const bool is_own = lane.owner == rank();
   const bool is_final = layout_->n_hosts() == 1;
   if (lane.sum_buffer || is_final) {
-    std::vector<const void*> sources;
-    for (int r : Local()) {
-      const char* row = r == rank() ? in_ + lane.segment.begin * element_
-                                    : lane.received.get() +
-                                          Row(Local(), r, rank()) * lane.segment.count * element_;
-      sources.push_back(row + offset);
-    }
     char* to = is_final ? out_ + (is_allreduce() ? own_.begin * element_ : 0) + offset
                         : lane.sum_buffer.get() + offset;
-    Add(sources, to, part.count, is_final ? end_scale_ : host_scale_);
+    const double scale = is_final ? end_scale_ : host_scale_;
+    if (is_by_memory_) {
+      if (!AddFromMemory(part, to, scale)) return;
+    } else {
+      Add(RowsOf(lane, offset), to, part.count, scale);
+    }
   }
   if (!is_own) {
     SendSums(lane);
@@ -290,7 +363,9 @@ void Reduction::SendResults() {
 
 void Reduction::Advance(const std::vector<int>& completed) {
   for (int key : completed) {
-    if (is_whole_) {
+    if (key == kVectorKey) {
+      --n_vectors_missing_;
+    } else if (is_whole_) {
       if (--n_whole_missing_ == 0) ReduceWhole();
     } else if (!spread_ || !spread_->OnCompleted(key)) {
       const Arrival& arrival = arrivals_[static_cast<size_t>(key)];
@@ -301,10 +376,12 @@ void Reduction::Advance(const std::vector<int>& completed) {
       }
     }
   }
+  AddNextChunk();
   if (spread_) SendResults();
 }
 
 void Reduction::Finish() {
+  if (!left_.empty()) return;
   if (is_whole_ && size() == 1) ReduceWhole();
   if (packed_out_) {
     size_t offset = 0;

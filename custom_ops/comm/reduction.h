@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "comm/collectives.h"
@@ -47,7 +48,7 @@ class Reduction : public Operation {
     BufferPool::Buffer received;  // from the other ranks of the host, one after another
     BufferPool::Buffer sum_buffer;
     const char* sum;             // over the ranks of the host
-    std::vector<int> n_missing;  // per chunk: ranks of the host not yet here
+    std::vector<int> n_missing;  // per chunk: ranks of the host not yet here or, by memory, 1
     size_t n_sent;               // chunks of the sum
   };
   // What a transfer with a key brings.
@@ -74,8 +75,16 @@ class Reduction : public Operation {
   void OpenLane(int owner);
   // Adds up elements of several vectors in parallel.
   void Add(const std::vector<const void*>& sources, char* out, size_t count, double scale);
+  // The received parts of a lane, from an offset in bytes on, and this rank's own.
+  std::vector<const void*> RowsOf(const Lane& lane, size_t offset) const;
   // A chunk of one more rank of the host is here.
   void OnContribution(Lane& lane, size_t chunk);
+  // By memory: the other ranks of the host are told where this one's vector is.
+  void OfferVector();
+  // Adds up the next chunk of a lane, out of the memory of the ranks of the host. False:
+  // one of them is gone.
+  bool AddFromMemory(const Segment& part, char* out, double scale);
+  void AddNextChunk();
   // A chunk of the sum of one more host is here.
   void OnHostSum(size_t chunk);
   // Sends sums to their owner in their order: it expects them so, but the
@@ -100,9 +109,13 @@ class Reduction : public Operation {
   bool is_whole_ = false;  // every rank reduces everything
   int n_whole_missing_ = 0;
   std::vector<Lane> lanes_;           // the last one is this rank's own
-  std::vector<Arrival> arrivals_;     // by key
-  std::vector<int> n_hosts_missing_;  // per chunk of the own segment
-  size_t n_results_sent_ = 0;         // chunks
+  bool is_by_memory_ = false;         // inside of the host
+  std::vector<MemoryRange> vectors_;  // of the ranks of the host, in their order
+  size_t n_vectors_missing_ = 0;
+  std::vector<std::pair<size_t, size_t>> left_;  // lanes and chunks to be added up, the last first
+  std::vector<Arrival> arrivals_;                // by key
+  std::vector<int> n_hosts_missing_;             // per chunk of the own segment
+  size_t n_results_sent_ = 0;                    // chunks
   std::optional<Spread> spread_;
 };
 

@@ -72,8 +72,8 @@ void CheckBroadcast(const Job& job, int root, size_t bytes, bool is_in_place) {
 }  // namespace
 
 TEST(AllgatherOfAnyLengths) {
-  for (int ranks_per_host : kRanksPerHost) {
-    Job job(OptionsWith(ranks_per_host));
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
     const size_t n = static_cast<size_t>(job.size());
     for (size_t count : {0, 1, 7, 1000, 100003}) CheckAllgather(job, std::vector<size_t>(n, count));
     std::vector<size_t> uneven;
@@ -86,8 +86,8 @@ TEST(AllgatherOfAnyLengths) {
 }
 
 TEST(AlltoallOfAnyLengths) {
-  for (int ranks_per_host : kRanksPerHost) {
-    Job job(OptionsWith(ranks_per_host));
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
     for (size_t unit : {0, 1, 7, 1000, 30001}) {
       Bytes input;
       std::vector<int64_t> bytes;
@@ -106,8 +106,8 @@ TEST(AlltoallOfAnyLengths) {
 }
 
 TEST(BroadcastFromEveryRank) {
-  for (int ranks_per_host : kRanksPerHost) {
-    Job job(OptionsWith(ranks_per_host));
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
     for (int root = 0; root < job.size(); ++root) {
       for (size_t bytes : {0, 1, 7, 640, 1000, 100003}) {
         CheckBroadcast(job, root, bytes, false);

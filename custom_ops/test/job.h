@@ -28,17 +28,23 @@ inline EngineOptions SmallOptions() {
   options.max_message_bytes = 1000;
   options.chunk_bytes = 640;
   options.window_bytes = 4000;
+  options.host_memory_bytes = 100;
   options.reduce_threads = 2;
   options.pin_core = -1;
   return options;
 }
 
-// Layouts of hosts to be tested: see EngineOptions::ranks_per_host.
-constexpr int kRanksPerHost[] = {0, 1, 2, 3};
+// Hosts to be tested, with and without reading memory: see EngineOptions.
+struct Layout {
+  int ranks_per_host;
+  int64_t host_memory_bytes;
+};
+constexpr Layout kLayouts[] = {{0, 100}, {0, 0}, {1, 100}, {2, 100}, {2, 0}, {3, 100}};
 
-inline EngineOptions OptionsWith(int ranks_per_host) {
+inline EngineOptions OptionsWith(const Layout& layout) {
   EngineOptions options = SmallOptions();
-  options.ranks_per_host = ranks_per_host;
+  options.ranks_per_host = layout.ranks_per_host;
+  options.host_memory_bytes = layout.host_memory_bytes;
   return options;
 }
 

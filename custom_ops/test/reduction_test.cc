@@ -158,21 +158,21 @@ TEST(CutsDoNotChangeTheResult) {
 
 // Two levels, of hosts with equal and with different numbers of ranks.
 TEST(SeveralRanksPerHost) {
-  for (int ranks_per_host : kRanksPerHost) {
-    Job job(OptionsWith(ranks_per_host));
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
     for (DType dtype : kAllTypes) {
       for (ReduceOp op : kAllOps) {
         for (size_t count : {0, 1, 7, 1000, 10007}) {
           for (size_t direct_bytes : {size_t{0}, size_t{1} << 20}) {
             Case c{dtype, op, {count, 3}};
             c.direct_bytes = direct_bytes;
-            c.ranks_per_host = ranks_per_host;
+            c.ranks_per_host = layout.ranks_per_host;
             CheckAllreduce(job, c);
           }
         }
       }
       Case c{dtype, ReduceOp::kSum, {5000, 0, 1}, 0.5, 1.0 / job.size()};
-      c.ranks_per_host = ranks_per_host;
+      c.ranks_per_host = layout.ranks_per_host;
       CheckAllreduce(job, c);
     }
   }
@@ -180,7 +180,7 @@ TEST(SeveralRanksPerHost) {
 
 // 60000 of two ranks exceed the largest number of this type; their mean does not.
 TEST(MeansOfLargeHalfNumbersOnSeveralHosts) {
-  Job job(OptionsWith(2));
+  Job job(OptionsWith({2, 100}));
   const float large = 60000;
   uint16_t half = 0;
   FloatToHalf(&large, &half, 1);
@@ -214,8 +214,8 @@ TEST(ManyAtOnce) {
   for (const auto& pieces : all) CHECK_TRUE(pieces->outputs[0] == expected);
 }
 
-void CheckReduceScatter(int ranks_per_host) {
-  Job job(OptionsWith(ranks_per_host));
+void CheckReduceScatter(const Layout& layout) {
+  Job job(OptionsWith(layout));
   const size_t n = static_cast<size_t>(job.size());
   // Even; nothing for some ranks; all for one; nothing at all.
   std::vector<std::vector<size_t>> shares(4, std::vector<size_t>(n, 0));
@@ -229,7 +229,7 @@ void CheckReduceScatter(int ranks_per_host) {
       // Borders between inputs and between ranks have nothing to do with each other.
       Case c{dtype, ReduceOp::kSum, {total}, 0.5, 0.25};
       if (dtype != DType::kFloat32) c.counts = {total / 3, 0, total - total / 3};
-      c.ranks_per_host = ranks_per_host;
+      c.ranks_per_host = layout.ranks_per_host;
       auto pieces = std::make_shared<Pieces>();
       ReductionArgs args = Args(c, pieces, job.rank());
       const size_t own = counts[static_cast<size_t>(job.rank())] * SizeOf(dtype);
@@ -246,7 +246,7 @@ void CheckReduceScatter(int ranks_per_host) {
 }
 
 TEST(ReduceScatter) {
-  for (int ranks_per_host : kRanksPerHost) CheckReduceScatter(ranks_per_host);
+  for (const Layout& layout : kLayouts) CheckReduceScatter(layout);
 }
 
 TEST(ShapesThatDifferFail) {

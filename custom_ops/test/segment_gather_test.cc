@@ -70,8 +70,8 @@ std::vector<size_t> EvenCuts(int size, size_t length) {
 }  // namespace
 
 TEST(SegmentsOfAnyLengths) {
-  for (int ranks_per_host : kRanksPerHost) {
-    Job job(OptionsWith(ranks_per_host));
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
     const size_t n = static_cast<size_t>(job.size());
     std::vector<std::vector<size_t>> all = {EvenCuts(job.size(), 0), EvenCuts(job.size(), 7),
                                             EvenCuts(job.size(), 10007)};

@@ -25,8 +25,9 @@ void WaitUntilEmpty(Transfers& transfers, std::vector<int>* keys = nullptr) {
 }
 
 // Sends vectors of these sizes around the ring of ranks and checks them.
-void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes) {
-  const Communicator comm = Communicator::Duplicate(MPI_COMM_WORLD);
+void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes,
+                size_t least_read_bytes = 0) {
+  const Communicator comm = Communicator::Duplicate(MPI_COMM_WORLD, 0, least_read_bytes);
   Transfers transfers(comm, max_message_bytes);
   const int next = (comm.rank() + 1) % comm.size();
   const int previous = (comm.rank() + comm.size() - 1) % comm.size();
@@ -41,6 +42,8 @@ void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes) {
   for (size_t i = 0; i < sizes.size(); ++i) transfers.Send(sent[i].data(), sizes[i], next, kTag);
   std::vector<int> keys;
   WaitUntilEmpty(transfers, &keys);
+  transfers.Release(kTag);
+  WaitUntilEmpty(transfers);
   std::sort(keys.begin(), keys.end());
   CHECK_EQ(keys.size(), sizes.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -56,6 +59,10 @@ void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes) {
 TEST(MessagesArriveWhole) { SendAround(size_t{1} << 30, {0, 1, 7, 1000, 100003, 1 << 20, 5}); }
 TEST(MessagesAreCut) { SendAround(1000, {0, 1, 999, 1000, 1001, 100003, 3}); }
 TEST(MessagesOfOneByte) { SendAround(1, {0, 1, 7, 1000}); }
+TEST(LongOnesAreReadFromMemory) {
+  SendAround(1000, {0, 1, 999, 100003, 5 << 20, 3}, 500);
+  SendAround(1, {1, 7, 1000}, 1);
+}
 
 TEST(CommunicatorsOfSomeRanks) {
   const Communicator world = Communicator::Duplicate(MPI_COMM_WORLD);

@@ -16,6 +16,7 @@ DEFAULTS = {
     "TFSCALE_STALL_SHUTDOWN_S": 600.0,
     "TFSCALE_CHUNK_BYTES": 1 << 20,
     "TFSCALE_WINDOW_BYTES": 32 << 20,
+    "TFSCALE_HOST_MEMORY": 32 << 10,
     "TFSCALE_REDUCE_THREADS": 0,
     "TFSCALE_PIN_CORE": -1,
     "TFSCALE_RANKS_PER_HOST": 0,
@@ -39,13 +40,14 @@ def test_every_variable_is_read():
         "TFSCALE_STALL_SHUTDOWN_S": "3",
         "TFSCALE_CHUNK_BYTES": "128",
         "TFSCALE_WINDOW_BYTES": "4096",
+        "TFSCALE_HOST_MEMORY": "0",
         "TFSCALE_REDUCE_THREADS": "2",
         "TFSCALE_PIN_CORE": "3",
         "TFSCALE_RANKS_PER_HOST": "2",
         "TFSCALE_SET_THREADS": "off",
         "OTHER": "ignored",
     }
-    expected = Settings("engine", 1.5, 3.0, 128, 4096, 2, 3, 2, False)
+    expected = Settings("engine", 1.5, 3.0, 128, 4096, 0, 2, 3, 2, False)
     assert parse_settings(environ) == expected
 
 

@@ -53,6 +53,7 @@ class EngineOptions(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_double, "stall_warning_s", "stall_shutdown_s"),
         *_fields(ctypes.c_int64, "max_message_bytes", "chunk_bytes", "window_bytes"),
+        *_fields(ctypes.c_int64, "host_memory_bytes"),
         *_fields(ctypes.c_int32, "reduce_threads", "pin_core", "ranks_per_host", "stack_signal"),
         *_fields(ctypes.c_char_p, "identity", "status_path"),
     )
@@ -184,12 +185,13 @@ class EngineBackend(Backend):
             max_message_bytes=_MAX_MESSAGE_BYTES,
             chunk_bytes=settings.chunk_bytes,
             window_bytes=settings.window_bytes,
+            host_memory_bytes=settings.host_memory,
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
             pin_core=settings.pin_core,
             ranks_per_host=settings.ranks_per_host,
             stack_signal=show_on_signal(),
             identity=f"{versions()}, chunks of {settings.chunk_bytes}, "
-            f"hosts of {settings.ranks_per_host}".encode(),
+            f"hosts of {settings.ranks_per_host}, host memory {settings.host_memory}".encode(),
             status_path=process.file_path().encode(),
         )
         library.call("start", fortran_comm, options)

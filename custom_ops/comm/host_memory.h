@@ -1,0 +1,57 @@
+// Memory of other ranks of a host, read directly: what messages would copy once more.
+#ifndef TFSCALE_COMM_HOST_MEMORY_H_
+#define TFSCALE_COMM_HOST_MEMORY_H_
+
+#include <mpi.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "comm/host_layout.h"
+
+namespace tfscale {
+
+// Returns the process ids of the ranks of `comm` whose memory this rank can read; 0
+// for itself and for those that it exchanges messages with. The ranks of a host can all
+// read each other or none can, which one of them reports. Collective; blocking; throws
+// CommError.
+std::vector<pid_t> FindReadable(MPI_Comm comm, const HostLayout& hosts, bool is_wanted);
+
+// Memory of one process that another one may read, as it is told.
+struct MemoryRange {
+  uint64_t address;
+  uint64_t bytes;
+  uint64_t permit_address;
+  uint64_t permit;
+};
+
+// The right of others to read ranges of this process. It can be taken back at any time:
+// they look at it after the data, and never use what they have read without it. So memory
+// that is freed or used again needs no answer from those that may still read it.
+class Permit {
+ public:
+  ~Permit() { Revoke(); }
+  void Grant();
+  void Revoke();
+  bool is_granted() const { return number_ != 0; }
+  // The bytes must stay until all who were told of them have read them, or until Revoke.
+  MemoryRange RangeOf(const void* data, size_t bytes) const;
+
+ private:
+  std::atomic<uint64_t> number_{0};  // of no other permit; 0: none
+};
+
+// Copies `bytes` from `offset` on of a range of the process `pid`. Returns 0, ESRCH if
+// the owner has taken the permit back or its process has ended, or why the system
+// forbids it (errno). Thread-safe.
+int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size_t bytes);
+
+// Returns false for memory that belongs to a device, which no system call can read.
+bool IsReadable(const void* data);
+
+}  // namespace tfscale
+
+#endif  // TFSCALE_COMM_HOST_MEMORY_H_
