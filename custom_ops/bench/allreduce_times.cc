@@ -1,5 +1,6 @@
 // Times of allreduces of the engine and of MPI's own, in turn in the same job, and how many
-// messages and bytes a rank sends: mpiexec -n RANKS allreduce_times [RANKS_PER_HOST [SECONDS]].
+// messages and bytes a rank sends: mpiexec -n RANKS allreduce_times [RANKS_PER_HOST [SECONDS
+// [TENSORS]]].
 #include <sys/syscall.h>
 #include <sys/uio.h>
 
@@ -59,7 +60,7 @@ double Median(std::vector<double> times) {
   return times[times.size() / 2];
 }
 
-void TimeSize(const Job& job, size_t bytes, double seconds) {
+void TimeSize(const Job& job, size_t bytes, double seconds, size_t n_tensors) {
   const size_t count = bytes / sizeof(float);
   const std::vector<float> in(count, 1.0F);
   std::vector<float> ours(count), theirs(count);
@@ -69,9 +70,12 @@ void TimeSize(const Job& job, size_t bytes, double seconds) {
   const double begin = Now();
   for (int i = 0; is_over == 0; ++i) {
     ReductionArgs args;
-    args.inputs = {in.data()};
-    args.outputs = {ours.data()};
-    args.counts = {count};
+    for (size_t t = 0; t < n_tensors; ++t) {
+      const size_t first = count * t / n_tensors;
+      args.inputs.push_back(in.data() + first);
+      args.outputs.push_back(ours.data() + first);
+      args.counts.push_back(count * (t + 1) / n_tensors - first);
+    }
     MPI_Barrier(MPI_COMM_WORLD);
     n_messages = n_sent = n_read = 0;
     double start = Now();
@@ -100,12 +104,14 @@ void TimeSize(const Job& job, size_t bytes, double seconds) {
   std::fflush(stdout);
 }
 
-void TimeAll(int ranks_per_host, double seconds) {
+void TimeAll(int ranks_per_host, double seconds, size_t n_tensors) {
   Job job(Options(ranks_per_host));
   if (job.rank() == 0) {
     std::printf("     bytes     engine        MPI   ratio  messages   bytes sent   bytes read\n");
   }
-  for (size_t bytes = 1024; bytes <= size_t{64} << 20; bytes *= 4) TimeSize(job, bytes, seconds);
+  for (size_t bytes = 1024; bytes <= size_t{64} << 20; bytes *= 4) {
+    TimeSize(job, bytes, seconds, n_tensors);
+  }
 }
 
 }  // namespace
@@ -114,6 +120,7 @@ void TimeAll(int ranks_per_host, double seconds) {
 
 int main(int argc, char** argv) {
   tfscale::MpiEnv env;
-  tfscale::testing::TimeAll(argc > 1 ? std::atoi(argv[1]) : 0, argc > 2 ? std::atof(argv[2]) : 0.5);
+  tfscale::testing::TimeAll(argc > 1 ? std::atoi(argv[1]) : 0, argc > 2 ? std::atof(argv[2]) : 0.5,
+                            argc > 3 ? static_cast<size_t>(std::atoi(argv[3])) : 1);
   return 0;
 }

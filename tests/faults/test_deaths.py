@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.helpers.killed_job import START_S, Job, wait_for_end
+from tests.helpers.killed_job import START_S, Job, job_of, wait_for_end
+from tfscale.comm import mpi_files
 
 TRAINING = """
 import os, sys, time
@@ -48,6 +49,20 @@ except Return:
 """
 
 
+# Nearly all the time a rank reads the memory of the other.
+READING = """
+import os, time
+import numpy as np, tensorflow as tf
+import tfscale
+tfscale.init()
+total = tf.function(lambda x: tfscale.allreduce(x, op=tfscale.Sum))
+vector = tf.ones(1 << 24)
+for step in range(10**6):
+    if step == 2:
+        print(f"READY {tfscale.rank()} {os.getpid()} {time.time()} .", flush=True)
+    np.testing.assert_array_equal(total(vector)[::4096], tfscale.size())
+"""
+
 KINDS = {
     "exception": (1, "rank 1 on host {host} failed with exit status 1."),
     "os._exit(1)": (1, "rank 1 on host {host} failed with exit status 1."),
@@ -84,18 +99,20 @@ def test_death_in_training(tmp_path, kind):
         assert job.output().count("Traceback") == 1
 
 
-def kill_at_a_random_moment(folder, seed):
+def kill_at_a_random_moment(folder, seed, program=TRAINING):
     """A random rank of two is killed, a random time after training began."""
     choice = random.Random(seed)
     victim, pause_s = choice.randrange(2), choice.uniform(0.0, 2.0)
-    with Job(folder, TRAINING, "wait") as job:
+    with Job(folder, program, "wait") as job:
         pids = [job.ready(rank)[0] for rank in range(2)]
+        files = mpi_files.used_by(job_of(pids[0]))
         time.sleep(pause_s)
         since = time.time()
         os.kill(pids[victim], signal.SIGKILL)
         assert job.end(since) == 137, job.output()
         wait_for_end(pids, since)
         assert f"tfscale: rank {victim} on host" in job.last_lines()[0], job.output()
+    assert not [path for path in files if os.path.exists(path)]
 
 
 # 20 of them: make faults-random
@@ -105,7 +122,7 @@ N_RANDOM = int(os.environ.get("TFSCALE_TEST_N_RANDOM", "3"))
 @pytest.mark.timeout(START_S + 60)
 @pytest.mark.parametrize("seed", range(N_RANDOM))
 def test_death_at_a_random_moment(tmp_path, seed):
-    kill_at_a_random_moment(tmp_path, seed)
+    kill_at_a_random_moment(tmp_path, seed, READING if seed % 3 == 0 else TRAINING)
 
 
 ELSEWHERE = """
