@@ -177,8 +177,9 @@ void Transfers::Release(int tag) {
 }
 
 void Transfers::OnRange(Arriving& arriving) {
-  const size_t found = static_cast<size_t>(arriving.range.bytes);
-  if (found != arriving.bytes) ThrowLength(found > arriving.bytes, arriving.bytes, arriving.peer);
+  if (arriving.range.bytes != arriving.bytes) {
+    ThrowLength(arriving.range.bytes > arriving.bytes, arriving.bytes, arriving.peer);
+  }
   if (arriving.expected == nullptr) {
     unread_.push_back(&arriving);
   } else {

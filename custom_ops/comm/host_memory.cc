@@ -33,7 +33,7 @@ ssize_t ReadProcess(pid_t pid, const iovec* to, const iovec* from, unsigned long
   return process_vm_readv(pid, to, n, from, n, 0);
 }
 
-void* Pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+iovec Remote(const void* address, size_t bytes) { return {const_cast<void*>(address), bytes}; }
 
 // "" if this rank can read the memory of all others of its host.
 std::string WhyUnreadable(const std::vector<Card>& cards, const std::vector<int>& local, int rank) {
@@ -100,15 +100,14 @@ void Permit::Revoke() {
 }
 
 MemoryRange Permit::RangeOf(const void* data, size_t bytes) const {
-  return {reinterpret_cast<uint64_t>(data), bytes, reinterpret_cast<uint64_t>(&number_),
-          number_.load()};
+  return {static_cast<const char*>(data), bytes, &number_, number_.load()};
 }
 
 int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size_t bytes) {
   uint64_t permit = 0;
   const iovec local[] = {{to, bytes}, {&permit, sizeof(permit)}};
-  const iovec remote[] = {{Pointer(range.address + offset), bytes},
-                          {Pointer(range.permit_address), sizeof(permit)}};
+  const iovec remote[] = {Remote(range.address + offset, bytes),
+                          Remote(range.permit_address, sizeof(permit))};
   // In this order: a permit that is still there when the data have been read covers them.
   const ssize_t n = ReadProcess(pid, local, remote, 2);
   if (n == static_cast<ssize_t>(bytes + sizeof(permit))) {
@@ -123,7 +122,7 @@ int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size
 bool IsReadable(const void* data) {
   char byte = 0;
   const iovec local{&byte, 1};
-  const iovec remote{const_cast<void*>(data), 1};
+  const iovec remote = Remote(data, 1);
   return ReadProcess(getpid(), &local, &remote, 1) == 1;
 }
 

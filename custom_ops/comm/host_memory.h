@@ -22,9 +22,9 @@ std::vector<pid_t> FindReadable(MPI_Comm comm, const HostLayout& hosts, bool is_
 
 // Memory of one process that another one may read, as it is told.
 struct MemoryRange {
-  uint64_t address;
-  uint64_t bytes;
-  uint64_t permit_address;
+  const char* address;
+  size_t bytes;
+  const void* permit_address;
   uint64_t permit;
 };
 
