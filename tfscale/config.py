@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -74,7 +75,9 @@ class Settings:
             other's memory instead of sending messages; 0 for never.
         reduce_threads: TFSCALE_REDUCE_THREADS. Threads that compute a local sum; 0 uses the cores
             of the host divided by its ranks, 4 at most.
-        pin_core: TFSCALE_PIN_CORE. Core of the communication thread; -1 for any.
+        pin_core: TFSCALE_PIN_CORE. Core of the communication thread, by the rank's number on its
+            host: "none" for any, a list ("7,15"), the first and a step ("7+8"), or "last" for the
+            last core of the rank's own share.
         ranks_per_host: TFSCALE_RANKS_PER_HOST. Consecutive ranks that count as a host where data
             is exchanged; 0 for those that share memory.
         set_threads: TFSCALE_SET_THREADS. False keeps TensorFlow's numbers of threads even where
@@ -91,7 +94,7 @@ class Settings:
     window_bytes: int = 32 << 20
     host_memory: int = 32 << 10
     reduce_threads: int = 0
-    pin_core: int = -1
+    pin_core: str = "none"
     ranks_per_host: int = 0
     set_threads: bool = True
     save_timeout_s: float = 10.0
@@ -100,6 +103,9 @@ class Settings:
     def __post_init__(self) -> None:
         known, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."
         require(self.backend in BACKENDS, "TFSCALE_BACKEND", known, self.backend, remedy)
+        known = 'none, last, a list ("7,15") or the first core and a step ("7+8")'
+        is_rule = re.fullmatch(r"none|last|\d{1,4}(,\d{1,4})*|\d{1,4}\+\d{1,4}", self.pin_core)
+        require(bool(is_rule), "TFSCALE_PIN_CORE", known, self.pin_core, "The default is none.")
         for name, low, high in (
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
@@ -108,7 +114,6 @@ class Settings:
             ("window_bytes", 1, 2**50),
             ("host_memory", 0, 2**50),
             ("reduce_threads", 0, 1024),
-            ("pin_core", -1, 4095),
             ("ranks_per_host", 0, 2**20),
         ):
             value, remedy = getattr(self, name), f"The default is {getattr(Settings, name)}."

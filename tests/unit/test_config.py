@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tfscale import config
+from tfscale.comm.backends import engine
 from tfscale.config import ConfigError, Settings, parse_settings, variable_name
 
 # A frozen list: what users set in their job scripts keeps its name and default.
@@ -18,7 +19,7 @@ DEFAULTS = {
     "TFSCALE_WINDOW_BYTES": 32 << 20,
     "TFSCALE_HOST_MEMORY": 32 << 10,
     "TFSCALE_REDUCE_THREADS": 0,
-    "TFSCALE_PIN_CORE": -1,
+    "TFSCALE_PIN_CORE": "none",
     "TFSCALE_RANKS_PER_HOST": 0,
     "TFSCALE_SET_THREADS": True,
     "TFSCALE_SAVE_TIMEOUT_S": 10.0,
@@ -42,12 +43,12 @@ def test_every_variable_is_read():
         "TFSCALE_WINDOW_BYTES": "4096",
         "TFSCALE_HOST_MEMORY": "0",
         "TFSCALE_REDUCE_THREADS": "2",
-        "TFSCALE_PIN_CORE": "3",
+        "TFSCALE_PIN_CORE": "3+4",
         "TFSCALE_RANKS_PER_HOST": "2",
         "TFSCALE_SET_THREADS": "off",
         "OTHER": "ignored",
     }
-    expected = Settings("engine", 1.5, 3.0, 128, 4096, 0, 2, 3, 2, False)
+    expected = Settings("engine", 1.5, 3.0, 128, 4096, 0, 2, "3+4", 2, False)
     assert parse_settings(environ) == expected
 
 
@@ -67,15 +68,15 @@ def test_words_for_yes_and_no(text, value):
             "maybe",
             "TFSCALE_SET_THREADS must be 1 or 0. Received: TFSCALE_SET_THREADS='maybe'.",
         ),
-        ("TFSCALE_PIN_CORE", "a", "TFSCALE_PIN_CORE must be a int. Received: 'a'."),
+        ("TFSCALE_PIN_CORE", "a", "TFSCALE_PIN_CORE must be none, last, a list"),
         ("TFSCALE_CHUNK_BYTES", "1e6", "TFSCALE_CHUNK_BYTES must be a int. Received: '1e6'."),
         ("TFSCALE_CHUNK_BYTES", "1", "TFSCALE_CHUNK_BYTES must be in [64, "),
-        ("TFSCALE_PIN_CORE", "4096", "Received: TFSCALE_PIN_CORE=4096. The default is -1."),
+        ("TFSCALE_PIN_CORE", "1,,2", "Received: TFSCALE_PIN_CORE='1,,2'. The default is none."),
         ("TFSCALE_STALL_WARNING_S", "0", "TFSCALE_STALL_WARNING_S must be in [0.01, inf]."),
         ("TFSCALE_STALL_SHUTDOWN_S", "nan", "TFSCALE_STALL_SHUTDOWN_S must be in"),
         ("TFSCALE_WINDOW_BYTES", "0", "TFSCALE_WINDOW_BYTES must be in [1, "),
         ("TFSCALE_REDUCE_THREADS", "-1", "TFSCALE_REDUCE_THREADS must be in [0, 1024]."),
-        ("TFSCALE_PIN_CORE", "-2", "TFSCALE_PIN_CORE must be in [-1, 4095]."),
+        ("TFSCALE_HOST_MEMORY", "-2", "TFSCALE_HOST_MEMORY must be in [0, "),
     ],
 )
 def test_errors_name_the_variable(name, text, message):
@@ -94,3 +95,22 @@ def test_the_environment_is_read_once(monkeypatch):
     assert config.settings().chunk_bytes == 1280
     monkeypatch.undo()
     config.settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rule", "cores"),
+    [
+        ("none", [-1, -1, -1]),
+        ("7,3,5", [7, 3, 5]),
+        ("7+8", [7, 15, 23]),
+        ("last", [13, 23, 31]),  # of ten cores each has three
+    ],
+)
+def test_the_core_of_each_rank_of_a_host(rule, cores):
+    usable = [10, 11, 13, 20, 21, 23, 24, 30, 31, 32]
+    places = [engine.HostPlace(rank, 3, 0, 1, 3) for rank in range(3)]
+    assert [engine.pinned_core(rule, place, usable) for place in places] == cores
+    bound = engine.HostPlace(1, 3, 0, 1, 2)
+    assert engine.pinned_core("last", bound, [2, 3]) == 3
+    with pytest.raises(ConfigError, match="a core for each of the 3 ranks of a host"):
+        engine.pinned_core("7,3", places[2], usable)

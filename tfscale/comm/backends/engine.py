@@ -7,6 +7,7 @@ import dataclasses
 import faulthandler
 import functools
 import logging
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from tfscale.comm.backends.base import (
 from tfscale.comm.backends.slots import Slots
 from tfscale.comm.library import PACKAGED, prepare_library
 from tfscale.comm.software import versions
-from tfscale.config import ExchangeError, Settings, environment
+from tfscale.config import ExchangeError, Settings, environment, require
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import SegmentedBucket
 
@@ -157,6 +158,34 @@ def show_on_signal() -> int:
     return int(_STACK_SIGNAL)
 
 
+def pinned_core(rule: str, place: HostPlace, usable: Sequence[int]) -> int:
+    """Return the core of a rank's communication thread, or -1 for any.
+
+    Args:
+        rule: `Settings.pin_core`.
+        place: Of the rank on its host.
+        usable: Cores that the rank may run on, ascending.
+
+    Raises:
+        ConfigError: A list has no core for this rank.
+    """
+    if rule == "none":
+        return -1
+    if rule == "last":
+        # A rank that shares these cores has its part of them, the others of the host theirs.
+        is_bound = place.cores == len(usable)
+        n_before = 0 if is_bound else place.local_rank * place.cores
+        return usable[min(n_before + place.cores, len(usable)) - 1]
+    first, _, step = rule.partition("+")
+    if step:
+        return int(first) + place.local_rank * int(step)
+    cores = rule.split(",")
+    remedy = 'Name more of them, or set "last".'
+    known = f"a core for each of the {place.local_size} ranks of a host"
+    require(place.local_rank < len(cores), "TFSCALE_PIN_CORE", known, rule, remedy)
+    return int(cores[place.local_rank])
+
+
 class EngineBackend(Backend):
     """Starts the engine on construction; see custom_ops/comm/engine.h."""
 
@@ -187,7 +216,7 @@ class EngineBackend(Backend):
             window_bytes=settings.window_bytes,
             host_memory_bytes=settings.host_memory,
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
-            pin_core=settings.pin_core,
+            pin_core=pinned_core(settings.pin_core, place, sorted(os.sched_getaffinity(0))),
             ranks_per_host=settings.ranks_per_host,
             stack_signal=show_on_signal(),
             identity=f"{versions()}, chunks of {settings.chunk_bytes}, "
