@@ -29,8 +29,10 @@ struct ReductionArgs {
   // Reduce-scatter: elements that rank r receives; must add up to all. Empty:
   // allreduce, every rank receives everything.
   std::vector<size_t> scatter_counts;
-  // Below this total (bytes times ranks) every rank sends everything at once.
+  // Up to this total (bytes times ranks) all vectors come to every rank, which adds them up.
   size_t direct_bytes = 32 * 1024;
+  // With more ranks they come in log2(ranks) messages, through other ranks, instead of ranks - 1.
+  int direct_ranks = 8;
 };
 
 // A sum of float32 tensors that is sent with few bits: see QuantizedReduction.

@@ -115,35 +115,52 @@ void Reduction::Add(const std::vector<const void*>& sources, char* out, size_t c
   });
 }
 
-// Small vectors: one round, every rank adds up everything.
+// Small vectors: every rank adds up everything. They lie in the order of ranks from this one on.
 void Reduction::ExchangeWhole() {
   is_whole_ = true;
-  received_ = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(size()));
-  n_whole_missing_ = size() - 1;
+  const size_t bytes = total_ * element_;
+  received_ = channel_.buffers->Get(bytes * static_cast<size_t>(size()));
+  if (bytes > 0) std::memcpy(WholeOf(rank()), in_, bytes);
+  n_whole_here_ = 1;
+  if (size() > args_.direct_ranks) {
+    DoubleWhole();
+    return;
+  }
   for (int i = 1; i < size(); ++i) {
     const int sender = (rank() - i + size()) % size();
-    transfers_->Receive(received_.get() + static_cast<size_t>(sender) * total_ * element_,
-                        total_ * element_, sender, channel_.tag + kContribution, 0);
+    transfers_->ReceiveMessage(WholeOf(sender), bytes, sender, channel_.tag + kContribution, 1);
   }
   for (int i = 1; i < size(); ++i) {
-    transfers_->Send(in_, total_ * element_, (rank() + i) % size(), channel_.tag + kContribution);
+    transfers_->SendMessage(in_, bytes, (rank() + i) % size(), channel_.tag + kContribution);
   }
+}
+
+// Gets as many vectors more as are here, less only at the end, from the rank that has them.
+void Reduction::DoubleWhole() {
+  const int n = std::min(n_whole_here_, size() - n_whole_here_);
+  const size_t bytes = total_ * element_ * static_cast<size_t>(n);
+  const int source = (rank() + n_whole_here_) % size();
+  const int target = (rank() - n_whole_here_ + size()) % size();
+  transfers_->ReceiveMessage(WholeOf(source), bytes, source, channel_.tag + kContribution, n);
+  transfers_->SendMessage(WholeOf(rank()), bytes, target, channel_.tag + kContribution);
+}
+
+char* Reduction::WholeOf(int other) const {
+  const int row = (other - rank() + size()) % size();
+  return received_.get() + static_cast<size_t>(row) * total_ * element_;
 }
 
 // As in segments: the bits must not depend on the size of a vector.
 void Reduction::ReduceWhole() {
-  const auto vector_of = [this](int r) -> const void* {
-    return r == rank() ? in_ : received_.get() + static_cast<size_t>(r) * total_ * element_;
-  };
   std::vector<const void*> sources;
   BufferPool::Buffer sums{nullptr, {}};
   if (!layout_->is_two_level()) {
-    for (int r = 0; r < size(); ++r) sources.push_back(vector_of(r));
+    for (int r = 0; r < size(); ++r) sources.push_back(WholeOf(r));
   } else {
     sums = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(layout_->n_hosts()));
     for (int host = 0; host < layout_->n_hosts(); ++host) {
       std::vector<const void*> local;
-      for (int r : layout_->RanksOf(host)) local.push_back(vector_of(r));
+      for (int r : layout_->RanksOf(host)) local.push_back(WholeOf(r));
       char* sum = sums.get() + static_cast<size_t>(host) * total_ * element_;
       Add(local, sum, total_, host_scale_);
       sources.push_back(sum);
@@ -366,7 +383,12 @@ void Reduction::Advance(const std::vector<int>& completed) {
     if (key == kVectorKey) {
       --n_vectors_missing_;
     } else if (is_whole_) {
-      if (--n_whole_missing_ == 0) ReduceWhole();
+      n_whole_here_ += key;
+      if (n_whole_here_ == size()) {
+        ReduceWhole();
+      } else if (size() > args_.direct_ranks) {
+        DoubleWhole();
+      }
     } else if (!spread_ || !spread_->OnCompleted(key)) {
       const Arrival& arrival = arrivals_[static_cast<size_t>(key)];
       if (arrival.lane == nullptr) {

@@ -68,6 +68,9 @@ class Reduction : public Operation {
   void PackInputs();
   void PlanSegments();
   void ExchangeWhole();
+  void DoubleWhole();
+  // Of the vector of a rank, where all of them come to this one.
+  char* WholeOf(int rank) const;
   void ReduceWhole();
   void ExchangeSegments();
   // Those whose segments `rank` adds up for its host, other hosts' first.
@@ -106,8 +109,8 @@ class Reduction : public Operation {
   double end_scale_ = 1.0;   // of the sum over all
   std::vector<Segment> segments_;
   Segment own_{0, 0};
-  bool is_whole_ = false;  // every rank reduces everything
-  int n_whole_missing_ = 0;
+  bool is_whole_ = false;             // every rank reduces everything
+  int n_whole_here_ = 0;              // vectors: of this rank and of those that follow it
   std::vector<Lane> lanes_;           // the last one is this rank's own
   bool is_by_memory_ = false;         // inside of the host
   std::vector<MemoryRange> vectors_;  // of the ranks of the host, in their order
