@@ -104,6 +104,10 @@ void Transfers::Cut(size_t bytes, int peer, bool is_receive, int key, Post post)
 
 void Transfers::Send(const void* data, size_t bytes, int peer, int tag, int key) {
   if (IsByMemory(peer, bytes)) {
+    if (!IsReadable(data)) {
+      copies_.push_back(std::make_unique<char[]>(bytes));
+      data = std::memcpy(copies_.back().get(), data, bytes);
+    }
     Offer(data, bytes, peer, tag);
     Complete(key);
   } else {
@@ -136,10 +140,6 @@ void Transfers::ReceiveMessage(void* data, size_t bytes, int peer, int tag, int 
 
 void Transfers::Offer(const void* data, size_t bytes, int peer, int tag) {
   if (!permit_.is_granted()) permit_.Grant();
-  if (!IsReadable(data)) {
-    copies_.push_back(std::make_unique<char[]>(bytes));
-    data = std::memcpy(copies_.back().get(), data, bytes);
-  }
   readers_.insert(peer);
   offers_.push_back(permit_.RangeOf(data, bytes));
   SendMessage(&offers_.back(), sizeof(MemoryRange), peer, tag);

@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "comm/host_layout.h"
@@ -77,13 +78,17 @@ class Transfers {
   bool IsByMemory(int peer, size_t bytes) const {
     return bytes >= comm_.least_read_bytes() && bytes > 0 && comm_.ReadablePid(peer) != 0;
   }
-  // A Send that is by memory, for a peer that calls Expect.
+  // A Send that is by memory, for a peer that calls Expect. It may also bring the place of
+  // something else from which both know how to find so many bytes.
   void Offer(const void* data, size_t bytes, int peer, int tag);
   // Receives where the peer's bytes are, for Read. `range` must stay in its place.
   void Expect(MemoryRange* range, size_t bytes, int peer, int tag, int key);
-  // Copies a part of a range that has arrived; returns as ReadRange. Thread-safe.
+  // Copy memory that an arrived range permits to read; return as ReadPlaces. Thread-safe.
   int Read(int peer, const MemoryRange& range, size_t offset, char* to, size_t bytes) const {
     return ReadRange(comm_.ReadablePid(peer), range, offset, to, bytes);
+  }
+  int Read(int peer, const MemoryRange& range, Pieces::Places from, Pieces::Places to) const {
+    return ReadPlaces(comm_.ReadablePid(peer), range, std::move(from), std::move(to));
   }
   // A Read has failed. A peer that is gone never sends what is missing, so the transfers stay
   // pending. Throws CommError where the system does not allow it.

@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -27,10 +28,6 @@ void AllowReaders() {
   std::ifstream file("/proc/sys/kernel/yama/ptrace_scope");
   int scope = 0;
   if (file >> scope && scope == 1) prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0UL, 0UL, 0UL);
-}
-
-ssize_t ReadProcess(pid_t pid, const iovec* to, const iovec* from, unsigned long n) {
-  return process_vm_readv(pid, to, n, from, n, 0);
 }
 
 iovec Remote(const void* address, size_t bytes) { return {const_cast<void*>(address), bytes}; }
@@ -103,27 +100,50 @@ MemoryRange Permit::RangeOf(const void* data, size_t bytes) const {
   return {static_cast<const char*>(data), bytes, &number_, number_.load()};
 }
 
-int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size_t bytes) {
-  uint64_t permit = 0;
-  const iovec local[] = {{to, bytes}, {&permit, sizeof(permit)}};
-  const iovec remote[] = {Remote(range.address + offset, bytes),
-                          Remote(range.permit_address, sizeof(permit))};
-  // In this order: a permit that is still there when the data have been read covers them.
-  const ssize_t n = ReadProcess(pid, local, remote, 2);
-  if (n == static_cast<ssize_t>(bytes + sizeof(permit))) {
-    return permit == range.permit ? 0 : ESRCH;
+void Pieces::Add(const void* data, size_t bytes) {
+  if (bytes == 0) return;
+  data_.push_back(static_cast<char*>(const_cast<void*>(data)));
+  ends_.push_back((ends_.empty() ? 0 : ends_.back()) + bytes);
+}
+
+Pieces::Places Pieces::Slice(size_t begin, size_t bytes) const {
+  Places places;
+  const size_t end = begin + bytes;
+  size_t i =
+      static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
+  for (; begin < end; ++i) {
+    const size_t first = i == 0 ? 0 : ends_[i - 1];
+    const size_t next = std::min(end, ends_[i]);
+    places.push_back({data_[i] + (begin - first), next - begin});
+    begin = next;
   }
+  return places;
+}
+
+int ReadPlaces(pid_t pid, const MemoryRange& range, Pieces::Places from, Pieces::Places to) {
+  uint64_t permit = 0;
+  ssize_t bytes = sizeof(permit);
+  for (const iovec& place : to) bytes += static_cast<ssize_t>(place.iov_len);
+  // In this order: a permit that is still there when the data have been read covers them.
+  from.push_back(Remote(range.permit_address, sizeof(permit)));
+  to.push_back({&permit, sizeof(permit)});
+  const ssize_t n = process_vm_readv(pid, to.data(), to.size(), from.data(), from.size(), 0);
+  if (n == bytes) return permit == range.permit ? 0 : ESRCH;
   if (n < 0 && errno != EFAULT) return errno;
   // Some of it is no memory of that process any more, or memory of a device.
-  const bool is_there = ReadProcess(pid, local + 1, remote + 1, 1) == sizeof(permit);
+  const bool is_there = process_vm_readv(pid, &to.back(), 1, &from.back(), 1, 0) == sizeof(permit);
   return is_there && permit == range.permit ? EFAULT : ESRCH;
+}
+
+int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size_t bytes) {
+  return ReadPlaces(pid, range, {Remote(range.address + offset, bytes)}, {{to, bytes}});
 }
 
 bool IsReadable(const void* data) {
   char byte = 0;
   const iovec local{&byte, 1};
   const iovec remote = Remote(data, 1);
-  return ReadProcess(getpid(), &local, &remote, 1) == 1;
+  return process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == 1;
 }
 
 }  // namespace tfscale

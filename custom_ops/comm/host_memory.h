@@ -4,6 +4,7 @@
 
 #include <mpi.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <atomic>
 #include <cstddef>
@@ -44,9 +45,27 @@ class Permit {
   std::atomic<uint64_t> number_{0};  // of no other permit; 0: none
 };
 
-// Copies `bytes` from `offset` on of a range of the process `pid`. Returns 0, ESRCH if
-// the owner has taken the permit back or its process has ended, or why the system
-// forbids it (errno). Thread-safe.
+// A vector that lies in several places, one part after another.
+class Pieces {
+ public:
+  using Places = std::vector<iovec>;
+  void Add(const void* data, size_t bytes);
+  size_t size() const { return ends_.empty() ? 0 : ends_.back(); }  // in bytes
+  // Where the bytes [begin, begin + bytes) are.
+  Places Slice(size_t begin, size_t bytes) const;
+
+  static constexpr size_t kMost = 512;  // the system reads from 1024 places at a time
+
+ private:
+  std::vector<char*> data_;
+  std::vector<size_t> ends_;  // beside data_, in the vector
+};
+
+// Copies what lies in `from`, as many bytes as are in `to`, out of the process `pid`.
+// `range` has the permit for it. Returns 0, ESRCH if the owner has taken that back or
+// its process has ended, or why the system forbids it (errno). Thread-safe.
+int ReadPlaces(pid_t pid, const MemoryRange& range, Pieces::Places from, Pieces::Places to);
+// As ReadPlaces, `bytes` from `offset` on of the range.
 int ReadRange(pid_t pid, const MemoryRange& range, size_t offset, char* to, size_t bytes);
 
 // Returns false for memory that belongs to a device, which no system call can read.

@@ -1,7 +1,6 @@
 #include "comm/reduction.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -15,10 +14,9 @@ constexpr size_t kAlignElements = 64;
 constexpr size_t kGrain = 16 * 1024;
 // Tag offsets. Inside of a host contributions, between hosts their sums.
 constexpr int kContribution = 0;
-constexpr int kResult = 1;  // and one more: see Spread
-// What each thread reads of a vector at a time: the vectors of a host fit into its cache.
-constexpr size_t kReadBytes = 128 * 1024;
-// Of vectors by memory; other keys are at least 0.
+constexpr int kResult = 1;   // and one more: see Spread
+constexpr char kSignal = 1;  // of a finished chunk
+// Of vectors that are read from memory; other keys are at least 0.
 constexpr int kVectorKey = -2;
 
 bool IsHalf(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
@@ -35,20 +33,30 @@ void Reduction::Begin() {
   const bool is_early =
       layout_->is_two_level() && IsHalf(args_.dtype) && args_.op == ReduceOp::kSum;
   (is_early ? host_scale_ : end_scale_) = args_.postscale;
+  const size_t n = static_cast<size_t>(size());
+  const bool is_small = is_allreduce() && total_ * element_ * n <= args_.direct_bytes;
+  const int neighbour = Local()[Local()[0] == rank() && Local().size() > 1 ? 1 : 0];
+  is_by_memory_ = !is_small && transfers_->IsByMemory(neighbour, total_ * element_);
+  is_fetched_ = is_by_memory_ && is_allreduce() && layout_->n_hosts() == 1;
   PackInputs();
   PlanSegments();
-  const size_t n = static_cast<size_t>(size());
-  if (is_allreduce() && total_ * element_ * n <= args_.direct_bytes) {
+  if (is_small) {
     ExchangeWhole();
   } else {
     ExchangeSegments();
   }
 }
 
+// Tensors stay where they are if nobody but ranks of this host needs them as one vector.
 void Reduction::PackInputs() {
+  const auto can_stay = [](const auto& tensors) {
+    return tensors.size() <= Pieces::kMost && IsReadable(tensors[0]);
+  };
   const bool is_single = args_.inputs.size() == 1;
-  if (is_single && args_.prescale == 1.0) {
-    in_ = static_cast<const char*>(args_.inputs[0]);
+  const bool stay_in = is_by_memory_ ? can_stay(args_.inputs) : is_single;
+  const bool stay_out = is_fetched_ ? can_stay(args_.outputs) : is_single || !is_allreduce();
+  if (stay_in && args_.prescale == 1.0) {
+    if (is_single) in_ = static_cast<const char*>(args_.inputs[0]);
   } else {
     packed_in_ = channel_.buffers->Get(total_ * element_);
     size_t offset = 0;
@@ -59,8 +67,8 @@ void Reduction::PackInputs() {
     }
     in_ = packed_in_.get();
   }
-  if (is_single || !is_allreduce()) {
-    out_ = static_cast<char*>(args_.outputs[0]);
+  if (stay_out) {
+    if (args_.outputs.size() == 1) out_ = static_cast<char*>(args_.outputs[0]);
   } else {
     packed_out_ = channel_.buffers->Get(total_ * element_);
     out_ = packed_out_.get();
@@ -198,7 +206,7 @@ void Reduction::OpenLane(int owner) {
   for (size_t c = 0; c < n_chunks(segment) && !is_by_memory_; ++c) {
     const Segment part = Chunk(segment, c);
     const int key = static_cast<int>(arrivals_.size());
-    arrivals_.push_back({&lane, c});
+    arrivals_.push_back({&lane, c, -1});
     for (int peer : Local()) {
       if (peer == rank()) continue;
       char* row = lane.received.get() + Row(Local(), peer, rank()) * bytes;
@@ -210,8 +218,6 @@ void Reduction::OpenLane(int owner) {
 
 void Reduction::ExchangeSegments() {
   const std::vector<int> owners = OwnersAt(rank());
-  const int neighbour = Local()[Local()[0] == rank() && Local().size() > 1 ? 1 : 0];
-  is_by_memory_ = transfers_->IsByMemory(neighbour, total_ * element_);
   lanes_.reserve(owners.size());  // arrivals point to them
   for (int owner : owners) OpenLane(owner);
   const int own_host = layout_->HostOf(rank());
@@ -221,7 +227,7 @@ void Reduction::ExchangeSegments() {
   for (size_t c = 0; c < n_chunks(own_); ++c) {
     const Segment part = Chunk(own_, c);
     const int key = static_cast<int>(arrivals_.size());
-    arrivals_.push_back({nullptr, c});
+    arrivals_.push_back({nullptr, c, -1});
     for (int host = 0; host < layout_->n_hosts(); ++host) {
       if (host == own_host) continue;
       char* row = received_.get() + static_cast<size_t>(host) * own_.count * element_;
@@ -229,7 +235,7 @@ void Reduction::ExchangeSegments() {
                           layout_->Partner(host, rank()), channel_.tag + kContribution, key);
     }
   }
-  if (is_allreduce()) {
+  if (is_allreduce() && !is_fetched_) {
     std::vector<size_t> cuts;
     cuts.reserve(segments_.size() + 1);
     for (const Segment& segment : segments_) cuts.push_back(segment.begin * element_);
@@ -239,7 +245,7 @@ void Reduction::ExchangeSegments() {
     spread_->Receive(out_, cuts);
   }
   if (is_by_memory_) {
-    OfferVector();
+    ShareVectors();
     return;
   }
   for (int peer : Local()) {
@@ -258,56 +264,54 @@ void Reduction::ExchangeSegments() {
   }
 }
 
-void Reduction::OfferVector() {
+void Reduction::ShareVectors() {
   for (size_t l = lanes_.size(); l-- > 0;) {
     for (size_t c = lanes_[l].n_missing.size(); c-- > 0;) left_.emplace_back(l, c);
   }
-  vectors_.resize(Local().size());
-  n_vectors_missing_ = Local().size() - 1;
-  for (size_t i = 0; i < vectors_.size(); ++i) {
-    if (Local()[i] == rank()) continue;
-    transfers_->Expect(&vectors_[i], total_ * element_, Local()[i], channel_.tag + kContribution,
-                       kVectorKey);
-  }
-  for (int peer : Local()) {
-    if (peer == rank()) continue;
-    transfers_->Offer(in_, total_ * element_, peer, channel_.tag + kContribution);
-  }
-}
-
-bool Reduction::AddFromMemory(const Segment& part, char* out, double scale) {
-  const size_t block = kReadBytes / element_;
-  std::atomic<int> unread{-1};  // a rank
-  std::atomic<int> why{0};
-  channel_.workers->For(part.count, block, [&](size_t begin, size_t end) {
-    BufferPool::Buffer rows = channel_.buffers->Get(kReadBytes * Local().size());
-    std::vector<const void*> sources(Local().size());
-    for (size_t next = begin; next < end; next += block) {
-      const size_t count = std::min(block, end - next);
-      const size_t offset = (part.begin + next) * element_;
-      for (size_t i = 0; i < sources.size(); ++i) {
-        char* row = rows.get() + i * kReadBytes;
-        sources[i] = Local()[i] == rank() ? in_ + offset : row;
-        if (Local()[i] == rank()) continue;
-        const int error = transfers_->Read(Local()[i], vectors_[i], offset, row, count * element_);
-        if (error == 0) continue;
-        unread = Local()[i];
-        why = error;
-        return;
-      }
-      Reduce(sources, out + next * element_, count, args_.dtype, args_.op, scale);
+  Pieces input, output;
+  if (in_ != nullptr) {
+    input.Add(in_, total_ * element_);
+  } else {
+    for (size_t i = 0; i < args_.inputs.size(); ++i) {
+      input.Add(args_.inputs[i], args_.counts[i] * element_);
     }
-  });
-  if (unread >= 0) transfers_->OnUnread(unread, why);
-  return unread < 0;
+  }
+  if (out_ != nullptr) {
+    output.Add(out_, total_ * element_);
+  } else {
+    for (size_t i = 0; i < args_.outputs.size(); ++i) {
+      output.Add(args_.outputs[i], args_.counts[i] * element_);
+    }
+  }
+  vectors_.emplace(channel_, *transfers_, Local());
+  vectors_->Share(std::move(input), is_fetched_ ? std::move(output) : Pieces(), total_ * element_,
+                  channel_.tag + kContribution, kVectorKey);
+  for (int peer : Local()) {
+    const size_t n = n_chunks(segments_[static_cast<size_t>(peer)]);
+    for (size_t c = 0; c < n && is_fetched_ && peer != rank(); ++c) {
+      const int key = static_cast<int>(arrivals_.size());
+      arrivals_.push_back({nullptr, c, peer});
+      signals_.push_back(0);
+      transfers_->ReceiveMessage(&signals_.back(), 1, peer, channel_.tag + kResult, key);
+    }
+  }
 }
 
-void Reduction::AddNextChunk() {
-  if (left_.empty() || n_vectors_missing_ > 0) return;
-  const auto [lane, chunk] = left_.back();
+void Reduction::DoNextChunk() {
+  if (!vectors_ || !vectors_->is_complete()) return;
+  if (!left_.empty()) {
+    const auto [lane, chunk] = left_.back();
+    left_.pop_back();
+    OnContribution(lanes_[lane], chunk);
+  } else if (!fetches_.empty()) {
+    const Arrival next = fetches_.front();
+    fetches_.pop_front();
+    const Segment part = Chunk(segments_[static_cast<size_t>(next.owner)], next.chunk);
+    vectors_->Fetch(next.owner, part.begin * element_, part.count * element_);
+  } else {
+    return;
+  }
   SetWorked();
-  left_.pop_back();
-  OnContribution(lanes_[lane], chunk);
 }
 
 std::vector<const void*> Reduction::RowsOf(const Lane& lane, size_t offset) const {
@@ -328,11 +332,15 @@ void Reduction::OnContribution(Lane& lane, size_t chunk) {
   const bool is_own = lane.owner == rank();
   const bool is_final = layout_->n_hosts() == 1;
   if (lane.sum_buffer || is_final) {
-    char* to = is_final ? out_ + (is_allreduce() ? own_.begin * element_ : 0) + offset
-                        : lane.sum_buffer.get() + offset;
     const double scale = is_final ? end_scale_ : host_scale_;
+    char* to = nullptr;
+    if (!is_final) {
+      to = lane.sum_buffer.get() + offset;
+    } else if (out_ != nullptr) {
+      to = out_ + (is_allreduce() ? own_.begin * element_ : 0) + offset;
+    }
     if (is_by_memory_) {
-      if (!AddFromMemory(part, to, scale)) return;
+      if (!vectors_->Reduce(args_, part.begin, part.count, scale, to)) return;
     } else {
       Add(RowsOf(lane, offset), to, part.count, scale);
     }
@@ -374,14 +382,18 @@ void Reduction::SendResults() {
   for (; n_results_sent_ < n_hosts_missing_.size(); ++n_results_sent_) {
     if (n_hosts_missing_[n_results_sent_] > 0) return;
     const Segment part = Chunk(own_, n_results_sent_);
-    spread_->SendChunk(out_ + part.begin * element_, part.count * element_);
+    if (spread_) spread_->SendChunk(out_ + part.begin * element_, part.count * element_);
+    for (int peer : Local()) {
+      if (!is_fetched_ || peer == rank()) continue;
+      transfers_->SendMessage(&kSignal, 1, peer, channel_.tag + kResult);
+    }
   }
 }
 
 void Reduction::Advance(const std::vector<int>& completed) {
   for (int key : completed) {
     if (key == kVectorKey) {
-      --n_vectors_missing_;
+      vectors_->OnCompleted();
     } else if (is_whole_) {
       n_whole_here_ += key;
       if (n_whole_here_ == size()) {
@@ -391,19 +403,21 @@ void Reduction::Advance(const std::vector<int>& completed) {
       }
     } else if (!spread_ || !spread_->OnCompleted(key)) {
       const Arrival& arrival = arrivals_[static_cast<size_t>(key)];
-      if (arrival.lane == nullptr) {
+      if (arrival.owner >= 0) {
+        fetches_.push_back(arrival);
+      } else if (arrival.lane == nullptr) {
         OnHostSum(arrival.chunk);
       } else {
         OnContribution(*arrival.lane, arrival.chunk);
       }
     }
   }
-  AddNextChunk();
-  if (spread_) SendResults();
+  DoNextChunk();
+  if (is_allreduce()) SendResults();
 }
 
 void Reduction::Finish() {
-  if (!left_.empty()) return;
+  if (!left_.empty() || !fetches_.empty()) return;
   if (is_whole_ && size() == 1) ReduceWhole();
   if (packed_out_) {
     size_t offset = 0;

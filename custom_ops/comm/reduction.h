@@ -3,11 +3,13 @@
 #define TFSCALE_COMM_REDUCTION_H_
 
 #include <cstddef>
+#include <deque>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "comm/collectives.h"
+#include "comm/host_vectors.h"
 #include "comm/operation.h"
 #include "comm/spread.h"
 
@@ -55,6 +57,7 @@ class Reduction : public Operation {
   struct Arrival {
     Lane* lane;  // null: the sum of another host, of the own segment
     size_t chunk;
+    int owner;  // not -1: this rank of the host has finished a chunk of its segment
   };
 
   bool is_allreduce() const { return args_.scatter_counts.empty(); }
@@ -82,12 +85,10 @@ class Reduction : public Operation {
   std::vector<const void*> RowsOf(const Lane& lane, size_t offset) const;
   // A chunk of one more rank of the host is here.
   void OnContribution(Lane& lane, size_t chunk);
-  // By memory: the other ranks of the host are told where this one's vector is.
-  void OfferVector();
-  // Adds up the next chunk of a lane, out of the memory of the ranks of the host. False:
-  // one of them is gone.
-  bool AddFromMemory(const Segment& part, char* out, double scale);
-  void AddNextChunk();
+  // By memory: the other ranks of the host are told where this one's vectors are.
+  void ShareVectors();
+  // Adds up a chunk of a lane, or fetches one that another rank has added up.
+  void DoNextChunk();
   // A chunk of the sum of one more host is here.
   void OnHostSum(size_t chunk);
   // Sends sums to their owner in their order: it expects them so, but the
@@ -109,16 +110,20 @@ class Reduction : public Operation {
   double end_scale_ = 1.0;   // of the sum over all
   std::vector<Segment> segments_;
   Segment own_{0, 0};
-  bool is_whole_ = false;             // every rank reduces everything
-  int n_whole_here_ = 0;              // vectors: of this rank and of those that follow it
-  std::vector<Lane> lanes_;           // the last one is this rank's own
-  bool is_by_memory_ = false;         // inside of the host
-  std::vector<MemoryRange> vectors_;  // of the ranks of the host, in their order
-  size_t n_vectors_missing_ = 0;
+  bool is_whole_ = false;    // every rank reduces everything
+  int n_whole_here_ = 0;     // vectors: of this rank and of those that follow it
+  std::vector<Lane> lanes_;  // the last one is this rank's own
+  // Inside of the host ranks read each other's vectors, and their results, too, if there
+  // is no other host. Then in_ and out_ are null where tensors stay in their places.
+  bool is_by_memory_ = false;
+  bool is_fetched_ = false;
+  std::optional<HostVectors> vectors_;
   std::vector<std::pair<size_t, size_t>> left_;  // lanes and chunks to be added up, the last first
-  std::vector<Arrival> arrivals_;                // by key
-  std::vector<int> n_hosts_missing_;             // per chunk of the own segment
-  size_t n_results_sent_ = 0;                    // chunks
+  std::deque<Arrival> fetches_;
+  std::deque<char> signals_;          // of other ranks: a chunk is finished
+  std::vector<Arrival> arrivals_;     // by key
+  std::vector<int> n_hosts_missing_;  // per chunk of the own segment
+  size_t n_results_sent_ = 0;         // chunks
   std::optional<Spread> spread_;
 };
 
