@@ -63,10 +63,9 @@ class Operation {
       Begin();
       return true;
     }
-    has_worked_ = false;
     Advance(transfers_->TakeCompleted());
     if (transfers_->is_empty() && !is_done_) Finish();
-    return has_moved || has_worked_ || is_done() || has_computed();
+    return has_moved || is_done() || has_computed();
   }
 
   bool is_done() const { return is_done_ && transfers_->is_empty(); }
@@ -103,8 +102,6 @@ class Operation {
     is_done_ = true;
     transfers_->Release(channel_.tag);
   }
-  // Advance has computed something, although no transfer ended.
-  void SetWorked() { has_worked_ = true; }
   int rank() const { return channel_.comm->rank(); }
   int size() const { return channel_.comm->size(); }
   const HostLayout& hosts() const { return channel_.comm->hosts(); }
@@ -131,7 +128,6 @@ class Operation {
   std::vector<Compared> compared_;  // this rank's; then of all ranks
   std::string compared_name_;
   bool is_done_ = false;
-  bool has_worked_ = false;
   std::shared_ptr<void> memory_;
 };
 

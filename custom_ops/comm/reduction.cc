@@ -297,8 +297,8 @@ void Reduction::ShareVectors() {
   }
 }
 
-void Reduction::DoNextChunk() {
-  if (!vectors_ || !vectors_->is_complete()) return;
+bool Reduction::DoNextChunk() {
+  if (!vectors_ || !vectors_->is_complete()) return false;
   if (!left_.empty()) {
     const auto [lane, chunk] = left_.back();
     left_.pop_back();
@@ -309,9 +309,9 @@ void Reduction::DoNextChunk() {
     const Segment part = Chunk(segments_[static_cast<size_t>(next.owner)], next.chunk);
     vectors_->Fetch(next.owner, part.begin * element_, part.count * element_);
   } else {
-    return;
+    return false;
   }
-  SetWorked();
+  return true;
 }
 
 std::vector<const void*> Reduction::RowsOf(const Lane& lane, size_t offset) const {
@@ -412,7 +412,7 @@ void Reduction::Advance(const std::vector<int>& completed) {
       }
     }
   }
-  DoNextChunk();
+  has_computed_ = DoNextChunk();
   if (is_allreduce()) SendResults();
 }
 

@@ -36,6 +36,7 @@ class Reduction : public Operation {
   void Begin() override;
   void Advance(const std::vector<int>& completed) override;
   void Finish() override;
+  bool has_computed() const override { return has_computed_; }
 
  private:
   // Part of the vector, in elements.
@@ -87,8 +88,9 @@ class Reduction : public Operation {
   void OnContribution(Lane& lane, size_t chunk);
   // By memory: the other ranks of the host are told where this one's vectors are.
   void ShareVectors();
-  // Adds up a chunk of a lane, or fetches one that another rank has added up.
-  void DoNextChunk();
+  // Adds up a chunk of a lane, or fetches one that another rank has added up. True if there
+  // was any.
+  bool DoNextChunk();
   // A chunk of the sum of one more host is here.
   void OnHostSum(size_t chunk);
   // Sends sums to their owner in their order: it expects them so, but the
@@ -120,6 +122,7 @@ class Reduction : public Operation {
   std::optional<HostVectors> vectors_;
   std::vector<std::pair<size_t, size_t>> left_;  // lanes and chunks to be added up, the last first
   std::deque<Arrival> fetches_;
+  bool has_computed_ = false;         // in the last step
   std::deque<char> signals_;          // of other ranks: a chunk is finished
   std::vector<Arrival> arrivals_;     // by key
   std::vector<int> n_hosts_missing_;  // per chunk of the own segment

@@ -199,15 +199,15 @@ void CheckSteps(const Job& job, Case c, bool is_scatter = false) {
 
 // The reference knows neither chunks nor which tensors are sent together.
 TEST(EqualToOneProcessOnAllLayoutsOfHosts) {
-  for (int ranks_per_host : {0, 1, 2, 3}) {
+  for (const Layout& layout : kLayouts) {
     for (int64_t chunk_bytes : {100, 3000, 1 << 20}) {
-      EngineOptions options = OptionsWith(ranks_per_host);
+      EngineOptions options = OptionsWith(layout);
       options.chunk_bytes = chunk_bytes;
       options.max_message_bytes = chunk_bytes == 3000 ? 70 : 100000;
       Job job(options);
       for (const auto& [bits, block] : {std::pair<int, size_t>{8, 256}, {4, 64}, {16, 64}}) {
         Case c{bits, block, {1024, 5000, 0, 70, 30011}, 0.5, 1.0 / job.size()};
-        c.ranks_per_host = ranks_per_host;
+        c.ranks_per_host = layout.ranks_per_host;
         CheckSteps(job, c);
         CheckSteps(job, c, /*is_scatter=*/true);
         c.counts = {64};  // fewer blocks than ranks
