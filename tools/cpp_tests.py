@@ -1,7 +1,7 @@
 """Build the C++ tests and run them under mpiexec, plain and with sanitizers.
 
 Each `custom_ops/test/*_test.cc` is one program, linked with `custom_ops/comm`; it returns 0 if all
-its checks hold.
+its checks hold. `--times 4` runs `allreduce_times.cc` instead, with 4 ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Variant:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+TIMES = Variant(("-O3", "-DNDEBUG"), ())
 VARIANTS = {
     "plain": Variant(("-O2",), (1, 2, 3, 4)),
     "address": Variant(
@@ -54,13 +55,13 @@ VARIANTS = {
 }
 
 
-def build_tests(name: str, variant: Variant) -> list[Path]:
-    """Compile one variant; return its programs."""
+def build_tests(name: str, variant: Variant, pattern: str = "*_test.cc") -> list[Path]:
+    """Compile the programs of one variant; return them."""
     toolchain = toolchains.find_toolchain()
     folder = ROOT / "build" / f"cpp-{name}"
     flags = [*build.common_flags(ROOT / "custom_ops"), *variant.flags, *toolchain.compile_flags]
     comm = sorted((ROOT / "custom_ops" / "comm").glob("*.cc"))
-    tests = sorted(TESTS.glob("*_test.cc"))
+    tests = sorted(TESTS.glob(pattern))
     objects = build.compile_objects([*comm, *tests], folder, toolchain.compiler, flags)
     programs = []
     for test in objects[len(comm) :]:
@@ -92,13 +93,24 @@ def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> st
     return ""
 
 
+def run_times(size: int, ranks_per_host: int) -> int:
+    """Print times, messages and bytes of allreduces; return the exit code."""
+    (program,) = build_tests("times", TIMES, "allreduce_times.cc")
+    mpiexec = str(toolchains.find_tool("mpiexec"))
+    return subprocess.call([mpiexec, "-n", str(size), str(program), str(ranks_per_host)])
+
+
 def main() -> int:
     """Run the variants asked for; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--only", default="", help="part of a test's name")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="per program and size")
+    parser.add_argument("--times", type=int, metavar="RANKS", help="time allreduces instead")
+    parser.add_argument("--ranks-per-host", type=int, default=0, help="of --times; 0: as they are")
     options = parser.parse_args()
+    if options.times:
+        return run_times(options.times, options.ranks_per_host)
     failures = 0
     for name in options.variants.split(","):
         variant, start = VARIANTS[name], time.monotonic()

@@ -106,10 +106,12 @@ void TimeSize(const Job& job, size_t bytes, double seconds, size_t n_tensors) {
 
 void TimeAll(int ranks_per_host, double seconds, size_t n_tensors) {
   Job job(Options(ranks_per_host));
+  const size_t n_ranks = static_cast<size_t>(job.size());
   if (job.rank() == 0) {
     std::printf("     bytes     engine        MPI   ratio  messages   bytes sent   bytes read\n");
   }
-  for (size_t bytes = 1024; bytes <= size_t{64} << 20; bytes *= 4) {
+  const size_t largest = std::min(size_t{64} << 20, (size_t{256} << 20) / n_ranks);
+  for (size_t bytes = 1024; bytes <= largest; bytes *= 4) {
     TimeSize(job, bytes, seconds, n_tensors);
   }
 }
