@@ -19,7 +19,7 @@ class HostVectors {
   HostVectors(const Channel& channel, Transfers& transfers, const std::vector<int>& ranks);
 
   // Tells the others where this rank's vectors of `bytes` are, which must stay until the
-  // operation ends. The output may be missing where nobody fetches it.
+  // operation ends. The output may be empty where it is not fetched.
   void Share(Pieces input, Pieces output, size_t bytes, int tag, int key);
   // For each completed transfer with the key of Share.
   void OnCompleted();

@@ -47,7 +47,7 @@ void Reduction::Begin() {
   }
 }
 
-// Tensors stay where they are if nobody but ranks of this host needs them as one vector.
+// Tensors stay where they are if only ranks of this host need them.
 void Reduction::PackInputs() {
   const auto can_stay = [](const auto& tensors) {
     return tensors.size() <= Pieces::kMost && IsReadable(tensors[0]);

@@ -19,13 +19,14 @@ namespace tfscale {
 // their order, and then over the hosts, in theirs. The order does not depend on
 // message sizes, so neither do the bits of the result, and all ranks get the same.
 //
-// Large vectors ([T] chapter 4 applied to whole gradients): rank r owns segment r.
-// The ranks of each host send it to the owner's partner there (HostLayout), which
-// adds them up and sends the sum to the owner. The owner adds up the sums of the
-// hosts and spreads the result (Spread). With one rank per host, or one host, that
-// is one round each way. Segments are sent in chunks, so adding chunk c overlaps
-// the transfer of chunk c+1 and of the sums before it. Over the link of a host
-// 2 * (hosts-1)/hosts * bytes are sent, as by the best allreduce algorithms.
+// Large vectors ([T] chapter 4 applied to whole gradients): rank r owns segment r. The
+// ranks of each host send it to the owner's partner there (HostLayout), which adds
+// them up and sends the sum to the owner; or the partner reads it from their memory
+// (HostVectors). The owner adds up the sums of the hosts and spreads the result
+// (Spread). With one rank per host, or one host, that is one round each way. Segments
+// are sent in chunks, so adding chunk c overlaps the transfer of chunk c+1 and of the
+// sums before it. Over the link of a host 2 * (hosts-1)/hosts * bytes are sent, as by
+// the best allreduce algorithms.
 // Inputs and outputs must not overlap.
 class Reduction : public Operation {
  public:
