@@ -91,7 +91,8 @@ def main(example: str, *schemas: str) -> None:
     for resource in resources_of(Path(example)):
         kind = f"{resource['apiVersion']} {resource['kind']}"
         known.setdefault(kind, {"source": ""})["rules"] = fields_of(resource, found[kind])
-    KNOWN.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    # A line for each mapping.
+    KNOWN.write_text(json.dumps(known, sort_keys=True).replace('}, "', '},\n"') + "\n")
 
 
 if __name__ == "__main__":
