@@ -93,15 +93,21 @@ class Compute:
 
 
 class Tfscale:
-    """tfscale's optimizer, with one of its strategies of exchange; "-bf16" after it compresses."""
+    """tfscale's optimizer with one of its exchanges; "-bf16", "-int8" or "-int4" compresses."""
 
     def __init__(self, exchange: str) -> None:
         import tfscale
 
         tfscale.init()
         self.tfscale = tfscale
-        self.exchange, wire, _ = exchange.partition("-bf16")
-        self.compression = tfscale.Compression.bf16 if wire else tfscale.Compression.none
+        wires = {
+            "bf16": tfscale.Compression.bf16,
+            "int8": tfscale.Compression.int8,
+            "int4": tfscale.Compression.int4(start_step=0),
+        }
+        name, _, wire = exchange.rpartition("-")
+        self.exchange = name if wire in wires else exchange
+        self.compression = wires.get(wire, tfscale.Compression.none)
         self.rank, self.size = tfscale.rank(), tfscale.size()
 
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:

@@ -77,6 +77,7 @@ def take_snapshot(
     def add(name: str, of: Sequence[Any]) -> None:
         arrays.update({f"{name}/{i}": _copy_of(variable) for i, variable in enumerate(of)})
 
+    places = {id(v): i for i, v in enumerate(variables.weights)}
     if is_leader:
         add("weight", variables.weights)
     add("state", variables.state)
@@ -97,11 +98,13 @@ def take_snapshot(
         accumulator = None if distributed is None else distributed.accumulator
         residuals = None if distributed is None else distributed.executor.residuals
         for residual in residuals.all if residuals else ():
-            i = next(i for i, v in enumerate(variables.weights) if v is residual.parameter)
-            info["residuals"][f"{k}/{i}"] = [list(residual.cuts), residual.factor]
-            arrays[f"residual{k}/{i}"] = _copy_of(residual.own)
+            if id(residual.parameter) not in places:  # no weight of the model
+                continue
+            name = f"{k}/{places[id(residual.parameter)]}"
+            info["residuals"][name] = [list(residual.cuts), residual.factor]
+            arrays[f"residual{name}"] = _copy_of(residual.own)
             if residual.owner is not None:
-                arrays[f"owner{k}/{i}"] = _copy_of(residual.owner)
+                arrays[f"owner{name}"] = _copy_of(residual.owner)
         n_steps = None if residuals is None else residuals.n_steps
         info["n_quantized"].append(0 if n_steps is None else int(n_steps.numpy()))
         count, sums = (accumulator and accumulator.state()) or (0, [])

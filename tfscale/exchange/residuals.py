@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfscale.comm.backends.base import Group, Quantization, Quantized
 from tfscale.comm.compression import QuantizedCompressor
 
-_LEAST_START = 500  # steps in 16 bits, unless the user chose their number
+# Part of a training that is sent in 16 bits unless the user chose the first step of few bits.
+_LEAST_START, _START_SHARE = 500, 0.05
 
 Update = tuple[tf.Variable, tf.Tensor]
 Cuts = tuple[int, ...]  # where the part of each rank begins, and the end
@@ -67,8 +68,9 @@ class Residuals:
         """Create without variables: they are created when a gradient is first exchanged."""
         self.compression = compression
         self.n_steps: tf.Variable | None = None  # exchanges, if the first ones have more bits
-        self._first_step = 0
-        self._start: tf.Variable | None = None
+        self._start: tf.Variable | None = None  # the first of few bits
+        self._first_step = self._first_of_few = 0  # the values with which they are created
+        self.expect(0)
         self._of: dict[tuple[int, int], Residual] = {}
         self._restored: dict[int, Restored] = {}
 
@@ -81,6 +83,16 @@ class Residuals:
     def variables(self) -> list[tf.Variable]:
         """The variables of all residuals."""
         return [v for r in self.all for v in (r.own, r.owner) if v is not None]
+
+    def expect(self, n_steps: int) -> None:
+        """Note how many steps a `fit` will have; 0 if that is not known."""
+        chosen = self.compression.start_step
+        share = max(_LEAST_START, int(_START_SHARE * n_steps))
+        self._first_of_few = share if chosen is None else chosen
+        # A later fit must not return to 16 bits.
+        start = self._start
+        if self.n_steps is not None and start is not None and self.n_steps.numpy() < start.numpy():
+            start.assign(self._first_of_few)
 
     # In the traced step
 
@@ -157,11 +169,9 @@ class Residuals:
         if self.compression.start_step == 0:
             return few
         if self.n_steps is None:
-            least = self.compression.start_step
             with tf.init_scope(), tf.device("CPU:0"):
                 self.n_steps = tf.Variable(self._first_step, dtype=tf.int64, trainable=False)
-                start = _LEAST_START if least is None else least
-                self._start = tf.Variable(start, dtype=tf.int64, trainable=False)
+                self._start = tf.Variable(self._first_of_few, dtype=tf.int64, trainable=False)
         return tf.where(self.n_steps < self._start, tf.constant(16), few)
 
     # Checkpoints

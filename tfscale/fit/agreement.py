@@ -80,6 +80,10 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     _require_equal_data(call.data, data)
     require_equal([rank["training"] for rank in every])
     adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
+    for distributed in distributed_optimizers(model):
+        if distributed.executor.residuals is not None:
+            n_steps = [int(rank["steps"] or 0) * int(rank["epochs"] or 0) for rank in every]
+            distributed.executor.residuals.expect(min(n_steps))
     if any(rank["given_up"] for rank in every):
         runtime.start_incarnation()
     session.drop_cycles([rank["cycles"] for rank in every])

@@ -14,6 +14,10 @@ from tfscale.plan.costs import Scenario
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 
 AUTO, LOCAL_SGD = "auto", "local SGD"
+_INT8_SHARE = (256 + 2) / (4 * 256)  # of the bytes of float32: blocks of 256 values and a scale
+# Time of encoding and decoding, per byte of float32: docs/compression.md, half of what was measured
+# of one idle core.
+_CODES_S_PER_BYTE = 0.4e-9
 
 
 def grid(
@@ -133,7 +137,8 @@ def report(scenario: Scenario, points: Sequence[Point]) -> str:
 
 
 def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
-    head = ["ranks", "best of the table", "ms", "exchange=", "ms", "planner ms", "bound ms", "plan"]
+    head = ["ranks", "best of the table", "ms", "exchange=", "ms", "int8 ms", "planner ms"]
+    head += ["bound ms", "plan"]
     autos = {point.n_ranks: point for point in points if point.exchange == AUTO}
     body = []
     for n_ranks, best in winners(points).items():
@@ -141,10 +146,26 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
         best_s, plain_s = best.predicted.step_s, simulate(at, plain_plan(at)).step_s
         is_better = best_s <= (1 - LEAST_GAIN) * plain_s
         words, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
-        times = (words_s, auto.predicted.step_s, parts.lower_bound_s(at))
+        times = (words_s, int8_s(at), auto.predicted.step_s, parts.lower_bound_s(at))
         row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", words]
         body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.words])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
+
+
+def int8_s(scenario: Scenario) -> float:
+    """Return the step time of plain allreduce with `Compression.int8`.
+
+    Rounded gradients change the result of training, so the planner never chooses them by itself.
+    """
+    machine = scenario.machine
+    sums_s = 1 / machine.reduce_bytes_per_s + _CODES_S_PER_BYTE
+    few = replace(
+        machine,
+        bytes_per_s=machine.bytes_per_s / _INT8_SHARE,
+        host_bytes_per_s=machine.host_bytes_per_s or machine.bytes_per_s,
+        reduce_bytes_per_s=1 / sums_s,
+    )
+    return simulate(replace(scenario, machine=few), plain_plan(scenario)).step_s
 
 
 # One plan
@@ -161,6 +182,8 @@ def explain(scenario: Scenario, choice: Choice) -> str:
         "",
         _line("chosen plan", scenario, choice.plan, choice.predicted),
         _line("plain allreduce", scenario, choice.plain, choice.plain_predicted),
+        f"- plain allreduce with Compression.int8, which rounds gradients: "
+        f"{1e3 * int8_s(scenario):.2f} ms per step",
         f"- no plan is faster than {1e3 * parts.lower_bound_s(scenario):.2f} ms",
         "",
     ]
