@@ -30,7 +30,8 @@ std::vector<std::shared_ptr<void>> AnchorsOf(const VariableList& variables);
 absl::Status SetFromSlice(tensorflow::Var* variable, const tensorflow::Tensor& slice,
                           const tensorflow::TensorShape& shape);
 
-// New values of variables that an exchange brings while nobody waits: TfscaleAwait does.
+// New values of variables that an exchange brings while training continues:
+// TfscaleAwait waits for them.
 struct Delivery {
   VariableList variables;
   std::vector<tensorflow::Tensor> values;  // one per variable; see SetFromSlice
@@ -38,7 +39,7 @@ struct Delivery {
 
   // The values are on their way; End follows exactly once.
   void Begin() const { PendingVariables::Get().Begin(KeysOf(variables)); }
-  // Sets the variables where the exchange has succeeded, and lets readers go on. They get the
+  // Sets the variables where the exchange has succeeded, and lets readers continue. They get the
   // error where it has not.
   void End(Status status);
 };

@@ -46,4 +46,5 @@ def test_local_sgd_is_measured_over_whole_intervals():
     cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
     blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
     plain = {"tfscale-local8": "8", "tfscale-local16": "16"}
-    assert blocks == plain | {f"{system}-bf16": block for system, block in plain.items()}
+    overlapped = {"tfscale-local4-overlap": "4", "tfscale-local8-overlap": "8"}
+    assert blocks == plain | overlapped | {f"{s}-bf16": block for s, block in plain.items()}

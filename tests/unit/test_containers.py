@@ -7,12 +7,8 @@ import runpy
 import shlex
 from pathlib import Path
 
-import pytest
-
-yaml = pytest.importorskip("yaml", reason="PyYAML reads the examples (pip install PyYAML)")
-
-from tests.helpers.kubernetes_fields import KNOWN, problems_of, resources_of  # noqa: E402
-from tfscale.launcher import cli  # noqa: E402
+from tests.helpers.kubernetes_fields import KNOWN, problems_of, resources_of
+from tfscale.launcher import cli
 
 FOLDER = Path("docs/containers")
 RULES = {kind: known["rules"] for kind, known in json.loads(KNOWN.read_text()).items()}

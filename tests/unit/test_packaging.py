@@ -147,8 +147,9 @@ NEEDS = {
     "tests": ("dependencies", "test", "mpich"),
 }
 # Imported where they are needed, with a message where they are missing; Horovod is built by hand.
-OPTIONAL = {"horovod", "matplotlib", "mpi4py"}
-DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py"}  # where it is not the name of the import
+OPTIONAL = {"horovod", "keras_tuner", "matplotlib", "mlflow", "mpi4py", "wandb"}
+# Where it is not the name of the import.
+DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py", "yaml": "PyYAML"}
 OURS = {"benchmarks", "recipes", "tests", "tfscale", "tools"}
 
 
