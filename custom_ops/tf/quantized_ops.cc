@@ -62,7 +62,19 @@ REGISTER_OP("TfscaleQuantizedScatter")
       int n_errors = 0;
       TF_RETURN_IF_ERROR(c->GetAttr("n_tensors", &n));
       TF_RETURN_IF_ERROR(c->GetAttr("n_errors", &n_errors));
-      c->set_output(0, c->Vector(c->UnknownDim()));
+      std::vector<int64_t> cuts;
+      int n_ranks = 0;
+      int rank = 0;
+      TF_RETURN_IF_ERROR(c->GetAttr("cuts", &cuts));
+      TF_RETURN_IF_ERROR(c->GetAttr("group_size", &n_ranks));
+      TF_RETURN_IF_ERROR(c->GetAttr("group_rank", &rank));
+      int64_t owned = 0;
+      for (size_t begin = 0; begin + static_cast<size_t>(n_ranks) < cuts.size();
+           begin += static_cast<size_t>(n_ranks) + 1) {
+        const size_t at = begin + static_cast<size_t>(rank);
+        if (rank >= 0 && rank < n_ranks) owned += cuts[at + 1] - cuts[at];
+      }
+      c->set_output(0, c->Vector(owned));
       for (int i = 0; i < n_errors; ++i) c->set_output(1 + i, c->input(n + i));
       return absl::OkStatus();
     })

@@ -219,6 +219,22 @@ def case_bytes_are_few_from_the_step_on_at_which_bits_are():
     assert sent[:2] == [0.5, 0.5] and max(sent[2:]) <= 0.14, sent
 
 
+def case_int4_begins_after_a_twentieth_of_the_steps():
+    """Of a fit of 20000, that ends after its first epoch."""
+    if tfscale.size() == 1:
+        return
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(70)])
+    model.compile(DistributedOptimizer(SGD(0.1), compression=Compression.int4), "mse")
+    x = np.ones((8, 40), "float32")
+    end = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
+    )
+    callbacks = [tfscale.callbacks.Synchronize(), end]
+    model.fit(x, x[:, :1] * np.ones(70), epochs=10000, batch_size=4, verbose=0, callbacks=callbacks)
+    residuals = model.optimizer.executor.residuals
+    assert [int(v) for v in (residuals.n_steps, residuals._start)] == [2, 1000]
+
+
 def case_without_error_feedback_nothing_is_kept():
     optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8(error_feedback=False))
     train(optimizer, new_variables(), range(2))
