@@ -55,7 +55,9 @@ def check_step(step, own):
     exposed = sum(s["t_b_s"] for s in own)
     assert exposed <= max(s["ended_s"] for s in own) - last_posted + 1e-7
     np.testing.assert_allclose(step["exposed_s"], exposed, atol=1e-7)
-    np.testing.assert_allclose(step["compute_s"] + exposed, step["step_s"], atol=1e-7)
+    assert step["forward_wait_s"] == 0 < step["input_s"]
+    total = step["input_s"] + step["compute_s"] + exposed
+    np.testing.assert_allclose(total, step["step_s"], atol=1e-7)
     total = sum(s["t_c_s"] for s in own)
     np.testing.assert_allclose(step["t_c_s"], total, atol=1e-7)
     share = 100 * (total - exposed) / total
@@ -138,6 +140,56 @@ def case_a_forward_collective_blocks_at_once():
     tfscale.barrier()
 
 
+class LateRate(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that is known late on rank 1, which sends its parameters late."""
+
+    def __call__(self, step):
+        def wait(_):
+            time.sleep(0.03 * runtime.rank())
+            return np.float32(1e-3)
+
+        return tf.ensure_shape(tf.numpy_function(wait, [step], tf.float32), ())
+
+    def get_config(self):
+        return {}
+
+
+def slow_batches():
+    for _ in range(N_STEPS):
+        time.sleep(0.1)
+        yield np.ones((4, 64), "float32"), np.ones((4, 64), "float32")
+
+
+@sizes(2, timeout_s=120)
+def case_input_and_forward_waits_are_split_from_computing():
+    """Batches that take 100 ms each; then parameters that rank 1 sends 30 ms late."""
+    spec = (tf.TensorSpec((4, 64)), tf.TensorSpec((4, 64)))
+    slow = tf.data.Dataset.from_generator(slow_batches, output_signature=spec)
+    fast = tf.data.Dataset.from_tensors(next(slow_batches())).repeat(N_STEPS)
+    medians = []
+    for data, rate in ((slow, 1e-3), (fast, LateRate())):
+        layers = [keras.layers.Dense(64, use_bias=False) for _ in range(2)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        sharded = tfscale.Sharded(bucket_mb=0, dense="weights")
+        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(rate), exchange=sharded)
+        model.compile(optimizer, loss="mse")
+        folder = shared_folder()
+        start = BroadcastGlobalVariablesCallback(0)
+        report = CommunicationReport(folder, every_n_steps=1)
+        model.fit(data, verbose=0, callbacks=[start, report], steps_per_epoch=N_STEPS)
+        tfscale.barrier()
+        steps = [step for step in of_kind(read_rows(folder), "step") if step["rank"] == 0]
+        names = ("input_s", "forward_wait_s", "compute_s", "exposed_s")
+        for step in steps:
+            assert all(step[name] >= 0 for name in names), step
+            total = sum(step[name] for name in names)
+            np.testing.assert_allclose(total, step["step_s"], atol=1e-7)
+        medians.append([np.median([step[name] for step in steps]) for name in names[:2]])
+        tfscale.barrier()
+    slow, late = medians
+    assert slow[0] > 5 * late[0] and late[1] > 5 * slow[1], medians
+
+
 @sizes(2, timeout_s=120)
 def case_steps_executed_together():
     folder = shared_folder()
@@ -179,9 +231,10 @@ def case_updates_need_their_own_gradients_only():
         listener = recorder.Listener()
         model.train_on_batch(x, x)
         events = listener.take()
-        stamps = events[events["slot"] < 0]
+        stamps = events[(events["slot"] < 0) & (events["slot"] > recorder.INPUT_SLOT)]
         gradients = events[events["slot"] >= 0]
         assert len(stamps) == len(gradients) == 3
+        assert sum(events["slot"] == recorder.INPUT_SLOT) == 1  # of the batch
         before = collectives_before(runtime.backend().graph_of(int(stamps[0]["plan"])))
         n_needed = [len(before[Key(int(e["plan"]), int(e["slot"]))]) for e in stamps]
         # `iterations` and so all updates wait for the first gradient.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tfscale.comm import chrome, timeline
-from tfscale.comm.events import measure_offset
+from tfscale.comm.events import INPUT_SLOT, measure_offset, wait_slot
 from tfscale.launcher import cli
 from tfscale.measure import analysis
 from tfscale.measure.analysis import Key
@@ -112,6 +112,29 @@ def test_the_line_that_a_killed_run_has_cut_is_left_out(run_folder):
     assert cli.main(["report", str(run_folder)]) == 0
 
 
+def test_waits_for_input_and_for_parameters_are_split_from_computing():
+    """The batch exists after 1 ms; layers are ready at 2 and 5 ms, their parameters at 4 and 3."""
+    own, begin = record(0), 20 * MS
+    stamps = [
+        (begin + MS, INPUT_SLOT),
+        (begin + 2 * MS, wait_slot(8)),
+        (begin + 5 * MS, wait_slot(9)),
+    ]
+    more = [(at, at, at, 0, 0, 0, slot) for at, slot in stamps]
+    gathers = ((8, begin - 6 * MS, begin + 4 * MS), (9, begin - 6 * MS, begin + 3 * MS))
+    more += [(posted, posted, ended, 800, 0, 0, slot) for slot, posted, ended in gathers]
+    events = np.concatenate([own.events, np.array(more, EVENT)])
+    assert len(analysis.events_within(events, own.windows)) == len(events)
+    own.events = events
+    rows = [row for row in analysis.rows({"epoch": 0, "rank": 0}, own, {}, 0)]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [step["input_s"] for step in steps] == [0, 0.001, 0]
+    assert [step["forward_wait_s"] for step in steps] == [0, 0.002, 0]
+    assert [step["exposed_s"] for step in steps] == [0.003] * 3
+    assert [step["compute_s"] for step in steps] == pytest.approx([0.009, 0.006, 0.009])
+    assert steps[1]["overlap_percent"] == pytest.approx(0)  # 3 + 2 of 5 ms
+
+
 def test_what_ends_later_belongs_to_the_step_that_posted_it():
     own = record(0)
     own.events["ended_ns"][1] += 15 * MS
@@ -119,7 +142,8 @@ def test_what_ends_later_belongs_to_the_step_that_posted_it():
     assert [len(slots[step]) for step in range(3)] == [2, 2, 2]
     between = own.events.copy()
     between["posted_ns"] += 9 * MS
-    assert len(analysis.events_within(between, own.windows)) == 0
+    kept = analysis.events_within(between, own.windows)  # what is pending when a step begins
+    assert kept["ended_ns"].tolist() == [24 * MS]
 
 
 def write_parts(folder, ranks):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call
@@ -99,6 +100,63 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     for handles in filter(None, [*groups, list(own.values())]):
         n_stamps += 1
         runtime.backend().stamp(handles, plan, -n_stamps)
+    if n_stamps == len(groups) + bool(own):  # the first update of this function
+        _stamp_waits(graph, ops)
+
+
+# Slot of the stamp of a step's batch. Those below are of gathers that an earlier step posted: the
+# time at which the first layer that reads the parameters has its inputs.
+INPUT_SLOT = -1_000_000
+
+
+def wait_slot(slot: int) -> int:
+    """Return the slot of the stamp for a gather, or the slot of the gather of a stamp."""
+    return INPUT_SLOT - 1 - slot
+
+
+def _stamp_waits(graph: tf.Graph, ops: Sequence[tf.Operation]) -> None:
+    """Record when the batch exists, and when layers wait for nothing but their parameters."""
+    if not isinstance(graph, FuncGraph):
+        return
+    captured = {tensor.name for tensor in graph.internal_captures}
+    given = [t for t in graph.inputs if t.name not in captured]
+    batch = [t for t in given if t.dtype not in (tf.resource, tf.variant)]
+    for op in graph.get_operations() if not batch else ():
+        batch += op.outputs if op.type.startswith("IteratorGetNext") else ()
+    with tf.init_scope(), tf.device("CPU:0"):
+        # Orders these stamps among each other only. A function must not create variables when it
+        # is traced again; stamps do not look into this one.
+        order = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=(), shared_name="tfscale_stamps")
+    if batch:
+        with tf.control_dependencies(batch):
+            plan = int(ops[0].get_attr("plan"))
+            runtime.backend().stamp([order], plan, INPUT_SLOT)
+    gathers = {
+        handle.name: op
+        for op in ops
+        if op.type == "TfscalePostGather"
+        for handle in op.inputs
+        if handle.dtype == tf.resource
+    }
+    for read in graph.get_operations():
+        gather = gathers.get(read.inputs[0].name) if read.type == "ReadVariableOp" else None
+        inputs = [] if gather is None else _other_inputs(read.outputs[0])
+        if gather is None or not inputs:
+            continue
+        gathers = {name: op for name, op in gathers.items() if op is not gather}
+        plan, slot = (int(gather.get_attr(name)) for name in ("plan", "slot"))
+        with tf.control_dependencies(inputs):
+            runtime.backend().stamp([order], plan, wait_slot(slot))
+
+
+def _other_inputs(value: tf.Tensor) -> list[tf.Tensor]:
+    """Return what the first op that computes with a variable's value needs besides."""
+    users = value.consumers()
+    while users and len(users[0].inputs) == 1 and users[0].outputs:  # a cast
+        value = users[0].outputs[0]
+        users = value.consumers()
+    others = users[0].inputs if users else ()
+    return [t for t in others if t.name != value.name and t.dtype != tf.resource]
 
 
 class Offset(NamedTuple):

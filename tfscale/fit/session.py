@@ -88,7 +88,7 @@ class FitSession(Progress):
 
         optimizer = distributed_of(optimizer_of(self.model))
         name = "" if optimizer is None else type(optimizer.strategy).__name__.lower()
-        waiting = total("exposed_s") / total("step_s")
+        waiting = (total("exposed_s") + total("forward_wait_s")) / total("step_s")
         process.write_training(waiting, total("bytes") / total("n_steps"), name or "none")
 
     def stop_together(self) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm.events import has_slot
+from tfscale.comm.events import INPUT_SLOT, has_slot, wait_slot
 
 EAGER = -1  # plan of a collective outside of traced functions: its caller waits for it
 
@@ -248,8 +248,12 @@ def _window_of(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
 
 
 def events_within(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
-    """Return the events that were posted within one of the windows."""
-    return events[_window_of(events, windows) >= 0]
+    """Return the events that were posted within one of the windows, or pending when one began."""
+    begins = np.array([*(window.begin for window in windows), np.iinfo(np.int64).max], np.int64)
+    next_begin = begins[
+        np.searchsorted(begins, events["posted_ns"], "right").clip(max=len(windows))
+    ]
+    return events[(_window_of(events, windows) >= 0) | (events["ended_ns"] > next_begin)]
 
 
 def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
@@ -258,6 +262,7 @@ def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
     if record.events is None:
         return found
     events = np.sort(record.events, order=["posted_ns", "slot"])
+    events = events[events["slot"] > INPUT_SLOT]
     columns = [events[name].tolist() for name in _COLUMNS]
     repeats: dict[tuple[int, int, int], int] = defaultdict(int)
     places = _window_of(events, record.windows).tolist()
@@ -267,6 +272,45 @@ def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
             repeats[place, plan, slot] += 1
             found[record.windows[place].step].append(Slot(Key(plan, slot, repeat), *times))
     return found
+
+
+class Waits(NamedTuple):
+    """Intervals of a step in which a rank neither computes nor exchanges gradients, ascending."""
+
+    input: list[tuple[int, int]]  # until the batch exists
+    forward: list[tuple[int, int]]  # for parameters that an earlier step has sent
+
+
+def find_waits(record: RankRecord, window: Window) -> Waits:
+    """Return the waits of a step, from the stamps of its batch and of its layers.
+
+    The batch of a later step of one execution is waited for from the last event before its stamp. A
+    collective of the function proves that the batch existed, even if its stamp comes later. A layer
+    waits for its parameters from the time at which its inputs exist.
+    """
+    if record.events is None:
+        return Waits([], [])
+    posted, slots = record.events["posted_ns"], record.events["slot"]
+    is_inside = (posted >= window.begin) & (posted <= window.end)
+    inputs: list[tuple[int, int]] = []
+    forward: list[tuple[int, int]] = []
+    before = window.begin
+    for event in np.sort(record.events[is_inside], order="posted_ns"):
+        at, slot = int(event["posted_ns"]), int(event["slot"])
+        if slot == INPUT_SLOT:
+            inputs.append((before if inputs else window.begin, at))
+        elif slot < INPUT_SLOT:
+            is_its_gather = (slots == wait_slot(slot)) & (record.events["plan"] == event["plan"])
+            is_pending = is_its_gather & (posted < at) & (record.events["ended_ns"] > at)
+            ends = record.events["ended_ns"][is_pending].tolist()
+            forward += [(at, min(end, window.end)) for end in ends]
+        before = at
+    if inputs:
+        is_first = is_inside & (slots >= 0) & (record.events["plan"] != EAGER)
+        begin, end = inputs[0]
+        inputs[0] = (begin, min([end, *posted[is_first].tolist()]))
+    known = Intervals(inputs)
+    return Waits(inputs, [part for wait in merged(forward) for part in known.without(*wait)])
 
 
 def _shared_key(step: int, key: Key, names: Mapping[Key, str]) -> Shared:
@@ -307,19 +351,27 @@ def rows(
         own = slots[window.step]
         shared = {slot.key: _shared_key(window.step, slot.key, record.names) for slot in own}
         latest = {key: slowest[name] for key, name in shared.items() if name in slowest}
-        busy = find_busy(own, record.before, window.begin)
+        waits = find_waits(record, window)
+        marked = find_busy(own, record.before, window.begin).parts
+        busy = Intervals(merged([*marked, *waits.input, *waits.forward]))
         times = analyse(own, busy, latest, window.end)
         where = {**place, "step": window.step}
-        row = {"kind": "step", **where, **_step(window, record, times, origin_ns)}
+        row = {"kind": "step", **where, **_step(window, record, times, waits, origin_ns)}
         if record.events is not None:
-            row["busy_s"] = [[_seconds(t - origin_ns) for t in part] for part in busy.parts]
+            parts = {"busy_s": busy.parts, "input_at_s": waits.input, "forward_at_s": waits.forward}
+            for name, spans in parts.items():
+                row[name] = [[_seconds(t - origin_ns) for t in span] for span in spans]
         yield row
         for slot_times in times:
             yield {"kind": "slot", **where, **_slot(slot_times, record.names, origin_ns)}
 
 
 def _step(
-    window: Window, record: RankRecord, times: Sequence[SlotTimes], origin_ns: int
+    window: Window,
+    record: RankRecord,
+    times: Sequence[SlotTimes],
+    waits: Waits,
+    origin_ns: int,
 ) -> dict[str, Any]:
     duration = window.end - window.begin
     row: dict[str, Any] = {
@@ -330,12 +382,15 @@ def _step(
     if record.events is None:
         return row
     t_c, t_b = sum(t.t_c for t in times), sum(t.t_b for t in times)
+    input_ns, forward_ns = length(waits.input), length(waits.forward)
     return row | {
-        "compute_s": _seconds(duration - t_b),
+        "compute_s": _seconds(duration - t_b - input_ns - forward_ns),
+        "input_s": _seconds(input_ns),
+        "forward_wait_s": _seconds(forward_ns),
         "exposed_s": _seconds(t_b),
         "waiting_s": _seconds(sum(t.waiting for t in times)),
         "t_c_s": _seconds(t_c),
-        "overlap_percent": overlap_percent(t_c, t_b),
+        "overlap_percent": overlap_percent(t_c, min(t_b + forward_ns, t_c)),
         "bytes": sum(t.slot.n_bytes for t in times),
     }
 

@@ -77,8 +77,11 @@ def table(rows: Sequence[Row]) -> str:
     lines += _ranks_grid(steps)
     lines += [
         "",
-        "step = compute + exposed; waiting is the part of exposed before the slowest rank began.",
-        "R = 100 * sum(T_c - T_b) / sum(T_c): the share of communication that is hidden.",
+        "step = input + compute + forward + exposed. Input: until the batch exists. Forward: "
+        "layers wait for parameters that the step before has sent (`Sharded`). Waiting is the part "
+        "of exposed before the slowest rank began.",
+        "R = 100 * sum(T_c - T_b) / sum(T_c), forward in T_b: the share of communication that "
+        "is hidden.",
         "",
         f"## Collectives of rank 0, the {_N_SLOTS} that block longest",
         "",
@@ -100,17 +103,24 @@ def _memory_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
+_TIMES = (
+    *("step_s", "input_s", "compute_s", "forward_wait_s", "exposed_s", "waiting_s"),
+    "t_c_s",
+)
+
+
 def _ranks_grid(steps: Sequence[Row]) -> list[str]:
-    head = ["rank", "step", "compute", "exposed", "waiting", "communication", "R %", "MB"]
+    head = ["rank", "step", "input", "compute", "forward", "exposed", "waiting", "communication"]
     body = []
     for rank, own in [*_ranks(steps), ("all", list(steps))]:
-        share = overlap_percent(sum(s["t_c_s"] for s in own), sum(s["exposed_s"] for s in own))
-        names = ("step_s", "compute_s", "exposed_s", "waiting_s", "t_c_s")
-        times = [_ms(_median(own, name)) for name in names]
+        blocked_s = sum(s["exposed_s"] + s.get("forward_wait_s", 0.0) for s in own)
+        total_s = sum(s["t_c_s"] for s in own)
+        share = overlap_percent(total_s, min(blocked_s, total_s))
+        times = [_ms(_median(own, name)) for name in _TIMES]
         n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in own)
         shown = "-" if share is None else f"{share:.1f}"
         body.append([rank, *times, shown, f"{n_bytes / 1e6:.2f}"])
-    return grid(head, body)
+    return grid([*head, "R %", "MB"], body)
 
 
 def _slots_grid(slots: Sequence[Row]) -> list[str]:
@@ -135,7 +145,7 @@ def _ranks(steps: Sequence[Row]) -> list[tuple[Any, list[Row]]]:
 
 
 def _median(steps: Sequence[Row], name: str) -> float:
-    return statistics.median(step[name] / step["n_steps"] for step in steps)
+    return statistics.median(step.get(name, 0.0) / step["n_steps"] for step in steps)
 
 
 def _ms(time_s: float) -> str:
@@ -145,6 +155,7 @@ def _ms(time_s: float) -> str:
 # The picture
 
 _COMPUTE, _WAITING, _EXPOSED, _HIDDEN, _QUEUED = "#4c78a8", "#f2cf5b", "#e45756", "#72b7b2", "0.8"
+_INPUT, _FORWARD = "#54a24b", "#b279a2"
 _MAX_RANKS = 8  # in the timeline
 
 
@@ -200,6 +211,9 @@ def _draw_compute(axes: Any, step: Row, slots: Sequence[Row], at: float, origin:
     """Draw the step, and inside it the times in which the rank is blocked."""
     left = 1e3 * (step["begin_s"] - origin)
     axes.barh(at, 1e3 * step["step_s"], left=left, height=0.8, color=_COMPUTE)
+    for name, color in (("input_at_s", _INPUT), ("forward_at_s", _FORWARD)):
+        for begin, end in step.get(name, ()):
+            axes.barh(at, 1e3 * (end - begin), left=1e3 * (begin - origin), height=0.8, color=color)
     busy = Intervals((begin, end) for begin, end in step["busy_s"])
     for slot in slots:  # in the order in which they ended, as in `analyse`
         for begin, end in busy.add(slot["posted_s"], slot["ended_s"]):
@@ -224,6 +238,8 @@ def _legend(axes: Any) -> None:
 
     shown = {
         "compute": _COMPUTE,
+        "input": _INPUT,
+        "forward pass waits": _FORWARD,
         "waiting for the slowest rank": _WAITING,
         "blocked by communication": _EXPOSED,
         "on the wire": _HIDDEN,
@@ -231,7 +247,7 @@ def _legend(axes: Any) -> None:
     }
     handles = [Patch(color=color, label=label) for label, color in shown.items()]
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles=handles, ncols=5, fontsize=7, frameon=False, **place)
+    axes.legend(handles=handles, ncols=4, fontsize=7, frameon=False, **place)
 
 
 def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
@@ -240,7 +256,9 @@ def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
     places = [rank for rank, _ in ranks]
     bottom = [0.0] * len(ranks)
     for label, color, value in (
+        ("input", _INPUT, lambda s: s.get("input_s", 0.0)),
         ("compute", _COMPUTE, lambda s: s["compute_s"]),
+        ("forward pass waits", _FORWARD, lambda s: s.get("forward_wait_s", 0.0)),
         ("waiting", _WAITING, lambda s: s["waiting_s"]),
         ("transfer", _EXPOSED, lambda s: s["exposed_s"] - s["waiting_s"]),
     ):
