@@ -1,4 +1,4 @@
-# make train | test | test-all | test-ranks | check | venv | build | horovod | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
+# make train | test | test-all | test-ranks | check | venv | build | horovod | ddp | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
+.PHONY: venv build horovod ddp train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
@@ -32,6 +32,12 @@ $(VENV)/.installed: pyproject.toml setup.py
 
 build: venv
 	@$(BIN)/python tools/build_native.py
+
+# Optional: PyTorch in an environment of its own, for `python -m benchmarks step --systems ddp ...`.
+ddp:
+	@test -x build/ddp/bin/python || $(PYTHON) -m venv build/ddp
+	@build/ddp/bin/python -m pip install -q torch numpy || \
+	  { echo "PyTorch was not installed: benchmarks go without it." >&2; rm -rf build/ddp; }
 
 # Optional: Horovod's ops as a second backend, and horovodrun; see docs/from-horovod.md.
 horovod: build

@@ -29,10 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=())
     ours = f"tfscale's; default: {' '.join(EXCHANGES)}"
     parser.add_argument("--exchanges", nargs="+", default=(), help=ours)
-    known = "compute, horovod, mwms, tfscale-auto, ..."
+    known = "compute, horovod, mwms, ddp, tfscale-auto, ..."
     parser.add_argument("--systems", nargs="+", default=(), help=f"only these: {known}")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
-    parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 250mbit")
+    parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 2x4@1gbit, ...")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one run")
     default = "JSON; default: build/bench/ with quick.json, table.json or full.json"
     parser.add_argument("--output", type=Path, help=default)

@@ -6,7 +6,9 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness import MEMORY, Cell
+from benchmarks.harness import Cell
+from benchmarks.launch import has_ddp
+from benchmarks.places import MEMORY, parse_place
 
 QUICK, TABLE, FULL = "quick", "table", "full"
 SMALL_MODELS = ("resnet20", "edsr16")
@@ -26,6 +28,11 @@ _INTERVALS = {
 # Steps and steps for warming up of models whose steps are so short that a few of them tell little.
 _SHORT = {"resnet20": (40, 5), "edsr16": (10, 2)}
 
+# PyTorch's, which `make ddp` installs into an environment of their own.
+TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")
+TORCH_MODELS = ("resnet50", "vgg_like")
+COMPUTE_ONLY = ("compute", "ddp-compute")
+
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take about an hour.
 _ONCE = ("mwms", *(f"tfscale-{name}" for name in _INTERVALS))
@@ -39,7 +46,7 @@ class Choice:
 
     Attributes:
         extent: `QUICK`, `TABLE` (what the documentation shows) or `FULL` (every cell).
-        places: Only these; empty for the extent's own.
+        places: Only these, see `benchmarks.places`; empty for the extent's own.
         models: Only these; empty for the extent's own.
         exchanges: tfscale's, only these; empty for the extent's own.
         systems: Only these of all systems, by name; empty for all.
@@ -66,12 +73,18 @@ def collective_cells(choice: Choice) -> list[Cell]:
     quick = choice.extent == QUICK
     sizes = _QUICK_SIZES if quick else _SIZES
     arguments = ("--bytes", *map(str, sizes), "--repeats", "5")
-    return [
-        Cell("collectives", f"{place} {n_ranks} ranks", system, place, n_ranks, arguments, 1)
-        for place in choice.places or (MEMORY, "1gbit")
-        for n_ranks in (([2] if place == MEMORY else [4]) if quick else [2, 4])
-        for system in ("mpi4py", "tfscale", *_baselines())
-    ]
+    cells = []
+    for place in choice.places or (MEMORY, "1gbit"):
+        is_layout, has_links = "@" in place, MEMORY not in place
+        one = parse_place(place, 4 if has_links else 2).n_ranks
+        for n_ranks in [one] if is_layout or quick else [2, 4]:
+            group = f"{place} {n_ranks} ranks"
+            for system in ("mpi4py", "tfscale", *_baselines(), *(["tcp"] if has_links else [])):
+                if choice.systems and system not in choice.systems:
+                    continue
+                most = 0 if is_layout else 1
+                cells.append(Cell("collectives", group, system, place, n_ranks, arguments, most))
+    return cells
 
 
 def step_cells(choice: Choice) -> list[Cell]:
@@ -91,13 +104,13 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
     counts = {QUICK: (3, 1), TABLE: (6, 2), FULL: (10, 2)}[choice.extent]
     if model in _SHORT and choice.extent != QUICK:
         counts = _SHORT[model]
-    group, n_ranks = f"{model} {place}", 2 if place == MEMORY else 4
+    group, n_ranks = f"{model} {place}", 2 if place == MEMORY else parse_place(place).n_ranks
     cells = []
     for system in _systems(model, place, choice):
         block = _INTERVALS.get(system.removeprefix("tfscale-"), 1)
         repeats, warmup = (3, 1) if block > 1 else counts
         arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
-        where = MEMORY if system == "compute" else place
+        where = MEMORY if system in COMPUTE_ONLY else place
         blocks = ("--block", str(block)) if block > 1 else ()
         most = 0
         if choice.extent == TABLE and not choice.systems:
@@ -119,6 +132,8 @@ def _systems(model: str, place: str, choice: Choice) -> list[str]:
         exchanges = (*EXCHANGES, *_INTERVALS)
     ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
     found = [*([] if is_in_memory else ["compute"]), *ours, *_baselines(*others)]
+    if (choice.extent == FULL or choice.systems) and model in TORCH_MODELS and has_ddp():
+        found += TORCH_SYSTEMS
     return [s for s in found if not choice.systems or s in choice.systems]
 
 
@@ -172,6 +187,19 @@ def report_cells(choice: Choice) -> list[Cell]:
     ]
 
 
+def fit_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of `fit` beside `train_on_batch`."""
+    quick = choice.extent == QUICK
+    cells = []
+    for place in choice.places or ("1gbit",):
+        for model in choice.models or (("vgg_like",) if quick else ("resnet50", "vgg_a")):
+            for exchange in choice.exchanges or ("allreduce", "sharded"):
+                arguments = ("--model", model, "--exchange", exchange, "--repeats", "4")
+                group, n_ranks = f"{model} {exchange} {place}", parse_place(place).n_ranks
+                cells.append(Cell("fit", group, "both", place, n_ranks, arguments))
+    return cells
+
+
 SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "collectives": collective_cells,
     "step": step_cells,
@@ -179,6 +207,7 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "gathers": gather_cells,
     "single": single_cells,
     "report": report_cells,
+    "fit": fit_cells,
 }
 
 
@@ -199,6 +228,6 @@ def cells_of(suites: Sequence[str], choice: Choice) -> list[Cell]:
         raise ValueError(
             "systems must be among those of the suites, models, places and exchanges asked for. "
             f"Received: {', '.join(unknown)}. Choose from {', '.join(known)}; --exchanges adds "
-            "others of tfscale, `make horovod` adds horovod."
+            "others of tfscale, `make horovod` adds horovod, `make ddp` PyTorch's."
         )
     return [cell for suite in suites for cell in SUITES[suite](choice)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance, sessions
-from benchmarks.launch import MEMORY, RunFailedError, cluster_for, run_ranks
+from benchmarks.launch import RunFailedError, cluster_for, interpreter_of, run_ranks
+from benchmarks.places import parse_place
 from tfscale.files import sha256
 
 
@@ -25,7 +25,7 @@ class Cell:
         suite: "collectives" or "step".
         group: Cells of one group run in turn and are compared.
         system: What is measured.
-        place: See `benchmarks.launch`.
+        place: See `benchmarks.places`.
         n_ranks: Number of ranks.
         arguments: Of the worker.
         most_rounds: Fewer rounds than the run has are enough; 0 for all of them.
@@ -68,7 +68,7 @@ def measure(
     content["runs"] = [run for run in content["runs"] if "error" not in run]
     session, done = _begin(content, cells)
     groups = dict.fromkeys(cell.group for cell in cells)
-    with cluster_for([cell.place for cell in cells], max(cell.n_ranks for cell in cells)):
+    with cluster_for([(cell.place, cell.n_ranks) for cell in cells]):
         for group in groups:
             turns = [cell for cell in cells if cell.group == group]
             for number in range(n_rounds):
@@ -99,14 +99,17 @@ def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
     """Run one cell once.
 
     Returns:
-        "samples": durations in seconds per case, the slowest rank's each; "peak_bytes" of the
-        largest rank; "start_s" until the slowest rank had its first result; "bytes" of the links;
-        "load" before and after; "commit" and "command". Or "error".
+        "samples": durations in seconds per case, the slowest rank's each; "sent_bytes" per case
+        and call by the link of a host, the largest; "peak_bytes" of the largest rank; "start_s"
+        until the slowest rank had its first result; "bytes" of the links; "load" before and after;
+        "commit" and "command". Or "error".
     """
     with tempfile.TemporaryDirectory(prefix="tfscale-bench-") as folder:
-        program = ["-m", f"benchmarks.worker_{cell.suite}", "--system", cell.system]
+        python = interpreter_of(cell.system)
+        worker = "ddp" if cell.system.startswith("ddp") else cell.suite
+        program = ["-m", f"benchmarks.worker_{worker}", "--system", cell.system]
         program += cell.arguments
-        command = [sys.executable, *program, "--output", folder]
+        command = [python, *program, "--output", folder]
         path = os.pathsep.join(filter(None, [str(provenance.ROOT), os.environ.get("PYTHONPATH")]))
         extra = {
             "PYTHONPATH": path,
@@ -114,6 +117,7 @@ def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
             "CUDA_VISIBLE_DEVICES": "-1",
             "BENCH_LOG": str(Path(folder) / "log"),
             "BENCH_STARTED": repr(time.time()),
+            "BENCH_HOSTS": str(parse_place(cell.place, cell.n_ranks).n_hosts),
         }
         before = provenance.load()
         commit = provenance.commit()
@@ -137,6 +141,7 @@ def merge(folder: Path, n_ranks: int) -> dict[str, Any]:
     return {
         **ranks[0].get("facts", {}),
         "samples": samples,
+        "sent_bytes": {case: max(r["sent_bytes"][case] for r in ranks) for case in samples},
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "start_s": max(rank["start_s"] for rank in ranks),
     }
@@ -148,6 +153,3 @@ def _line(run: dict[str, Any]) -> str:
         return f"{name}: FAILED {run['error'][-600:]}"
     shown = {case: f"{1e3 * sorted(s)[len(s) // 2]:.1f} ms" for case, s in run["samples"].items()}
     return f"{name}: {shown}"
-
-
-__all__ = ["MEMORY", "Cell", "measure", "merge", "run_cell"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.places import MEMORY, parse_place
+from benchmarks.provenance import ROOT
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     build_command,
@@ -19,20 +22,30 @@ from tfscale.launcher.mpi_command import (
 )
 from tools.cluster import control, running
 from tools.cluster.commands import Shape
-from tools.cluster.layout import parse_rate
 
-MEMORY = "memory"
 _CLUSTER = f"bench{os.getpid()}"
+_TORCH = ROOT / "build" / "ddp" / "bin" / "python"
 
 
 class RunFailedError(RuntimeError):
     """A measured program failed; the text is the end of its output."""
 
 
+def has_ddp() -> bool:
+    """Return whether `make ddp` has installed PyTorch."""
+    return _TORCH.exists()
+
+
+def interpreter_of(system: str) -> str:
+    """Return the Python that runs a system."""
+    return str(_TORCH) if system.startswith("ddp") else sys.executable
+
+
 @contextmanager
-def cluster_for(places: Sequence[str], n_nodes: int) -> Iterator[None]:
-    """Keep an emulated cluster up while any of `places` needs one."""
-    if all(place == MEMORY for place in places):
+def cluster_for(places: Sequence[tuple[str, int]]) -> Iterator[None]:
+    """Keep an emulated cluster up while any of these places, with numbers of ranks, needs one."""
+    n_nodes = max((parse_place(*one).n_hosts for one in places if MEMORY not in one[0]), default=0)
+    if not n_nodes:
         yield
         return
     control.up(_CLUSTER, n_nodes)
@@ -48,8 +61,8 @@ def run_ranks(
     """Run a program at a place and wait for its end; no rank is left.
 
     Args:
-        place: `MEMORY`, or the rate of the links such as "1gbit".
-        size: Number of ranks; on a cluster one per node.
+        place: See `benchmarks.places`.
+        size: Number of ranks.
         command: Program and arguments.
         extra: Environment variables in addition.
         timeout_s: Limit in seconds.
@@ -63,11 +76,13 @@ def run_ranks(
     log = Path(extra["BENCH_LOG"])
     try:
         with log.open("w") as output:
-            if place == MEMORY:
+            where = parse_place(place, size)
+            if where.rate_bits_s is None:
                 code, moved = _run_here(size, command, extra, (output, timeout_s)), {}
             else:
-                control.set_shape(_CLUSTER, Shape(parse_rate(place)))
-                result = running.run(_CLUSTER, size, command, extra, output, timeout_s)
+                control.set_shape(_CLUSTER, Shape(where.rate_bits_s))
+                given = (command, extra, output, timeout_s)
+                result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts)
                 code, moved = result.exit_code, result.bytes
     except subprocess.TimeoutExpired as error:
         raise RunFailedError(f"more than {timeout_s} s. {_tail(log)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.numbers import Ratio, paired_ratio, spread
@@ -25,6 +26,14 @@ def three_digits(seconds: float) -> str:
     """Return milliseconds with three digits, or all those before the point."""
     text = f"{1e3 * seconds:.3g}"
     return text if float(text) < 1000 else f"{1e3 * seconds:.0f}"
+
+
+def megabytes(row: Row, systems: Sequence[str]) -> str:
+    """Return what the link of a host sent per call, for each system; nothing in memory."""
+    sent = {s: statistics.median(row.sent_bytes[s]) / 1e6 for s in systems if s in row.sent_bytes}
+    if len(systems) == 1:
+        return "".join(f"{found:.3g}" for found in sent.values())
+    return ", ".join(f"{system} {found:.3g}" for system, found in sent.items())
 
 
 def ratio_of(row: Row, baseline: str, ours: str) -> Ratio | None:

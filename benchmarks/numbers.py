@@ -103,27 +103,27 @@ class Weights:
     n_out: int = 0
 
 
-def allreduce_bytes(layers: Sequence[Weights], n_ranks: int) -> float:
-    """Return what each rank sends at least to sum up all gradients in float32."""
-    return 2 * (n_ranks - 1) / n_ranks * 4 * sum(layer.n_parameters for layer in layers)
+def allreduce_bytes(layers: Sequence[Weights], n_hosts: int) -> float:
+    """Return what each host sends at least to sum up all gradients in float32."""
+    return 2 * (n_hosts - 1) / n_hosts * 4 * sum(layer.n_parameters for layer in layers)
 
 
-def least_bytes(layers: Sequence[Weights], n_ranks: int, local_batch: int) -> float:
-    """Return what each rank sends at least if dense layers may do it another way.
+def least_bytes(layers: Sequence[Weights], n_hosts: int, local_batch: int) -> float:
+    """Return what each host sends at least if dense layers may do it another way.
 
-    A dense layer's gradient is (activations)^T (errors), so its ranks may instead gather each
+    A dense layer's gradient is (activations)^T (errors), so hosts may instead gather each
     other's activations and errors: (n - 1) (n_in + n_out) numbers per picture. The cheaper way
     counts, layer by layer.
 
     Args:
         layers: Of the model.
-        n_ranks: Number of ranks.
-        local_batch: Pictures per rank and step.
+        n_hosts: Number of hosts.
+        local_batch: Pictures per host and step.
     """
     total = 0.0
     for layer in layers:
-        reduced = allreduce_bytes([layer], n_ranks)
-        gathered = 4.0 * (n_ranks - 1) * local_batch * (layer.n_in + layer.n_out)
+        reduced = allreduce_bytes([layer], n_hosts)
+        gathered = 4.0 * (n_hosts - 1) * local_batch * (layer.n_in + layer.n_out)
         total += min(reduced, gathered) if layer.n_in else reduced
     return total
 
@@ -133,7 +133,7 @@ def physical_limit(compute_s: float, sent_bytes: float, rate_bits_s: float | Non
 
     Args:
         compute_s: Step without any exchange.
-        sent_bytes: Sent by each rank.
+        sent_bytes: Sent by each host.
         rate_bits_s: Of its link; None for shared memory, which sets no limit here.
     """
     return compute_s if rate_bits_s is None else max(compute_s, 8 * sent_bytes / rate_bits_s)

@@ -14,10 +14,11 @@ from matplotlib import pyplot as plt
 from benchmarks.gather_tables import gathers_of
 from benchmarks.kernel_times import BACKWARD, FORWARD
 from benchmarks.numbers import bus_bandwidth
-from benchmarks.rows import MEMORY, Row, Runs, step_limit, systems_of
-from benchmarks.step_tables import name_of
+from benchmarks.rows import Row, Runs, step_limit, systems_of
+from benchmarks.step_tables import TORCH_COMPUTE, name_of
 
 _COLOURS = {"horovod": "tab:orange", "mwms": "tab:red", "mpi": "tab:brown"}
+_TORCH_COLOUR = "tab:purple"
 _PASS_COLOURS = {"gathers": "tab:green", FORWARD: "tab:blue", BACKWARD: "tab:orange"}
 _PASS_ROWS = {
     "gathers": "gathers on the wire",
@@ -65,13 +66,13 @@ def draw_steps(rows: Sequence[Row], folder: Path) -> None:
 
 def _draw_panel(axis: plt.Axes, row: Row) -> None:
     systems = list(row.rounds)
-    colours = ["0.6" if s == "compute" else _COLOURS.get(s, "tab:green") for s in systems]
+    colours = [_colour_of(system) for system in systems]
     heights = [1e3 * row.median_s(system) for system in systems]
     bars = axis.barh([name_of(s) for s in systems], heights, color=colours)
     axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     for which, style in (("allreduce_bytes", ":"), ("least_bytes", "-")):
         limit = step_limit(row, which)
-        if limit is not None and row.place != MEMORY:
+        if limit is not None and row.where.rate_bits_s:
             label = {"allreduce_bytes": "limit, all gradients", "least_bytes": "limit"}[which]
             axis.axvline(1e3 * limit, color="black", linestyle=style, linewidth=1, label=label)
     axis.invert_yaxis()
@@ -79,6 +80,14 @@ def _draw_panel(axis: plt.Axes, row: Row) -> None:
     axis.tick_params(labelsize=7)
     axis.set_title(f"{row.case}, {row.place}, {row.n_ranks} ranks", fontsize=9)
     axis.set_xlabel("ms per step", fontsize=8)
+
+
+def _colour_of(system: str) -> str:
+    if system in ("compute", TORCH_COMPUTE):
+        return "0.6"
+    if system.startswith("ddp"):
+        return _TORCH_COLOUR
+    return _COLOURS.get(system, "tab:green")
 
 
 def draw_gathers(runs: Runs, folder: Path) -> None:

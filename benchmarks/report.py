@@ -10,13 +10,16 @@ from typing import Any
 
 from benchmarks import sessions
 from benchmarks.gather_tables import gathers_of, gathers_table
-from benchmarks.markdown import milliseconds, ratio_text, table, three_digits
+from benchmarks.markdown import megabytes, milliseconds, ratio_text, table, three_digits
 from benchmarks.numbers import bus_bandwidth, physical_limit
-from benchmarks.rows import MEMORY, Row, Runs, collect, systems_of
+from benchmarks.rows import Row, Runs, collect, systems_of
 from benchmarks.step_tables import group_table, overhead_table, summary
-from tools.cluster.layout import parse_rate
 
-_HEADINGS = {"single": "One process", "report": "With and without a CommunicationReport, 2 ranks"}
+_HEADINGS = {
+    "single": "One process",
+    "report": "With and without a CommunicationReport, 2 ranks",
+    "fit": "`fit`, and `train_on_batch` before it",
+}
 _MARK = "<!-- Below: made by `python -m benchmarks.report`. -->\n"
 
 
@@ -27,22 +30,24 @@ def _cell(row: Row, system: str) -> str:
 
 
 def collectives_table(rows: Sequence[Row]) -> str:
-    """Return durations in milliseconds, our bus bandwidth, and the ratio to each other system."""
+    """Return durations, our bus bandwidth, ratios to other systems, and what links carried."""
     systems = systems_of(rows)
     others = [s for s in systems if s != "tfscale"]
     head = ["where", "bytes", *(f"{s} ms" for s in systems), "tfscale bus GB/s", "limit ms"]
     lines = []
     for row in rows:
         n_bytes = int(row.case)
-        sent = 2 * (row.n_ranks - 1) / row.n_ranks * n_bytes
-        rate = None if row.place == MEMORY else parse_rate(row.place)
+        where = row.where
+        sent = 2 * (where.n_hosts - 1) / where.n_hosts * n_bytes
+        rate = where.rate_bits_s
         limit = "" if rate is None else three_digits(physical_limit(0.0, sent, rate))
         line = [row.group, f"{n_bytes:,}", *(_cell(row, s) for s in systems)]
         has_ours = "tfscale" in row.rounds
         bandwidth = bus_bandwidth(n_bytes, row.n_ranks, row.median_s("tfscale")) if has_ours else 0
         line += [f"{bandwidth / 1e9:.3g}", limit, *(ratio_text(row, o, "tfscale") for o in others)]
-        lines.append(line)
-    return table([*head, *(f"{o} / tfscale" for o in others)], lines)
+        lines.append([*line, megabytes(row, systems)])
+    head += [*(f"{o} / tfscale" for o in others), "MB sent per host and allreduce"]
+    return table(head, lines)
 
 
 def other_tables(runs: Runs) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.numbers import physical_limit, spread
-from tools.cluster.layout import parse_rate
+from benchmarks.places import Place, parse_place
 
-MEMORY = "memory"
 # Suites whose workers measure two systems in turn: the one that is added to, and what is added.
-IN_TURN = {"single": ("keras", "tfscale"), "report": ("without", "with")}
+IN_TURN = {
+    "single": ("keras", "tfscale"),
+    "report": ("without", "with"),
+    "fit": ("train_on_batch", "fit"),
+}
 _FACTS = ("n_parameters", "allreduce_bytes", "least_bytes", "predicted_s")
 Runs = Sequence[dict[str, Any]]
 Turn = tuple[str, str, int]  # session, commit, round: what ran in the same one was in turn
@@ -28,6 +31,7 @@ class Row:
         n_ranks: Number of ranks.
         rounds: Per system and turn the durations in seconds.
         facts: What the workers found out besides, such as "allreduce_bytes".
+        sent_bytes: Per system what the link of a host sent per call in each run.
     """
 
     group: str
@@ -36,6 +40,12 @@ class Row:
     n_ranks: int
     rounds: dict[str, dict[Turn, list[float]]]
     facts: dict[str, float]
+    sent_bytes: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def where(self) -> Place:
+        """Hosts, ranks and links."""
+        return parse_place(self.place, self.n_ranks)
 
     def samples(self, system: str) -> list[float]:
         """Return the durations of all rounds."""
@@ -52,16 +62,18 @@ def collect(runs: Runs, suite: str) -> list[Row]:
     for run in sorted(runs, key=lambda run: run["round"]):
         if run["suite"] != suite or "error" in run:
             continue
-        for case, samples in run["samples"].items():
-            system = run["system"]
+        for run_case, samples in run["samples"].items():
+            case, system = run_case, run["system"]
             if suite in IN_TURN:  # both systems in one run, as its cases
-                case, system = run["group"], case
+                case, system = run["group"], run_case
             place = run["group"].split()[0 if suite == "collectives" else -1]
             empty = Row(run["group"], case, place, run["n_ranks"], {}, {})
             row = rows.setdefault((run["group"], case), empty)
             row.facts.update({k: run[k] for k in _FACTS if k in run})
             turn = (run["session"], run["commit"], run["round"])
             row.rounds.setdefault(system, {})[turn] = samples
+            if sent := run.get("sent_bytes", {}).get(run_case):
+                row.sent_bytes.setdefault(system, []).append(sent)
     return list(rows.values())
 
 
@@ -79,5 +91,4 @@ def step_limit(row: Row, which: str) -> float | None:
     """
     if "compute" not in row.rounds or which not in row.facts:
         return None
-    rate = None if row.place == MEMORY else parse_rate(row.place)
-    return physical_limit(row.median_s("compute"), row.facts[which], rate)
+    return physical_limit(row.median_s("compute"), row.facts[which], row.where.rate_bits_s)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.markdown import interval, milliseconds, ratio_of, ratio_text, table
-from benchmarks.numbers import paired_ratio
-from benchmarks.rows import IN_TURN, MEMORY, Row, Turn, step_limit
+from benchmarks.markdown import interval, megabytes, milliseconds, ratio_of, ratio_text, table
+from benchmarks.numbers import paired_ratio, physical_limit
+from benchmarks.rows import IN_TURN, Row, Turn, step_limit
 
 _AUTO = "tfscale-auto"
-NAMES = {"compute": "compute only", "horovod": "Horovod", "mwms": "MWMS", "mpi": "MPI's allreduce"}
+TORCH_COMPUTE = "ddp-compute"
+NAMES = {
+    "compute": "compute only",
+    "horovod": "Horovod",
+    "mwms": "MWMS",
+    "mpi": "MPI's allreduce",
+    TORCH_COMPUTE: "PyTorch, compute only",
+    "ddp": "PyTorch DDP",
+    "ddp-fp16": "PyTorch DDP, fp16",
+    "ddp-powersgd": "PyTorch DDP, PowerSGD of rank 4",
+}
 
 
 def name_of(system: str) -> str:
@@ -77,26 +87,48 @@ def _fixed_columns(row: Row, system: str) -> list[str]:
 
 def group_table(row: Row) -> str:
     """Return a heading with the limits of a group, and a line per system."""
-    where = "shared memory" if row.place == MEMORY else row.place
+    where = row.place if row.where.rate_bits_s else "shared memory"
     count = f"{row.facts.get('n_parameters', 0) / 1e6:.1f} million parameters"
     limits = {
         "summing up all gradients": step_limit(row, "allreduce_bytes"),
         "the least bytes": step_limit(row, "least_bytes"),
     }
     told = [f"{1e3 * s:.0f} ms with {name}" for name, s in limits.items() if s is not None]
-    limit_line = f" Physical limits: {', '.join(told)}." if told and row.place != MEMORY else ""
+    limit_line = f" Physical limits: {', '.join(told)}." if told and row.where.rate_bits_s else ""
     head = ["system", "ms per step", "of compute-only rate", "Horovod / it", "MWMS / it"]
+    head += ["exposed ms", "step / limit", "MB sent per host"]
     lines = []
     for system in row.rounds:
         line = [name_of(system), milliseconds(row.samples(system))]
-        share = ratio_of(row, "compute", system)
+        alone = compute_of(system)
+        share = ratio_of(row, alone, system)
         ratios = [
-            "" if system in ("compute", other) else ratio_text(row, other, system)
+            "" if system in (alone, other) else ratio_text(row, other, system)
             for other in ("horovod", "mwms")
         ]
-        lines.append([*line, "—" if share is None else f"{share.median:.2f}", *ratios])
+        line += ["—" if share is None else f"{share.median:.2f}", *ratios]
+        lines.append([*line, *_exposed_columns(row, system), megabytes(row, [system])])
     title = f"### {row.case}, {where}, {row.n_ranks} ranks\n\n{count}.{limit_line}\n\n"
     return title + table(head, lines)
+
+
+def compute_of(system: str) -> str:
+    """Return the system that only computes, in the same framework."""
+    return TORCH_COMPUTE if system.startswith("ddp") else "compute"
+
+
+def _exposed_columns(row: Row, system: str) -> list[str]:
+    """Return what a step takes longer than computing alone, and its ratio to the limit.
+
+    Frameworks compute at different speeds, so each is compared with itself; the limit is that of
+    summing up all gradients in float32.
+    """
+    alone = compute_of(system)
+    if alone == system or alone not in row.rounds or "allreduce_bytes" not in row.facts:
+        return ["—", "—"]
+    step_s, alone_s = row.median_s(system), row.median_s(alone)
+    limit = physical_limit(alone_s, row.facts["allreduce_bytes"], row.where.rate_bits_s)
+    return [f"{1e3 * (step_s - alone_s):.0f}", f"{step_s / limit:.2f}"]
 
 
 def overhead_table(rows: Sequence[Row], suite: str) -> str:

@@ -112,13 +112,16 @@ class Tfscale:
 
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, which exchanges by itself."""
-        wrapped = self.tfscale.DistributedOptimizer(
-            optimizer, exchange=self._strategy(case), compression=self.compression
-        )
-        self._optimizer = wrapped
+        self._optimizer = wrapped = self.optimizer(optimizer, case)
         case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
         self.tfscale.prepare(case.model)
         return wrapped, lambda gradients: gradients
+
+    def optimizer(self, optimizer: keras.optimizers.Optimizer, case: Case) -> Any:
+        """Return the wrapped optimizer."""
+        return self.tfscale.DistributedOptimizer(
+            optimizer, exchange=self._strategy(case), compression=self.compression
+        )
 
     def _strategy(self, case: Case) -> Any:
         """Return what the name of the exchange stands for."""

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,33 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1) -> list[float]:
-    """Return durations in seconds of a call, those for warming up left out.
+@dataclass(frozen=True)
+class Samples:
+    """Measurements of a call.
+
+    Attributes:
+        seconds: Durations.
+        sent_bytes: Bytes that this host's link sent per call, those for warming up included; 0 in
+            memory.
+    """
+
+    seconds: list[float]
+    sent_bytes: float = 0.0
+
+
+def n_hosts() -> int:
+    """Return the number of hosts that the ranks are on."""
+    return int(os.environ["BENCH_HOSTS"])
+
+
+def link_bytes() -> int:
+    """Return the bytes that the link of this emulated host has sent so far; 0 in memory."""
+    link = os.environ.get("FI_TCP_IFACE")
+    return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text()) if link else 0
+
+
+def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1) -> Samples:
+    """Measure a call.
 
     Args:
         run: What is measured.
@@ -32,18 +58,20 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
         block: Calls whose mean is one duration, where not every call does the same.
     """
     durations = []
+    sent = link_bytes()
     for _ in range(warmup + repeats):
         start = time.perf_counter()
         for _ in range(block):
             run()
         durations.append((time.perf_counter() - start) / block)
-    return durations[warmup:]
+    sent = link_bytes() - sent
+    return Samples(durations[warmup:], sent / (block * (warmup + repeats)))
 
 
 def sample_in_turn(
     names: Sequence[str], block: Callable[[str], float], warmup: int, repeats: int
-) -> dict[str, list[float]]:
-    """Return what blocks of several systems take, which take turns; who begins alternates.
+) -> dict[str, Samples]:
+    """Measure blocks of several systems, which take turns; who begins alternates.
 
     Args:
         names: Of the systems.
@@ -55,20 +83,21 @@ def sample_in_turn(
     for number in range(warmup + repeats):
         for name in names[:: 1 if number % 2 else -1]:
             samples[name].append(block(name))
-    return {name: seconds[warmup:] for name, seconds in samples.items()}
+    return {name: Samples(seconds[warmup:]) for name, seconds in samples.items()}
 
 
-def write(folder: Path, rank: int, samples: dict[str, list[float]], **facts: Any) -> None:
+def write(folder: Path, rank: int, samples: dict[str, Samples], **facts: Any) -> None:
     """Write what a rank measured, for `harness.merge`.
 
     Args:
         folder: Of the run.
         rank: Of this process.
-        samples: Durations in seconds per case.
+        samples: Per case.
         **facts: "start_s", and what else belongs into the result, such as a number of bytes.
     """
     content = {
-        "samples": samples,
+        "samples": {case: found.seconds for case, found in samples.items()},
+        "sent_bytes": {case: found.sent_bytes for case, found in samples.items()},
         "start_s": facts.pop("start_s"),
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "facts": facts,

@@ -1,12 +1,18 @@
-"""Measured program: the allreduce of one system for several sizes."""
+"""Measured program: the allreduce of one system for several sizes.
+
+"tcp" sends the bytes of an allreduce through plain sockets, and adds up nothing: what links carry.
+"""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 
 import numpy as np
 
 from benchmarks import worker
+from benchmarks.multi_worker import own_address
 
 # Total payload per size, after which more repeats say nothing more.
 _ENOUGH_BYTES = 256 << 20
@@ -43,8 +49,39 @@ def horovod_allreduce(n_elements: int) -> Callable[[], object]:
     return lambda: traced(tensor)
 
 
+def tcp_ring(n_elements: int) -> Callable[[], object]:
+    """Return a call that sends to the next host, and receives, what an allreduce moves at least.
+
+    Of each host's 2 (h - 1) / h of the bytes each of its ranks sends an equal part.
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    rank, size, hosts = comm.Get_rank(), comm.Get_size(), worker.n_hosts()
+    n_bytes = 2 * (hosts - 1) * 4 * n_elements // size
+    with socket.socket() as listener:
+        listener.bind((own_address().partition(":")[0], 0))
+        listener.listen()
+        addresses = comm.allgather(listener.getsockname())
+        outgoing = socket.create_connection(addresses[(rank + size // hosts) % size])
+        incoming, _ = listener.accept()
+    sent, received = bytes(n_bytes), memoryview(bytearray(n_bytes))
+
+    def run() -> None:
+        sender = threading.Thread(target=outgoing.sendall, args=(sent,))
+        sender.start()
+        n_received = 0
+        while n_received < n_bytes:
+            n_received += incoming.recv_into(received[n_received:])
+        sender.join()
+        comm.Barrier()
+
+    return run
+
+
 SYSTEMS = {
     "mpi4py": mpi4py_allreduce,
+    "tcp": tcp_ring,
     "tfscale": tfscale_allreduce,
     "horovod": horovod_allreduce,
 }

@@ -113,7 +113,7 @@ def main() -> None:
     worker.write(
         options.output,
         system.rank,
-        {"wire": wire},
+        {"wire": worker.Samples(wire)},
         start_s=start_s,
         shares=tfscale.allgather_object(shares, name="shares"),
         ahead_s=tfscale.allgather_object(ahead, name="ahead"),

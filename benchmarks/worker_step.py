@@ -44,15 +44,15 @@ def main() -> None:
     system.settle(step)
     system.barrier()
     samples = worker.sample(step, options.warmup, options.repeats, options.block)
-    weights = weights_of(model)
+    weights, hosts = weights_of(model), worker.n_hosts()
     worker.write(
         options.output,
         system.rank,
         {options.model: samples},
         start_s=start_s,
         n_parameters=sum(layer.n_parameters for layer in weights),
-        allreduce_bytes=allreduce_bytes(weights, system.size),
-        least_bytes=least_bytes(weights, system.size, workload.global_batch // system.size),
+        allreduce_bytes=allreduce_bytes(weights, hosts),
+        least_bytes=least_bytes(weights, hosts, workload.global_batch // hosts),
         **system.facts(),
     )
     system.end()

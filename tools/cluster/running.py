@@ -48,6 +48,7 @@ def run(
     extra: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
     timeout_s: float | None = None,
+    n_nodes: int | None = None,
 ) -> RunResult:
     """Run a program on the nodes of a cluster, ranks spread evenly in order.
 
@@ -58,6 +59,7 @@ def run(
         extra: Environment variables in addition.
         output: Where the ranks print; None is this process's own output.
         timeout_s: Limit in seconds.
+        n_nodes: Only the first nodes; None for as many as there are ranks, or all.
 
     Returns:
         Exit code and what the links moved. None of the ranks is left.
@@ -69,12 +71,13 @@ def run(
         subprocess.TimeoutExpired: It took longer than `timeout_s`.
     """
     state = existing(name)
-    words, environ = _prepare(state.layout, size, command, extra or {})
+    n_nodes = min(size, n_nodes or size, len(state.layout.nodes))
+    words, environ = _prepare(state.layout, (size, n_nodes), command, extra or {})
     before = read_bytes(name)
     job, environ = new_job(environ)
     code = _run_marked(state, job, words, environ, (output, timeout_s))
     moved = commands.difference(before, read_bytes(name))
-    used = dict(list(moved.items())[: min(size, len(state.layout.nodes))])
+    used = dict(list(moved.items())[:n_nodes])
     if code == 0 and len(used) > 1:
         check_moved(used)
     return RunResult(code, moved)
@@ -96,8 +99,9 @@ def check_moved(moved: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _prepare(
-    layout: Layout, size: int, command: Sequence[str], extra: Mapping[str, str]
+    layout: Layout, where: tuple[int, int], command: Sequence[str], extra: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
+    size, n_nodes = where
     mpi = find_mpi()
     if mpi is not None and mpi.kind != "mpich":
         raise ConfigError(
@@ -109,7 +113,6 @@ def _prepare(
     environ = {**environment(), **variables, **extra}
     # All nodes share the cores of this machine.
     environ = {**environ, **thread_variables(spec, environ)}
-    n_nodes = min(size, len(layout.nodes))
     counts = [size // n_nodes + (i < size % n_nodes) for i in range(n_nodes)]
     hosts = tuple((node.address, n) for node, n in zip(layout.nodes, counts, strict=False))
     placed = LaunchSpec(tuple(command), size, hosts=hosts, n_cores=spec.n_cores, bind_to="none")
