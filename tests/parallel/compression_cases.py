@@ -1,11 +1,13 @@
-"""Gradients of 8 and 4 bits: nothing is lost, ranks stay equal, and few bytes are sent.
+"""Lossy compressions: nothing is lost over the steps, ranks stay equal, few bytes are sent.
 
 Run by test_compression.py on several layouts of hosts.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -27,7 +29,10 @@ from tfscale.comm import runtime
 
 SGD = keras.optimizers.SGD
 SHAPES = ((40, 70), (3, 3, 16, 24), (70,), (5, 5))  # the last two are not compressed
-KINDS = {"int8": Compression.int8, "int4": Compression.int4(start_step=0)}
+LOW_RANK = Compression.low_rank(rank=3, start_step=0)
+KINDS = {"int8": Compression.int8, "int4": Compression.int4(start_step=0), "low_rank": LOW_RANK}
+FLOATS = 40 * 70 + 3 * 3 * 16 * 24  # of the compressed ones
+FACTORS = 3 * (40 + 70 + 3 * 3 * 16 + 24)  # of rank 3
 
 
 def new_variables(seed=0):
@@ -83,24 +88,53 @@ def case_sums_over_steps_are_those_of_all_gradients():
             rest = pending(optimizer, variables) if tfscale.size() > 1 else [0.0] * 4
             for v, w, e, r in zip(variables, before, expected, rest, strict=True):
                 np.testing.assert_allclose(w - v.numpy() + r, e, atol=3e-5, err_msg=kind)
-            if tfscale.size() > 1:  # the pending sum is no more than what one step rounds off
-                bound = 0.05 if kind == "int8" else 0.8
+            if tfscale.size() > 1:  # the pending sum is no more than what one step rounds off,
+                # and of matrices without a low rank no more than the sum itself
+                bound = {"int8": 0.05, "int4": 0.8, "low_rank": 60.0}[kind]
                 assert 0 < max(np.abs(r).max() for r in rest[:2]) < bound
 
 
 def case_results_depend_neither_on_buckets_nor_on_mode_nor_on_chance():
-    runs = []
-    for options in (
-        {"exchange": tfscale.Allreduce(bucket_mb=0)},
-        {"exchange": tfscale.Chunked(first_chunk_layers=1)},
-        {"num_groups": 1},
-        {"is_traced": False},
-    ):
-        is_traced = options.pop("is_traced", True)
-        optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8, **options)
-        runs.append(values_of(train(optimizer, new_variables(), range(5), is_traced)))
-    for run in runs[1:]:
-        require_identical(run, runs[0])
+    for compression in (Compression.int8, Compression.low_rank(start_step=2)):
+        runs = []
+        for options in (
+            {"exchange": tfscale.Allreduce(bucket_mb=0)},
+            {"exchange": tfscale.Chunked(first_chunk_layers=1)},
+            {"num_groups": 1},
+            {"is_traced": False},
+        ):
+            is_traced = options.pop("is_traced", True)
+            optimizer = DistributedOptimizer(SGD(0.1), compression=compression, **options)
+            runs.append(values_of(train(optimizer, new_variables(), range(5), is_traced)))
+        for run in runs[1:]:
+            require_identical(run, runs[0])
+
+
+def case_gradients_of_low_rank_are_exact():
+    """From the first step on, up to the rank of the factors."""
+
+    def gradients(columns, step):
+        own = np.random.default_rng([step, tfscale.rank()])
+        made = []
+        for shape in SHAPES:
+            common = np.random.default_rng([columns, 2])
+            left = common.normal(size=(math.prod(shape[:-1]), columns))
+            right = common.normal(size=(columns, shape[-1]))
+            inside = np.eye(columns) + 0.3 * own.normal(size=(columns, columns))
+            made.append(np.float32((left @ inside @ right).reshape(shape)))
+        return made
+
+    for columns in (2, 3):
+        optimizer = DistributedOptimizer(SGD(1.0), compression=LOW_RANK)
+        variables = [keras.Variable(np.zeros(shape, "float32")) for shape in SHAPES]
+        for step in range(3):
+            before = values_of(variables)
+            train(optimizer, variables, [step], gradients=partial(gradients, columns))
+            every = zip(*tfscale.allgather_object(gradients(columns, step)), strict=True)
+            for v, w, column in zip(variables, before, every, strict=True):
+                mean = np.mean(np.float64(column), 0)
+                np.testing.assert_allclose(w - v.numpy(), mean, atol=2e-6 * np.abs(mean).max())
+        require_equal_ranks(variables)
 
 
 def case_one_rank_is_plain_keras():
@@ -139,17 +173,17 @@ def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
             grads[1][0, 0, 0, 0] = np.nan
         return grads
 
-    compression = Compression.int8
-    optimizer = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="skip")
-    variables = new_variables()
-    train(optimizer, variables, range(3), gradients=gradients)
-    before = values_of([*variables, *optimizer.executor.residuals.variables])
-    train(optimizer, variables, [3], gradients=gradients)
-    require_identical([*variables, *optimizer.executor.residuals.variables], before)
-    # As if the step had not been.
-    train(optimizer, variables, [4], gradients=gradients)
-    other = DistributedOptimizer(SGD(0.1), compression=compression)
-    require_identical(variables, train(other, new_variables(), [0, 1, 2, 4]))
+    for compression in (LOW_RANK, Compression.int8):
+        optimizer = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="skip")
+        variables = new_variables()
+        train(optimizer, variables, range(3), gradients=gradients)
+        before = values_of([*variables, *optimizer.executor.residuals.variables])
+        train(optimizer, variables, [3], gradients=gradients)
+        require_identical([*variables, *optimizer.executor.residuals.variables], before)
+        # As if the step had not been.
+        train(optimizer, variables, [4], gradients=gradients)
+        other = DistributedOptimizer(SGD(0.1), compression=compression)
+        require_identical(variables, train(other, new_variables(), [0, 1, 2, 4]))
     # Without a policy the whole block is NaN, on all ranks.
     other = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="ignore")
     (w,) = train(other, new_variables(), [3], gradients=gradients)[1:2]
@@ -157,45 +191,44 @@ def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
 
 
 def case_residuals_follow_the_scale_of_the_loss():
-    if tfscale.size() == 1:
-        return
-    scaled = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
-    scaled.dynamic_growth_steps = 2
-    optimizer = DistributedOptimizer(scaled, compression=Compression.int8)
-    variables, steps = new_variables(), [0, 1, 2, 3, 4]
-    before = [np.float64(v.numpy()) for v in variables]
+    for compression in (Compression.int8, LOW_RANK) if tfscale.size() > 1 else ():
+        scaled = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
+        scaled.dynamic_growth_steps = 2
+        optimizer = DistributedOptimizer(scaled, compression=compression)
+        variables, steps = new_variables(), [0, 1, 2, 3, 4]
+        before = [np.float64(v.numpy()) for v in variables]
 
-    def gradients(step):
-        grads = own_gradients(step, scale=float(scaled.dynamic_scale) if scaled.built else 8.0)
-        if step == 2 and tfscale.rank() == 0:
-            grads[0][1, 1] = np.inf
-        return grads
+        def gradients(step, scaled=scaled):
+            grads = own_gradients(step, scale=float(scaled.dynamic_scale) if scaled.built else 8.0)
+            if step == 2 and tfscale.rank() == 0:
+                grads[0][1, 1] = np.inf
+            return grads
 
-    train(optimizer, variables, steps, gradients=gradients)
-    assert float(scaled.dynamic_scale) == 16.0  # 8, 8, 16 and halved, 8, 8, 16
-    expected = [sum(c) for c in zip(*map(mean_gradients, [0, 1, 3, 4]), strict=True)]
-    rest = pending(optimizer, variables)
-    for v, w, e, r in zip(variables, before, expected, rest, strict=True):
-        np.testing.assert_allclose(w - v.numpy() + r / 16.0, e, atol=1e-5)
+        train(optimizer, variables, steps, gradients=gradients)
+        assert float(scaled.dynamic_scale) == 16.0  # 8, 8, 16 and halved, 8, 8, 16
+        expected = [sum(c) for c in zip(*map(mean_gradients, [0, 1, 3, 4]), strict=True)]
+        rest = pending(optimizer, variables)
+        for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+            np.testing.assert_allclose(w - v.numpy() + r / 16.0, e, atol=1e-5)
 
 
-def case_only_exchanged_sums_are_quantised():
-    if tfscale.size() == 1:
-        return
-    options = {"compression": Compression.int8, "backward_passes_per_step": 2}
-    optimizer = DistributedOptimizer(SGD(1.0), **options)
-    variables = new_variables()
-    before = [np.float64(v.numpy()) for v in variables]
-    train(optimizer, variables, range(4))
-    kept = values_of(optimizer.executor.residuals.variables)
-    train(optimizer, variables, [4])  # exchanges nothing
-    require_identical(optimizer.executor.residuals.variables, kept)
-    expected = [sum(c) for c in zip(*map(mean_gradients, range(4)), strict=True)]
-    rest = pending(optimizer, variables)
-    for v, w, e, r in zip(variables, before, expected, rest, strict=True):
-        np.testing.assert_allclose(w - v.numpy() + r, e, atol=1e-5)
-    n_bytes = 4 * (40 * 70 + 3 * 3 * 16 * 24)
-    assert n_bytes <= optimizer.memory_report()["residuals"] <= 2 * n_bytes
+def case_only_exchanged_sums_are_compressed():
+    owned = 4 * FLOATS // tfscale.size()
+    of_kind = {"int8": (0, owned + 2048), "low_rank": (4 * 3 * 184, 4 * 3 * 184)}  # Q: 40 and 144
+    for kind, (least, most) in of_kind.items() if tfscale.size() > 1 else ():
+        options = {"compression": KINDS[kind], "backward_passes_per_step": 2}
+        optimizer = DistributedOptimizer(SGD(1.0), **options)
+        variables = new_variables()
+        before = [np.float64(v.numpy()) for v in variables]
+        train(optimizer, variables, range(4))
+        kept = values_of(optimizer.executor.residuals.variables)
+        train(optimizer, variables, [4])  # exchanges nothing
+        require_identical(optimizer.executor.residuals.variables, kept)
+        expected = [sum(c) for c in zip(*map(mean_gradients, range(4)), strict=True)]
+        rest = pending(optimizer, variables)
+        for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+            np.testing.assert_allclose(w - v.numpy() + r, e, atol=1e-5)
+        assert least <= optimizer.memory_report()["residuals"] - 4 * FLOATS <= most
 
 
 def sent_bytes(optimizer, variables, steps):
@@ -209,14 +242,18 @@ def sent_bytes(optimizer, variables, steps):
 def case_bytes_are_few_from_the_step_on_at_which_bits_are():
     if tfscale.size() == 1:
         return
-    n_bytes = 4 * (40 * 70 + 3 * 3 * 16 * 24)
-    for compression, most in ((Compression.int8, 0.26), (KINDS["int4"], 0.14)):
+    n_bytes = 4 * FLOATS
+    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
+    assert sent_bytes(optimizer, new_variables(), [0]) <= 0.26 * n_bytes
+    share = FACTORS / FLOATS
+    for compression, first, least, most in (
+        (Compression.int4(start_step=2), 0.5, 0.125, 0.14),
+        (Compression.low_rank(rank=3, start_step=2), 1.0, share, share),
+    ):
         optimizer = DistributedOptimizer(SGD(0.1), compression=compression)
-        assert sent_bytes(optimizer, new_variables(), [0]) <= most * n_bytes
-    optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int4(start_step=2))
-    variables = new_variables()
-    sent = [sent_bytes(optimizer, variables, [step]) / n_bytes for step in range(4)]
-    assert sent[:2] == [0.5, 0.5] and max(sent[2:]) <= 0.14, sent
+        variables = new_variables()
+        sent = [sent_bytes(optimizer, variables, [step]) / n_bytes for step in range(4)]
+        assert sent[:2] == [first, first] and least <= min(sent[2:]) <= max(sent[2:]) <= most, sent
 
 
 def case_int4_begins_after_a_twentieth_of_the_steps():
@@ -261,6 +298,15 @@ def case_what_cannot_be_quantised_is_refused():
         (lambda: DistributedOptimizer(SGD(), compression=few, exchange=local), "LocalSGD"),
     ):
         require_error(action, f"Received: Compression.int8 for {what}.")
+    for exchange in ("sharded", "auto", local):
+        options = {"compression": Compression.low_rank, "exchange": exchange}
+        require_error(
+            lambda o=options: DistributedOptimizer(SGD(), **o), "Received: Compression.low_rank"
+        )
+    require_error(
+        lambda: tfscale.DistributedGradientTape(tf.GradientTape(), compression=LOW_RANK),
+        "Received: Compression.low_rank for a tape.",
+    )
     require_error(lambda: Compression.int4(error_feedback=False), "4 bits need error feedback")
     require_error(lambda: Compression.int8(steps=3), "Received: steps.")
 
@@ -272,6 +318,7 @@ N_STEPS, FIRST_STOP, SECOND_STOP, BATCH = 10, 6, 8, 24
 RUNS = {
     "int8": (Compression.int8, "allreduce"),
     "int4": (Compression.int4(start_step=4), tfscale.Allreduce(bucket_mb=0)),
+    "low_rank": (Compression.low_rank(rank=2, start_step=4), "allreduce"),
     "sharded": (Compression.int8, tfscale.Sharded(dense="weights")),
 }
 

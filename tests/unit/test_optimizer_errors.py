@@ -31,7 +31,10 @@ SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
             "gradient_predivide_factor must be greater than 0. "
             "Received: gradient_predivide_factor=0.0.",
         ),
-        ({"compression": "fp16"}, "compression must be Compression.none, fp16, bf16, int8 or int4"),
+        (
+            {"compression": "fp16"},
+            "compression must be Compression.none, fp16, bf16, int8, int4 or low_rank",
+        ),
         ({"num_groups": -1}, "groups must be a number of 0 or more"),
         ({"groups": -1}, "Received: num_groups=-1, groups=None."),
         ({"groups": "dense"}, "or lists of variables that are sent together."),

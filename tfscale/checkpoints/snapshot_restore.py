@@ -66,7 +66,7 @@ def take_snapshot(
         "rules": [_rule_of(o) for o in optimizers],
         "ranges": {},
         "accumulated": [],
-        "residuals": {},  # of quantised gradients
+        "residuals": {},  # of compressed gradients
         "n_quantized": [],
         "hosts": _place_on_host(),
         "metrics": [[mode, list(v.shape)] for v, mode, _ in metrics],
@@ -103,8 +103,8 @@ def take_snapshot(
             name = f"{k}/{places[id(residual.parameter)]}"
             info["residuals"][name] = [list(residual.cuts), residual.factor]
             arrays[f"residual{name}"] = _copy_of(residual.own)
-            if residual.owner is not None:
-                arrays[f"owner{name}"] = _copy_of(residual.owner)
+            kept = {"owner": residual.owner, "basis": residual.basis}
+            arrays |= {key + name: _copy_of(v) for key, v in kept.items() if v is not None}
         n_steps = None if residuals is None else residuals.n_steps
         info["n_quantized"].append(0 if n_steps is None else int(n_steps.numpy()))
         count, sums = (accumulator and accumulator.state()) or (0, [])
@@ -227,7 +227,7 @@ class Reader:
         return (total / runtime.size()).astype(values.dtype)
 
     def pending(self, name: str) -> np.ndarray:
-        """Return the sum that quantised gradients have left for later steps, over all ranks."""
+        """Return the sum that compressed gradients have left for later steps, over all ranks."""
         with_it = [part for part in self.parts if name in part.info["residuals"]]
         factor = with_it[0].info["residuals"][name][1]
         own = [np.float64(part.arrays[f"residual{name}"]) for part in with_it]
@@ -397,7 +397,7 @@ class Restore:
         accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
 
     def _restore_residuals(self, k: int, optimizer: Any) -> None:
-        """Restore what quantised gradients have left for later steps. Collective if there is any.
+        """Restore what compressed gradients have left for later steps. Collective if there is any.
 
         Each rank takes its own; or the sum is cut again if ranks or hosts have changed.
         """
@@ -407,7 +407,7 @@ class Restore:
         known = [name for name in saved if name.startswith(f"{k}/")]
         if residuals is None or not known:
             if known and self._rank == 0:
-                logger.warning("Residuals of quantised gradients are dropped: compression is off.")
+                logger.warning("Residuals of compressed gradients are dropped: compression is off.")
             return
         own = reader.parts[self._rank % len(reader.parts)]
         is_same = self._is_exact and own.info["hosts"] == _place_on_host()
@@ -416,12 +416,11 @@ class Restore:
         states = []
         for name in known:
             arrays, cuts = own.arrays, tuple(saved[name][0])
+            kept = {key: arrays[key + name] for key in ("owner", "basis") if key + name in arrays}
             if is_exact:
-                has_owner = f"owner{name}" in arrays
-                owner = arrays[f"owner{name}"] if has_owner else None
-                state = Restored(cuts, arrays[f"residual{name}"], owner)
+                state = Restored(cuts, arrays[f"residual{name}"], **kept)
             else:
-                state = Restored(cuts, pending=reader.pending(name))
+                state = Restored(cuts, basis=kept.get("basis"), pending=reader.pending(name))
             states.append((self._variables.weights[int(name.partition("/")[2])], state))
         residuals.restore(states, reader.info["n_quantized"][k])
         if not is_exact and self._rank == 0:

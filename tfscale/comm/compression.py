@@ -1,16 +1,16 @@
-"""Compression of tensors: the dtype that is sent, or a number of bits per value."""
+"""Compression of tensors: the dtype that is sent, bits per value, or factors of low rank."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tfscale.config import ConfigError, is_count, require
 
-SMALLEST_QUANTIZED = 1024  # values of a variable
+SMALLEST_COMPRESSED = 1024  # values of a variable that is sent in few bits
 
 
 class NoneCompressor:
@@ -45,56 +45,48 @@ class BF16Compressor(NoneCompressor):
     wire = tf.bfloat16
 
 
-@dataclass(frozen=True)
-class QuantizedCompressor(NoneCompressor):
-    """Gradients of large kernels are sent in integers of few bits, with a scale for each block.
+@dataclass(frozen=True, kw_only=True)
+class LossyCompressor(NoneCompressor):
+    """Gradients of large kernels are sent in part; the rest is added to the next gradient.
 
-    What is rounded off is kept and added to the next gradient (error feedback), so nothing is lost
-    over the steps. The first steps can be sent as bfloat16. Not compressed are variables of rank 1
-    or less, such as biases and the parameters of BatchNormalization, variables of fewer than 1024
-    values, sparse gradients, and what dense layers send instead of gradients: no later step would
-    repair these.
+    This is error feedback: nothing is lost over the steps. Not compressed are variables of rank 1
+    or less, such as biases and the parameters of BatchNormalization, small variables, sparse
+    gradients, and what dense layers send instead of gradients: no later step would repair these.
 
     Attributes:
-        bits: Bits per value.
-        block: Values that share a scale.
-        error_feedback: Whether what is rounded off is kept, in 4 bytes per value.
-        start_step: Step from which on gradients have few bits. None begins after 5 % of the steps
+        wire_dtype: Name of the format in plans.
+        error_feedback: Whether the rest is kept, in 4 bytes per value.
+        start_step: Step from which on gradients are compressed. None begins after 5 % of the steps
             of `fit`, at least 500; without a tfscale callback, after 500.
     """
 
-    bits: int
-    block: int
+    options: ClassVar[tuple[str, ...]] = ("error_feedback", "start_step")
+
+    wire_dtype: str
     error_feedback: bool = True
     start_step: int | None = 0
 
     def __post_init__(self) -> None:
         fits = self.start_step is None or is_count(self.start_step, 0)
         require(fits, "start_step", "0 or more, or None", self.start_step)
-        if self.bits < 8 and not self.error_feedback:
-            raise ConfigError(
-                f"Gradients of {self.bits} bits need error feedback: without it, training stops "
-                "early. Received: error_feedback=False. Leave it out, or use Compression.int8."
-            )
 
-    def __call__(self, **options: Any) -> QuantizedCompressor:
-        """Return a copy with other `error_feedback` or `start_step`."""
-        unknown = sorted(set(options) - {"error_feedback", "start_step"})
+    def __call__(self, **options: Any) -> Any:
+        """Return a copy with other `options`."""
+        unknown = sorted(set(options) - set(self.options))
         if unknown:
             raise ConfigError(
-                "Compression.int8 and int4 take error_feedback and start_step. "
+                f"Compression.{self.wire_dtype} takes {', '.join(self.options)}. "
                 f"Received: {', '.join(unknown)}."
             )
         return replace(self, **options)
 
-    @property
-    def wire_dtype(self) -> str:
-        """The name of the integers, for plans."""
-        return f"int{self.bits}"
+    def least_values(self, shape: tuple[int, ...]) -> float:
+        """Return the number of values from which on a kernel is compressed."""
+        return SMALLEST_COMPRESSED
 
     def fits(self, shape: tuple[int, ...], dtype: str) -> bool:
-        """Return whether gradients of a shape and dtype are quantised."""
-        is_large = len(shape) > 1 and math.prod(shape) >= SMALLEST_QUANTIZED
+        """Return whether gradients of a shape and dtype are compressed."""
+        is_large = len(shape) > 1 and math.prod(shape) >= self.least_values(shape)
         if is_large and dtype == "float64":
             raise ConfigError(
                 f"Compression.{self.wire_dtype} is for float32. Received: a gradient of float64. "
@@ -103,22 +95,93 @@ class QuantizedCompressor(NoneCompressor):
         return is_large and dtype == "float32"
 
 
-class Compression:
-    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8` or `int4`.
+@dataclass(frozen=True, kw_only=True)
+class QuantizedCompressor(LossyCompressor):
+    """Kernels of 1024 values or more are sent in integers of few bits; the first steps as bfloat16.
 
-    The 8 and 4 bits are for gradients of `DistributedOptimizer`; `Compression.int8` has options:
-    `Compression.int8(error_feedback=False)`.
+    Attributes:
+        bits: Bits per value.
+        block: Values that share a scale.
+    """
+
+    bits: int
+    block: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits < 8 and not self.error_feedback:
+            raise ConfigError(
+                f"Gradients of {self.bits} bits need error feedback: without it, training stops "
+                "early. Received: error_feedback=False. Leave it out, or use Compression.int8."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankCompressor(LossyCompressor):
+    """Kernels are sent as the two factors of a matrix of low rank (PowerSGD).
+
+    The matrix has shape [out, in]; that of a convolution [out, in * kernel height * kernel width].
+    Factors of rank r have r * (out + in) values instead of out * in. Error feedback is always on,
+    and gradients of the first steps are sent as they are.
+
+    Attributes:
+        rank: Columns of each factor.
+        min_rate: Least ratio of both numbers of values; other kernels are sent as they are.
+
+    Source: Vogels et al. (2019), PowerSGD, arXiv 1905.13727.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("rank", "start_step", "min_rate")
+
+    wire_dtype: str = "low_rank"
+    rank: int = 4
+    start_step: int | None = 1000
+    min_rate: float = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(is_count(self.rank, 1), "rank", "1 or more", self.rank)
+        require(self.min_rate >= 1, "min_rate", "1 or more", self.min_rate)
+
+    def second_factor(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the shape of the factor with a row for each input."""
+        n_in = math.prod(shape[:-1])
+        return n_in, min(self.rank, n_in, shape[-1])
+
+    def least_values(self, shape: tuple[int, ...]) -> float:
+        """Return the number of values from which on factors are small enough."""
+        n_in, columns = self.second_factor(shape)
+        return max(1, self.min_rate * columns * (n_in + shape[-1]))
+
+
+class Compression:
+    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8`, `int4` or `low_rank`.
+
+    The last three are for gradients of `DistributedOptimizer`, and have options:
+    `Compression.int8(error_feedback=False)`, `Compression.low_rank(rank=8)`.
     """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = QuantizedCompressor(bits=8, block=256)
-    int4 = QuantizedCompressor(bits=4, block=64, start_step=None)
+    int8 = QuantizedCompressor(wire_dtype="int8", bits=8, block=256)
+    int4 = QuantizedCompressor(wire_dtype="int4", bits=4, block=64, start_step=None)
+    low_rank = LowRankCompressor()
+
+
+def refuse_low_rank(compression: Any, where: str) -> None:
+    """Raise a ConfigError for factors of low rank where ranks do not sum whole gradients."""
+    if isinstance(compression, LowRankCompressor):
+        raise ConfigError(
+            "Factors of low rank stand for whole gradients that every rank receives in each step. "
+            f"Received: Compression.low_rank for {where}. Use DistributedOptimizer with "
+            "exchange=tfscale.Allreduce() or tfscale.Chunked(), or Compression.bf16."
+        )
 
 
 def refuse_quantized(compression: Any, where: str) -> None:
     """Raise a ConfigError for few bits where nothing keeps what is rounded off."""
+    refuse_low_rank(compression, where)
     if isinstance(compression, QuantizedCompressor):
         raise ConfigError(
             "Sums of few bits need the residuals of earlier ones, which an optimizer with another "

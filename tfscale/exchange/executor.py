@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
-from tfscale.comm.compression import QuantizedCompressor
+from tfscale.comm.compression import LossyCompressor
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError, PlanError, require
@@ -43,7 +43,7 @@ class Reduced:
     variables: list[Any]  # the model's variable of each target
     # The first received tensors; nothing may change before they have arrived.
     arrived: list[tf.Tensor] = field(default_factory=list)
-    # Next residuals of quantised gradients, for `residuals.keep` if the step is not skipped.
+    # Next residuals of compressed gradients, for `residuals.keep` if the step is not skipped.
     residuals: list[Update] = field(default_factory=list)
 
 
@@ -69,7 +69,7 @@ class Executor:
         self.process_set = process_set  # all other ranks keep their own gradients
         self.may_shard = False  # stays False for a tape, which needs whole gradients
         self.shards: Shards | None = None  # set when `build` cuts parameters
-        is_quantized = isinstance(options.compression, QuantizedCompressor)
+        is_quantized = isinstance(options.compression, LossyCompressor)
         self.residuals = Residuals(options.compression) if is_quantized else None
         self.dense = DenseCalls(options)
         # Called in the step with own and reduced gradients and their variables.

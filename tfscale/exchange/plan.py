@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.collectives import allreduce_sparse
+from tfscale.comm.compression import QuantizedCompressor
 from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
@@ -63,7 +64,7 @@ class GradientOptions:
         known = "'sum' or 'keras'"
         fits = self.repeated_indices in ("sum", "keras")
         require(fits, "repeated_indices", known, self.repeated_indices)
-        known = "Compression.none, fp16, bf16, int8 or int4"
+        known = "Compression.none, fp16, bf16, int8, int4 or low_rank"
         require(hasattr(self.compression, "compress"), "compression", known, self.compression)
         groups = [] if self.groups is None else self.groups
         fits = isinstance(groups, list | tuple)
@@ -84,7 +85,7 @@ class Parameter:
     """A trainable variable as strategies see it."""
 
     spec: GradientSpec  # path, shape and dtype of the variable
-    wire_dtype: str  # dtype in which its gradient is sent, perhaps one of `QUANTIZED`
+    wire_dtype: str  # dtype in which its gradient is sent, or a key of `_SUMS`
     gradient: Gradient = "none"  # form of its gradient in the step that is traced
     is_local: bool = False  # whether its gradient stays on its rank
     is_whole: bool = False  # whether one rank must own all of it, if parameters are cut
@@ -169,11 +170,13 @@ class Wire:
         rank's parts of the sums.
         """
         assert self.residuals is not None
+        compression = self.residuals.compression
+        assert isinstance(compression, QuantizedCompressor)
         if tf.executing_eagerly():
             agree(header_of("gradients", [], list(tensors), call.label), call.group)
         chosen, size = [self.variables[i] for i in indices], self.group.size
-        reduction, block = self.options.reduction(size), self.residuals.compression.block
-        cuts = parts or [block_cuts(math.prod(t.shape), block, size) for t in tensors]
+        reduction = self.options.reduction(size)
+        cuts = parts or [block_cuts(math.prod(t.shape), compression.block, size) for t in tensors]
         quantization = self.residuals.quantization(
             chosen, cuts, self.group, reduction.postscale, rounds_sum=parts is None
         )
@@ -225,6 +228,62 @@ class QuantizedSum(Part):
         """Sum each gradient over the ranks."""
         tensors = [gradients[i] for i in self.indices]
         sums = wire.quantized(tensors, wire.call(self.indices), self.indices)
+        return dict(zip(self.indices, sums, strict=True))
+
+
+@dataclass(frozen=True)
+class LowRankSum(Part):
+    """Dense gradients whose sum every rank receives, sent as two factors each.
+
+    With this rank's matrix M and Q of the step before, ranks take one step of subspace iteration:
+
+        P = orthonormal basis of sum(M Q),  Q = sum(M^T P),  the result is P Q^T
+
+    M - P P^T M is left for the next step. The mean of what ranks have left is what the result
+    lacks, since all of this is linear in M. Unlike the variant that computes P and Q in turn, it is
+    exact for matrices of that rank, and sends messages of the same shapes in each step.
+
+    Source: Vogels et al. (2019), algorithm 1.
+    """
+
+    def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
+        """Sum each gradient over the ranks."""
+        assert wire.residuals is not None
+        tensors = [gradients[i] for i in self.indices]
+        call, reduction = wire.call(self.indices), wire.reduction(tensors)
+        later = replace(call, label=f"{call.label} (second factors)", stream="second factors")
+        factor, kept = reduction.prescale * reduction.postscale, []
+        for i, t in zip(self.indices, tensors, strict=True):
+            cuts = block_cuts(math.prod(t.shape), 1, wire.group.size)
+            kept.append(wire.residuals.of(wire.variables[i], wire.group, cuts, factor))
+        tensors = [t + residual.own for t, residual in zip(tensors, kept, strict=True)]
+        bases = [residual.basis.read_value() for residual in kept]
+
+        def as_factors() -> list[list[tf.Tensor]]:
+            # Transposed, so that they are views of the kernels.
+            matrices = [tf.reshape(t, [-1, t.shape[-1]]) for t in tensors]
+            pairs = zip(matrices, bases, strict=True)
+            left = [tf.matmul(m, q, transpose_a=True) for m, q in pairs]
+            left = [tf.linalg.qr(p).q for p in wire.allreduce(left, call, reduction)]
+            own = [tf.matmul(m, p) for m, p in zip(matrices, left, strict=True)]
+            right = wire.allreduce(own, later, reduction)
+
+            def products(factors: list[tf.Tensor]) -> list[tf.Tensor]:
+                parts = zip(factors, left, tensors, strict=True)
+                return [tf.reshape(tf.matmul(q, p, transpose_b=True), t.shape) for q, p, t in parts]
+
+            errors = [t - sent for t, sent in zip(tensors, products(own), strict=True)]
+            return [products(right), errors, right]
+
+        def as_they_are() -> list[list[tf.Tensor]]:
+            sums = wire.allreduce(tensors, call, reduction)
+            return [sums, [tf.zeros_like(t) for t in tensors], bases]
+
+        begun = wire.residuals.has_begun()
+        results = as_factors() if begun is True else tf.cond(begun, as_factors, as_they_are)
+        sums, errors, bases = results
+        wire.updates.extend(zip([residual.own for residual in kept], errors, strict=True))
+        wire.updates.extend(zip([residual.basis for residual in kept], bases, strict=True))
         return dict(zip(self.indices, sums, strict=True))
 
 
@@ -328,6 +387,9 @@ class ExchangePlan:
     overlap: bool = True  # False sends nothing before all gradients are ready
 
 
+_SUMS: dict[str, type[Part]] = {"low_rank": LowRankSum, **dict.fromkeys(QUANTIZED, QuantizedSum)}
+
+
 def compile_plan(
     table: Table,
     choose: ChooseBuckets,
@@ -347,8 +409,8 @@ def compile_plan(
     # Each part with the position of its last gradient: back-propagation ends with position 0.
     found: list[tuple[int, Part]] = []
     for indices in table.buckets(dense, choose):  # of one dtype each
-        is_quantized = table.parameters[indices[0]].wire_dtype in QUANTIZED
-        part = QuantizedSum if is_quantized and sum_part is Sum else sum_part
+        lossy = _SUMS.get(table.parameters[indices[0]].wire_dtype, Sum)
+        part = lossy if sum_part is Sum else sum_part
         found.append((min(indices), part(indices)))
     found += [(i, Replicated((i,))) for i in made if i not in cut]
     given = set(table.given("dense", "rows"))

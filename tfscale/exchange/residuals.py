@@ -1,4 +1,4 @@
-"""Residuals of quantised gradients: what was rounded off and is added to the next gradients."""
+"""Residuals of compressed gradients: what was not sent and is added to the next gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm.backends.base import Group, Quantization, Quantized
-from tfscale.comm.compression import QuantizedCompressor
+from tfscale.comm.compression import LossyCompressor, LowRankCompressor, QuantizedCompressor
 
-# Part of a training that is sent in 16 bits unless the user chose the first step of few bits.
+# Part of a training that is sent in more bits unless the user chose the first compressed step.
 _LEAST_START, _START_SHARE = 500, 0.05
 
 Update = tuple[tf.Variable, tf.Tensor]
@@ -33,6 +33,7 @@ class Residual:
     factor: float
     own: tf.Variable  # of this rank's gradient; zeros where another rank encodes it for the host
     owner: tf.Variable | None  # of this rank's part of the sum, flat; None if it is not rounded
+    basis: Any = None  # of low rank: the second factor of the last sum; its scale does not matter
 
     def fold(self) -> None:
         """Move `owner` to `own`, which is encoded by the same rank; the pending sum stays."""
@@ -55,6 +56,7 @@ class Restored:
     cuts: Cuts
     own: np.ndarray | None = None
     owner: np.ndarray | None = None
+    basis: np.ndarray | None = None
     pending: np.ndarray | None = None
 
 
@@ -64,11 +66,11 @@ class Residuals:
     New values are kept by a step after its update, or not if the step is skipped.
     """
 
-    def __init__(self, compression: QuantizedCompressor) -> None:
+    def __init__(self, compression: LossyCompressor) -> None:
         """Create without variables: they are created when a gradient is first exchanged."""
         self.compression = compression
         self.n_steps: tf.Variable | None = None  # exchanges, if the first ones have more bits
-        self._start: tf.Variable | None = None  # the first of few bits
+        self._start: tf.Variable | None = None  # the first compressed one
         self._first_step = self._first_of_few = 0  # the values with which they are created
         self.expect(0)
         self._of: dict[tuple[int, int], Residual] = {}
@@ -82,7 +84,7 @@ class Residuals:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of all residuals."""
-        return [v for r in self.all for v in (r.own, r.owner) if v is not None]
+        return [v for r in self.all for v in (r.own, r.owner, r.basis) if v is not None]
 
     def expect(self, n_steps: int) -> None:
         """Note how many steps a `fit` will have; 0 if that is not known."""
@@ -109,10 +111,11 @@ class Residuals:
         `cuts` are those of each parameter; `factor` is applied to the sum, which is quantised
         before it is sent if `rounds_sum`.
         """
+        assert isinstance(self.compression, QuantizedCompressor)
         kept: list[Residual] = []
         if self.compression.error_feedback:
             pairs = zip(parameters, cuts, strict=True)
-            kept = [self._residual(p, group, c, factor, rounds_sum) for p, c in pairs]
+            kept = [self.of(p, group, c, factor, rounds_sum) for p, c in pairs]
         return Quantization(
             self._bits(),
             self.compression.block,
@@ -136,16 +139,17 @@ class Residuals:
         if group.rank < 0 or not is_known:
             return gradient, []
         count = int(np.prod(parameter.shape))
-        own = self._residual(parameter, group, (0, count), 1.0, rounds_sum=False).own
+        own = self.of(parameter, group, (0, count), 1.0).own
         return gradient + tf.cast(own, gradient.dtype), [(own, tf.zeros_like(own))]
 
     def count_step(self) -> list[Update]:
         """Return the update of the number of exchanges."""
         return [] if self.n_steps is None else [(self.n_steps, self.n_steps + 1)]
 
-    def _residual(
-        self, parameter: Any, group: Group, cuts: Cuts, factor: float, rounds_sum: bool
+    def of(
+        self, parameter: Any, group: Group, cuts: Cuts, factor: float, rounds_sum: bool = False
     ) -> Residual:
+        """Return the residual of a parameter in the function that is traced; see `Residual`."""
         key = id(parameter), group.id
         found = self._of.get(key)
         is_same = found and found.cuts == cuts and (found.owner is not None) == rounds_sum
@@ -159,20 +163,32 @@ class Residuals:
                 found.fold()
                 own = found.own
             owner = tf.Variable(tf.zeros([end - begin]), trainable=False) if rounds_sum else None
-            self._of[key] = Residual(parameter, group, cuts, factor, own, owner)
+            basis = found.basis if found else self._first_basis(tuple(parameter.shape))
+            self._of[key] = Residual(parameter, group, cuts, factor, own, owner, basis)
             self._take_restored(self._of[key])
         return self._of[key]
 
-    def _bits(self) -> tf.Tensor:
-        """Return the bits per value in this step."""
-        few = tf.constant(self.compression.bits)
+    def _first_basis(self, shape: tuple[int, ...]) -> tf.Variable | None:
+        """Create random columns, equal on all ranks, if gradients are sent as factors."""
+        if not isinstance(self.compression, LowRankCompressor):
+            return None
+        start = np.random.default_rng(0).normal(size=self.compression.second_factor(shape))
+        return tf.Variable(start, dtype=tf.float32, trainable=False)
+
+    def has_begun(self) -> Any:
+        """Return whether gradients of this step are compressed, as a tensor; True if all are."""
         if self.compression.start_step == 0:
-            return few
+            return True
         if self.n_steps is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.n_steps = tf.Variable(self._first_step, dtype=tf.int64, trainable=False)
                 self._start = tf.Variable(self._first_of_few, dtype=tf.int64, trainable=False)
-        return tf.where(self.n_steps < self._start, tf.constant(16), few)
+        return self.n_steps >= self._start
+
+    def _bits(self) -> tf.Tensor:
+        """Return the bits per value in this step."""
+        assert isinstance(self.compression, QuantizedCompressor)
+        return tf.where(self.has_begun(), self.compression.bits, 16)
 
     # Checkpoints
 
@@ -181,8 +197,10 @@ class Residuals:
         self._first_step = n_steps
         if self.n_steps is not None:
             self.n_steps.assign(n_steps)
-        for variable in self.variables:
-            variable.assign(tf.zeros_like(variable))
+        for residual in self.all:
+            for variable in (residual.own, residual.owner):
+                if variable is not None:
+                    variable.assign(tf.zeros_like(variable))
         self._restored = {id(parameter): state for parameter, state in states}
         for residual in self.all:
             self._take_restored(residual)
@@ -191,6 +209,8 @@ class Residuals:
         state = self._restored.pop(id(residual.parameter), None)
         if state is None:
             return
+        if residual.basis is not None and np.shape(state.basis) == tuple(residual.basis.shape):
+            residual.basis.assign(state.basis)  # not if the columns are others than before
         if state.pending is not None:
             begin, end = residual.cuts[residual.group.rank :][:2]
             residual.add(state.pending.reshape(-1)[begin:end])

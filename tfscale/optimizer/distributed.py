@@ -15,7 +15,7 @@ import tensorflow as tf
 import wrapt
 
 from tfscale.comm import runtime
-from tfscale.comm.compression import Compression, refuse_quantized
+from tfscale.comm.compression import Compression, refuse_low_rank, refuse_quantized
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
@@ -110,7 +110,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             device_dense: Ignored; TensorFlow places the ops.
             device_sparse: Ignored.
             compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire; `.int8` or
-                `.int4`: bits per value of large kernels.
+                `.int4`: bits per value of large kernels; `.low_rank`: their factors.
             sparse_as_dense: Make sparse gradients dense before they are sent.
             gradient_predivide_factor: Divides gradients before the sum; size / factor divides them
                 after it.
@@ -151,7 +151,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         )
         strategy = resolve(exchange)
         if isinstance(strategy, LocalSGD):
-            refuse_quantized(compression, "LocalSGD")
+            refuse_quantized(options.compression, "LocalSGD")
+        if isinstance(strategy, LocalSGD) or strategy.is_sharding or strategy.may_shard_later:
+            refuse_low_rank(options.compression, f"exchange={exchange!r}")
         self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
         self._self_nonfinite = NonFinite(nonfinite, strategy)
         self._self_accumulator: Accumulator | None = None
@@ -664,7 +666,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Returns:
             Bytes: "state" of the optimizer on this rank, "complete_state" in one process,
             "parameters" that this rank holds besides the model's, "accumulators" of
-            `backward_passes_per_step`, "residuals" of `Compression.int8` or `int4`.
+            `backward_passes_per_step`, "residuals" of lossy compressions.
         """
         own = n_bytes(self.__wrapped__.variables)
         kept, accumulator = self._self_kept, self._self_accumulator

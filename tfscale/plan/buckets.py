@@ -13,6 +13,8 @@ BYTES_PER_VALUE = 4  # of float32, the dtype on the wire without compression
 
 _BITS = {"int4": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _BITS |= {"int32": 32, "int64": 64}
+# Factors count as their gradients: they are ready together with these.
+_BITS["low_rank"] = 32
 
 # With "auto" a model is cut into this many buckets: enough that most of the exchange overlaps with
 # back-propagation, few enough that latency adds little.
