@@ -36,13 +36,17 @@ A study is a Python file, `recipes/studies/<study>.py` or any other path, that d
     COLUMNS = {"largest batch": function}                # optional, more columns: see below
     SERIES = {"shards": {1: "1 process", 2: "fixed shards"}}  # optional, lines over X_LABEL
     X_LABEL = "Ranks"
+    MAY_LOSE = (0.2, 0.5)                                # optional, points of METRIC: see below
 
 A loss reaches a threshold from above, anything else from below. With THRESHOLD = None there is no
 total speedup. A function of COLUMNS gets a list with the epochs of a run, each a dict as in
 `metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds. SERIES has the
 configurations of each line of the picture, by the number on its axis: the metric and each column
-are drawn over it. All runs get
-`--resume`; those on several ranks `--report` as well, which measures compute and communication.
+are drawn over it. MAY_LOSE compares each configuration with the first one, seed by seed; METRIC is
+a share. It "passed" if it loses no more points than these on average, and at the upper end of the
+one-sided confidence interval of 95 % (Student's t). It is "undecided" if not, and the standard
+error is above half of the latter; else it "failed". All runs get `--resume`; those on several ranks
+`--report` as well, which measures compute and communication.
 
 Speedups, as [F] has them: the epoch speedup compares seconds of training per epoch, medians; the
 total speedup seconds of training until the threshold, which contains what the configuration loses

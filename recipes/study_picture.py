@@ -17,6 +17,7 @@ _SHOWN = {
     "theta": "theta at the end of the epoch",
     "averaging_weight": "gamma of rank 0",
 }
+_LIMITS = ("limit of the mean", "limit of the upper bound")
 Draw = Callable[[Axes], None]
 
 
@@ -60,6 +61,9 @@ def _panels(
         ]
     else:
         panels.append(partial(_last, metric=study.metric, own=own))
+    rows = study_report.losses(study, outcomes)
+    if rows:
+        panels.append(partial(_losses, study=study, rows=rows))
     for name in _SHOWN:
         if any(len({line.get(name) for line in o.epochs}) > 1 for o in outcomes):
             panels.append(partial(_curves, name=name, own=own))
@@ -106,6 +110,22 @@ def _last(axes: Axes, *, metric: str, own: Mapping[str, Sequence[Outcome]]) -> N
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel(f"{metric}, last epoch: each seed, mean and standard error")
+
+
+def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> None:
+    """Draw what each seed loses, the means, and the ends of their confidence intervals."""
+    for at, row in enumerate(rows, 1):  # the first colour is that of the base
+        axes.plot(row.points, np.full(len(row.points), at), "o", ms=5, alpha=0.4, color=f"C{at}")
+        right = [[0.0], [row.bound - row.mean]]
+        axes.errorbar(row.mean, at, xerr=right, fmt="|", ms=16, capsize=4, color="0.2")
+    for limit, colour, text in zip(study.may_lose or (), ("0.6", "C3"), _LIMITS, strict=True):
+        axes.axvline(limit, color=colour, lw=1, ls="--", label=f"{text}: {limit:g}")
+    axes.set_yticks(range(1, len(rows) + 1), [row.name for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=7, framealpha=0.6)
+    base = next(iter(study.configurations))
+    axes.set_xlabel(f"Points of {study.metric} lost against {base}: seeds, mean, 95 % upper bound")
 
 
 def _against(

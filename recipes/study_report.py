@@ -11,6 +11,8 @@ from typing import Any
 from study_runs import Outcome, Study, command
 
 _SECONDS = ("exposed_s", "step_s")
+# 95 % quantiles of Student's t with 1, 2, ... degrees of freedom; the last one stands for more.
+_T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,54 @@ class Summary:
     epoch_s: float
     exposed_share: float | None
     more: list[float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Points of the metric that a configuration loses against the first one, paired by seed.
+
+    Attributes:
+        name: Of the configuration.
+        points: One per seed that both have finished; negative where it gains.
+        mean: Of the points.
+        error: Standard error of the mean.
+        bound: Upper end of the one-sided confidence interval of 95 %.
+        verdict: "passed", "undecided" or "failed", see `study.py`.
+    """
+
+    name: str
+    points: list[float]
+    mean: float
+    error: float
+    bound: float
+    verdict: str
+
+
+def losses(study: Study, outcomes: Sequence[Outcome]) -> list[Loss]:
+    """Return the loss of each configuration that shares two seeds or more with the first one."""
+    if study.may_lose is None:
+        return []
+    found: dict[str, dict[int, float]] = {name: {} for name in study.configurations}
+    for outcome in outcomes:
+        last = outcome.epochs[-1][study.metric]
+        found[outcome.run.configuration][outcome.run.seed] = 100 * last
+    base, *others = found.values()
+    pairs = [[base[seed] - own[seed] for seed in sorted({*base} & {*own})] for own in others]
+    names = list(found)[1:]
+    return [
+        _loss(name, points, *study.may_lose)
+        for name, points in zip(names, pairs, strict=True)
+        if len(points) > 1
+    ]
+
+
+def _loss(name: str, points: list[float], most: float, most_bound: float) -> Loss:
+    mean, n = statistics.mean(points), len(points)
+    error = statistics.stdev(points) / n**0.5
+    bound = mean + _T_95[min(n - 1, len(_T_95)) - 1] * error
+    undecided = "undecided" if error > most_bound / 2 else "failed"
+    verdict = "passed" if mean <= most and bound <= most_bound else undecided
+    return Loss(name, points, mean, error, bound, verdict)
 
 
 def summaries(study: Study, outcomes: Sequence[Outcome]) -> list[Summary]:
@@ -139,7 +189,8 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
     ]
     summary = [dataclasses.asdict(s) for s in summaries(study, outcomes)]
     about = {"study": study.name, "metric": study.metric, "note": note}
-    content = {**about, "summary": summary, "runs": runs}
+    paired = [dataclasses.asdict(loss) for loss in losses(study, outcomes)]
+    content = {**about, "summary": summary, **({"losses": paired} if paired else {}), "runs": runs}
     where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return text
 
@@ -174,6 +225,7 @@ def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> st
     lines += [_row(_cells(study, row, rows[0], not loaded)) for row in rows]
     times = f"Speedups are over “{rows[0].name}”, by seconds of training without validation."
     lines += ["", f"No times: {loaded}." if loaded else times, ""]
+    lines += _compared(study, outcomes)
     lines += [note, ""] if note else []
     lines += _made(study, outcomes)
     return "\n".join(lines) + "\n"
@@ -191,6 +243,24 @@ def _cells(study: Study, row: Summary, base: Summary, has_times: bool) -> list[s
         total = speedup(base.seconds_to_threshold, row.seconds_to_threshold)
         cells += [_shown(row.seconds_to_threshold), _shown(total)] if study.threshold else []
     return cells
+
+
+def _compared(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the table of losses, empty where the study compares none."""
+    rows = losses(study, outcomes)
+    if not rows or study.may_lose is None:
+        return []
+    most, most_bound = study.may_lose
+    base = next(iter(study.configurations))
+    lines = [f"Points of {study.metric} lost against “{base}”, paired by seed:", ""]
+    head = ["configuration", "seeds", "mean", "standard error", "95 % upper bound", "verdict"]
+    lines += [_row(head), _row(["---"] * len(head))]
+    for row in rows:
+        numbers = [f"{number:.2f}" for number in (row.mean, row.error, row.bound)]
+        lines.append(_row([row.name, len(row.points), *numbers, row.verdict]))
+    rule = f"“Passed”: a mean of at most {most:g} points and a bound of at most {most_bound:g}; "
+    rule += f"“undecided”: not that, and a standard error above {most_bound / 2:g}."
+    return [*lines, "", rule, ""]
 
 
 def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:

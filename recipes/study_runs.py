@@ -36,6 +36,7 @@ class Study:
     columns: Mapping[str, "Column"] = field(default_factory=dict)
     series: Mapping[str, Mapping[float, str]] = field(default_factory=dict)
     x_label: str = ""
+    may_lose: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,11 @@ flags.DEFINE_integer(
     lower_bound=1,
 )  # fmt: skip
 flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
-flags.DEFINE_enum(
-    "compression", "none", ["none", "fp16", "bf16"], "Format of values between ranks."
-)
+flags.DEFINE_string(
+    "compression", "none",
+    "Format of values between ranks: none, fp16, bf16, int8, ..., with options as in "
+    "int4:start_step=100 (docs/compression.md).",
+)  # fmt: skip
 flags.DEFINE_enum(
     "mixed_precision", "none", ["none", "float16", "bfloat16"], "Type of activations."
 )
@@ -133,7 +135,7 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
         exchange = tfscale.LocalSGD(FLAGS.groups, FLAGS.interval, within=exchange)
-    compression = getattr(tfscale.Compression, FLAGS.compression)
+    compression = parse_compression(FLAGS.compression)
     return hvd.DistributedOptimizer(optimizer, exchange=exchange, compression=compression)
 
 
@@ -147,8 +149,21 @@ def parse_exchange(text: str) -> Any:
     strategy: Any = getattr(tfscale, strategies.get(name.lower(), ""), None)
     if not hasattr(strategy, "plan"):
         sys.exit(f"--exchange must name a strategy of docs/exchanges.md. Received: {text}.")
+    return strategy(**_arguments(options))
+
+
+def parse_compression(text: str) -> Any:
+    """Return what a flag names: an attribute of `tfscale.Compression`, with its options."""
+    name, _, options = text.partition(":")
+    compression = vars(tfscale.Compression).get(name)
+    if compression is None or name.startswith("_"):
+        sys.exit(f"--compression must be one of docs/compression.md. Received: {text}.")
+    return compression(**_arguments(options)) if options else compression
+
+
+def _arguments(options: str) -> dict[str, Any]:
     pairs = (option.partition("=") for option in options.split(",") if option)
-    return strategy(**{key.strip(): _value(value.strip()) for key, _, value in pairs})
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:

@@ -8,6 +8,7 @@ from models.lenet import lenet5, torchnet
 from models.mlp import mlp
 from models.resnet import resnet
 from models.resnet50 import resnet50
+from models.transformer import transformer
 from models.vgg import VGG_16, VGG_A, vgg, vgg_a_of_width
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,19 @@ COUNTS = {
     "torchnet for 32x32": (lambda: torchnet((32, 32, 3)), 62_006),
     "mlp": (mlp, 785 * 256 + 257 * 64 + 65 * 10),  # 784 to 256 to 64 to 10, with biases
 }
+
+
+def test_transformer_predicts_from_the_tokens_before():
+    model = transformer(tokens=11, length=6, blocks=2, width=8, heads=2)
+    # Per block: attention 4 * (8 * 8 + 8), two dense layers, two normalizations of 16.
+    blocks = 2 * (4 * 72 + 9 * 32 + 33 * 8 + 2 * 16)
+    assert model.count_params() == 11 * 8 + 6 * 8 + blocks + 16 + 9 * 11
+    tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9]])
+    first, second = model.predict(tokens, verbose=0)
+    np.testing.assert_allclose(first[:3], second[:3], atol=1e-6)
+    assert np.abs(first[3:] - second[3:]).max(axis=-1).min() > 1e-3
+    moved = model.predict(tokens[:, [1, 0, 2, 3, 4, 5]], verbose=0)  # positions count
+    assert np.abs(moved[0, 2] - first[2]).max() > 1e-6
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -1,5 +1,6 @@
 """Studies: what is run, what is not run again, and the numbers of the table."""
 
+import dataclasses
 import json
 import runpy
 import shutil
@@ -87,6 +88,35 @@ def test_table_json_and_picture(study, tmp_path):
     assert len(content["runs"]) == 4 and len(content["runs"][0]["epochs"]) == 3
     study_picture.draw(study, outcomes, tmp_path / "mine.png")
     assert (tmp_path / "mine.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_losses_are_paired_by_seed_and_compared_with_limits(study, tmp_path):
+    """Seeds differ by more than configurations; of seed 5 there is no base."""
+
+    def outcome(name, seed, value):
+        run = study_runs.Run(name, seed, 1, "fake", {}, tmp_path)
+        line = {"val_accuracy": value, "train_seconds": 1.0, "batch_size": 1, "val_loss": 1.0}
+        return study_runs.Outcome(run, [line], [], [])
+
+    study = dataclasses.replace(study, may_lose=(0.2, 0.5))
+    for points, verdict, bound in (
+        ([0.1, 0.2, 0.3, 0.2], "passed", 0.2 + 2.353 * 0.0816497 / 2),
+        ([0.3, 0.3, 0.3, 0.3], "failed", 0.3),
+        ([0.0, 0.0, 0.0, 0.7], "failed", 0.175 + 2.353 * 0.35 / 2),
+        ([2.0, -2.0, 2.0, -1.0], "undecided", 0.25 + 2.353 * 2.0616 / 2),
+    ):
+        every = [outcome("Large: 16", 5, 0.1)]
+        for seed, lost in enumerate(points, 1):
+            every.append(outcome("Large: 16", seed, 0.2 * seed - lost / 100))
+            every.append(outcome("small batch", seed, 0.2 * seed))
+        (loss,) = study_report.losses(study, every)
+        assert loss.verdict == verdict and loss.bound == pytest.approx(bound, abs=1e-4)
+        np.testing.assert_allclose(loss.points, points, atol=1e-9)
+    text = study_report.write(study, every, tmp_path / "mine", "")
+    assert "| Large: 16 | 4 | 0.25 | 1.03 | 2.68 | undecided |" in text.splitlines()
+    assert json.loads((tmp_path / "mine.json").read_text())["losses"][0]["verdict"] == "undecided"
+    study_picture.draw(study, every, tmp_path / "mine.png")
+    assert study_report.losses(dataclasses.replace(study, may_lose=None), every) == []
 
 
 def test_rows_of_earlier_results_stay_where_their_runs_are_gone(study, tmp_path):

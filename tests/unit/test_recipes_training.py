@@ -40,6 +40,18 @@ def test_exchanges_are_named_by_class_and_arguments():
     assert vars(chunked).items() >= options.items()
 
 
+def test_compressions_are_named_by_attribute_and_options():
+    compression = training.parse_compression
+    assert compression("none") is tfscale.Compression.none
+    assert compression("int8") is tfscale.Compression.int8
+    assert compression("int4:start_step=7") == tfscale.Compression.int4(start_step=7)
+    low_rank = tfscale.Compression.low_rank(rank=2, start_step=7)
+    assert compression("low_rank:rank=2, start_step=7") == low_rank
+    for text in ("int9", "__doc__", ""):
+        with pytest.raises(SystemExit, match=f"docs/compression.md. Received: {text}"):
+            compression(text)
+
+
 THESIS_CHUNK = ["logits", "conv5_2", "conv5_1", "conv4_2", "conv4_1"]  # [T]: k = 9, f = 2
 
 
