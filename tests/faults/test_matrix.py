@@ -30,7 +30,7 @@ ENDS = {
     "short data": [r"rank 1 ended its epoch after step"],
     "other model": [r"train with the same model\. Received: .* on rank 1\b"],
     "no callbacks": [
-        r"Received: BroadcastGlobalVariablesCallback\S* .*on rank 0 and none on rank 1\.",
+        r"Received: BroadcastGlobalVariablesCallback\S* .*on rank 0 and none on rank 1\."
     ],
     "other optimizer": [r"momentum=0\.9 on rank 0 and momentum=0\.8 on rank 1\b"],
 }

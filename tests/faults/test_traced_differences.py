@@ -26,10 +26,7 @@ CASES = {
         "call(lambda x: tfscale.reducescatter(x, op=op), tf.ones([4]))",
         "reducescatter SUM (factors 1.0 and 1.0)",
     ),
-    "optimizer": (
-        "train(op=op)",
-        "allreduce SUM (factors 1.0 and 0.5)",
-    ),
+    "optimizer": ("train(op=op)", "allreduce SUM (factors 1.0 and 0.5)"),
     "sharded optimizer": (
         "train(exchange='sharded', gradient_predivide_factor=1.0 + rank)",
         "factors 0.5 and 1.0",
@@ -42,10 +39,7 @@ CASES = {
         "call(lambda x: sparse(x, 5, prescale_factor=1.0 + rank), tf.ones([1, 2]))",
         "sparse SUM (factors 2.0 and 0.5)",
     ),
-    "dense shape": (
-        "call(lambda x: sparse(x, 5 + rank), tf.ones([1, 2]))",
-        "dense shape [6, 2]",
-    ),
+    "dense shape": ("call(lambda x: sparse(x, 5 + rank), tf.ones([1, 2]))", "dense shape [6, 2]"),
     "models": (
         "train([keras.layers.Dense(3 + rank, name='odd'), keras.layers.Dense(1, name='last')])",
         "last/kernel float32(4, 1)",
@@ -79,10 +73,7 @@ CASES = {
         "has [0]",
     ),
     "reducescatter of more": ("dynamic(tfscale.reducescatter, [4 + rank])", "has [5]"),
-    "rows of twice the width": (
-        "dynamic(tfscale.allgather, [4, 2 + 2 * rank])",
-        "rows of [4]",
-    ),
+    "rows of twice the width": ("dynamic(tfscale.allgather, [4, 2 + 2 * rank])", "rows of [4]"),
     "alltoall of twice the width": (
         "dynamic(lambda x: tfscale.alltoall(x, [2, 2])[0], [4, 2 + 2 * rank])",
         "rows of [4]",

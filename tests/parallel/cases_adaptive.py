@@ -10,12 +10,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    require_close,
-    require_equal_ranks,
-    require_error,
-    shared_folder,
-)
+from tests.helpers.ranks import require_close, require_equal_ranks, require_error, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (

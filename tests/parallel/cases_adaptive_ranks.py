@@ -163,11 +163,7 @@ def case_ranks_join_as_the_batch_grows():
     batch_sizes = (2, 4, 8, 16)
     active = [count_active(size, tfscale.size()) for size in batch_sizes]
     assert active[0] == 1 and active[-1] == (tfscale.size() if tfscale.size() != 3 else 2)
-    exchanges = (
-        "allreduce",
-        tfscale.Chunked(first_chunk_layers=1, replicated_dense=1),
-        "sharded",
-    )
+    exchanges = ("allreduce", tfscale.Chunked(first_chunk_layers=1, replicated_dense=1), "sharded")
     for exchange in exchanges:
         with float64():
             model, history = fit(linear_model, 2, 16, 4, exchange, rate=0.01, active_ranks="grow")

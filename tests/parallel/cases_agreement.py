@@ -30,15 +30,7 @@ BATCH, N = 4, 16
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
-def train(
-    optimizer=None,
-    width=3,
-    batch_size=BATCH,
-    n=N,
-    callbacks=(),
-    data=None,
-    **options,
-):
+def train(optimizer=None, width=3, batch_size=BATCH, n=N, callbacks=(), data=None, **options):
     """Run two epochs."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(width, name="first"), keras.layers.Dense(1, name="last")]

@@ -11,13 +11,7 @@ from keras.optimizers import SGD
 import tfscale
 from tests.helpers.ranks import StopAt, require_equal_ranks, require_identical, shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.callback_models import (
-    compiled,
-    fit,
-    functional,
-    own,
-    require_error_everywhere,
-)
+from tests.parallel.callback_models import compiled, fit, functional, own, require_error_everywhere
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     BestModelCheckpoint,

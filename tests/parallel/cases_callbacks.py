@@ -11,14 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tfscale
 from tests.helpers.ranks import require_equal_ranks, require_identical, shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.callback_models import (
-    Deferred,
-    compiled,
-    data,
-    fit,
-    functional,
-    own,
-)
+from tests.parallel.callback_models import Deferred, compiled, data, fit, functional, own
 from tfscale import Chunked, DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,

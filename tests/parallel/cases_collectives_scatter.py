@@ -74,10 +74,7 @@ def case_alltoall_that_does_not_add_up():
         lambda: tfscale.alltoall(own, [1] * (size + 1)),
         "ConfigError: splits must be a vector of integers, a number of rows for each of the",
     )
-    require_error(
-        lambda: tfscale.alltoall(own, [1.0] * size),
-        "Received: dtype=float32",
-    )
+    require_error(lambda: tfscale.alltoall(own, [1.0] * size), "Received: dtype=float32")
     require_error(lambda: tfscale.alltoall(tf.constant(1.0)), "ConfigError: Without splits")
     with pytest.raises(tf.errors.InvalidArgumentError, match="Without splits"):  # as Horovod's
         tfscale.alltoall(tf.constant(1.0))
@@ -141,8 +138,7 @@ def case_reducescatter_of_a_scalar():
         "ConfigError: reducescatter needs a tensor of rank 1 or more. Received: a scalar.",
     )
     require_error(
-        lambda: tfscale.reducescatter(tf.constant([True])),
-        "ConfigError: A reduction needs float32",
+        lambda: tfscale.reducescatter(tf.constant([True])), "ConfigError: A reduction needs float32"
     )
 
 

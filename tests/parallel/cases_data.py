@@ -331,7 +331,4 @@ def case_another_order_of_records_is_refused():
     fit(None, train=batch_of(names))
     tf.random.set_seed(1 + tfscale.rank())
     drawn = tf.data.Dataset.range(8).map(lambda i: tf.random.normal((4,)))
-    fit(
-        None,
-        train=GlobalBatches.from_dataset(drawn, batch_size=4, decode=lambda x: (x, x[:1])),
-    )
+    fit(None, train=GlobalBatches.from_dataset(drawn, batch_size=4, decode=lambda x: (x, x[:1])))

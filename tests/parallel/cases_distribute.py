@@ -289,8 +289,7 @@ def case_different_data_are_named_before_training():
         )
         require_identical(model.variables, before)
         data = tf.data.Dataset.from_generator(
-            batches,
-            output_signature=(tf.TensorSpec((None, 5)), tf.TensorSpec((None, 2))),
+            batches, output_signature=(tf.TensorSpec((None, 5)), tf.TensorSpec((None, 2)))
         )
         require_error(lambda: model.fit(data, verbose=0), "the same batches", "other x on rank 1")
 

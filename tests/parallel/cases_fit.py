@@ -10,11 +10,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import StopAt, require_equal_ranks, require_error
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.callback_models import (
-    compiled,
-    functional,
-    own,
-)
+from tests.parallel.callback_models import compiled, functional, own
 from tests.parallel.cases_local_sgd import agree
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.comm import runtime

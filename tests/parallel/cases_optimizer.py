@@ -221,7 +221,5 @@ def case_xla_is_refused():
     optimizer.build(variables)
     compiled = tf.function(lambda: optimizer.apply(gradients(0, 1.0), variables), jit_compile=True)
     require_error(
-        compiled,
-        "No collective can run inside a function that XLA compiles.",
-        "jit_compile=False",
+        compiled, "No collective can run inside a function that XLA compiles.", "jit_compile=False"
     )

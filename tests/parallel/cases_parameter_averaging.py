@@ -14,11 +14,7 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import BATCH, InterruptAfter, Interruption, network
 from tests.parallel.cases_equality import float64
 from tests.parallel.cases_local_fit import forget_the_stop
-from tfscale.callbacks import (
-    BackupAndRestore,
-    BroadcastGlobalVariablesCallback,
-    ParameterAveraging,
-)
+from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, ParameterAveraging
 from tfscale.comm import runtime
 
 N_LOCAL, STEPS, RATE = 4, 3, 0.05

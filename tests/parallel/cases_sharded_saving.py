@@ -162,10 +162,7 @@ def case_a_save_on_one_rank_is_refused_in_time():
     fit(model, 0, 2)
     short = dataclasses.replace(settings(), save_timeout_s=1.0)
     last = tfscale.size() - 1
-    with (
-        shared_folder() as folder,
-        mock.patch("tfscale.optimizer.state.settings", lambda: short),
-    ):
+    with shared_folder() as folder, mock.patch("tfscale.optimizer.state.settings", lambda: short):
         path = folder / "model.keras"
         checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
         for rank in (0, last, 0):

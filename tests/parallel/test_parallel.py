@@ -59,9 +59,7 @@ def find_cases() -> list[tuple[str, int, float | None]]:
     return sorted(found, key=lambda item: item[1])
 
 
-def by_turns(
-    cases: list[tuple[str, int, float | None]],
-) -> list[tuple[str, int, float | None]]:
+def by_turns(cases: list[tuple[str, int, float | None]]) -> list[tuple[str, int, float | None]]:
     """Return each case with one of its sizes above 1, cases of the same sizes taking turns."""
     allowed: dict[str, list[int]] = {}
     for case, size, _ in cases:

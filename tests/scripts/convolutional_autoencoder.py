@@ -43,12 +43,7 @@ autoencoder.compile(optimizer="adam", loss="binary_crossentropy", metrics=["mse"
 autoencoder.summary()
 
 history = autoencoder.fit(
-    x_train,
-    y_train,
-    batch_size=32,
-    epochs=4,
-    shuffle=True,
-    validation_data=(x_test, y_test),
+    x_train, y_train, batch_size=32, epochs=4, shuffle=True, validation_data=(x_test, y_test)
 )
 print("losses:", [round(value, 6) for value in history.history["loss"]])
 

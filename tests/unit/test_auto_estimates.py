@@ -125,11 +125,7 @@ def test_the_constants_of_a_slow_network_are_found(name):
 def test_the_constants_of_shared_memory_are_found(share):
     scenario = scenario_of("vgg_a")
     memory = dataclasses.replace(
-        scenario.machine,
-        latency_s=20e-6,
-        bytes_per_s=2e9,
-        compute_share=share,
-        message_share=share,
+        scenario.machine, latency_s=20e-6, bytes_per_s=2e9, compute_share=share, message_share=share
     )
     machine = check(Scenario(scenario.table, memory, 2, 32))
     assert machine.compute_share == pytest.approx(share, abs=0.15)

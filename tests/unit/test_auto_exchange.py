@@ -12,12 +12,7 @@ from tfscale.exchange.auto import Auto, strategy_of
 from tfscale.exchange.base import resolve
 from tfscale.exchange.plan import Parameter, Table
 from tfscale.launcher.tune.links import fit_line
-from tfscale.measure.layer_times import (
-    LayerMeasurement,
-    calibrated,
-    fitted,
-    measured_machine,
-)
+from tfscale.measure.layer_times import LayerMeasurement, calibrated, fitted, measured_machine
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable

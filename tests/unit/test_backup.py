@@ -20,12 +20,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tests.unit.test_adaptive_batch_size import (
-    InterruptAt,
-    adaptive,
-    make_data,
-    make_model,
-)
+from tests.unit.test_adaptive_batch_size import InterruptAt, adaptive, make_data, make_model
 from tests.unit.test_adaptive_batch_size import Interruption as Interrupted
 from tfscale.callbacks import BackupAndRestore, RankZero
 from tfscale.checkpoints import list_checkpoints

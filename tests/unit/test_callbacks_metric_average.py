@@ -81,11 +81,7 @@ def in_two(train):
 
 def fit(model, train, validation, callbacks, epochs=1):
     history = model.fit(
-        in_two(train),
-        epochs=epochs,
-        validation_data=validation,
-        callbacks=callbacks,
-        verbose=0,
+        in_two(train), epochs=epochs, validation_data=validation, callbacks=callbacks, verbose=0
     )
     return history.history
 

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale.callbacks import (
-    BestModelCheckpoint,
-    ModelCheckpoint,
-    RankZero,
-)
+from tfscale.callbacks import BestModelCheckpoint, ModelCheckpoint, RankZero
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.comm import runtime
 from tfscale.optimizer.saving import make_saves_safe

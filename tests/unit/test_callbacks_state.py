@@ -6,17 +6,8 @@ import keras
 import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tests.unit.callback_models import (
-    Deferred,
-    compiled,
-    data,
-    fit,
-    functional,
-)
-from tfscale.callbacks import (
-    BroadcastGlobalVariablesCallback,
-    ConsistencyCheck,
-)
+from tests.unit.callback_models import Deferred, compiled, data, fit, functional
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, ConsistencyCheck
 from tfscale.config import ExchangeError
 
 

@@ -9,17 +9,8 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tests.unit.callback_models import (
-    compiled,
-    data,
-    fit,
-    functional,
-)
-from tfscale.callbacks import (
-    BroadcastGlobalVariablesCallback,
-    ConsistencyCheck,
-    NonTrainableState,
-)
+from tests.unit.callback_models import compiled, data, fit, functional
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, ConsistencyCheck, NonTrainableState
 from tfscale.checkpoints import variables as model_state
 from tfscale.config import ExchangeError
 

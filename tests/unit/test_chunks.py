@@ -10,12 +10,7 @@ from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.dense import DenseCalls, ReplicatedCall
 from tfscale.exchange.plan import GradientOptions
-from tfscale.plan.buckets import (
-    GradientSpec,
-    build_chunks,
-    chunk_layers,
-    layers_of,
-)
+from tfscale.plan.buckets import GradientSpec, build_chunks, chunk_layers, layers_of
 from tfscale.plan.layers import is_replicated_cheaper
 
 

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale.callbacks import (
-    Callback,
-    MetricAverageCallback,
-    Synchronize,
-)
+from tfscale.callbacks import Callback, MetricAverageCallback, Synchronize
 from tfscale.fit.session import running_session, session_of
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)

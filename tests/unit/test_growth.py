@@ -6,13 +6,7 @@ import math
 import pytest
 
 from tfscale.config import ConfigError
-from tfscale.measure.growth import (
-    GrowthControl,
-    GrowthSettings,
-    IntervalRule,
-    Measures,
-    ladder,
-)
+from tfscale.measure.growth import GrowthControl, GrowthSettings, IntervalRule, Measures, ladder
 
 SIZES = (32, 64, 128)
 

@@ -49,10 +49,7 @@ GLOO_VARIABLES = (
         ("", None),
         ("PMI_RANK=1", None),
         ("PMI_RANK=0 PMI_SIZE=1", Launch(0, 1, None, None, "mpich")),
-        (
-            "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
-            Launch(3, 4, 1, 2, "mpich"),
-        ),
+        ("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch(3, 4, 1, 2, "mpich")),
         ("PMI_RANK=3 PMI_SIZE=4 I_MPI_HYDRA_TOPOLIB=hwloc", Launch(3, 4, None, None, "intel")),
         (OPENMPI_VARIABLES, Launch(2, 3, 0, 1, "openmpi")),
         (SLURM_VARIABLES, Launch(5, 7, 1, 2, "srun")),

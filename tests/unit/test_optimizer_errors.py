@@ -68,10 +68,7 @@ REPLICATED = (tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partia
         (lambda: DistributedOptimizer(SGD), "for example keras.optimizers.SGD(0.1)."),
         *(
             (lambda w=w: DistributedOptimizer(w()), "An optimizer must be wrapped once")
-            for w in (
-                lambda: DistributedOptimizer(SGD()),
-                lambda: LSO(DistributedOptimizer(SGD())),
-            )
+            for w in (lambda: DistributedOptimizer(SGD()), lambda: LSO(DistributedOptimizer(SGD())))
         ),
         *(
             (

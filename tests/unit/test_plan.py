@@ -15,8 +15,7 @@ from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets,
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 specs_of_models = st.lists(
-    st.builds(GradientSpec, st.just("weight"), shapes, st.sampled_from(sorted(WIDTHS))),
-    max_size=12,
+    st.builds(GradientSpec, st.just("weight"), shapes, st.sampled_from(sorted(WIDTHS))), max_size=12
 )
 
 

@@ -11,14 +11,7 @@ from tfscale.config import PlanError
 from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import Machine
-from tfscale.plan.parts import (
-    LayerPart,
-    LayerPlan,
-    bucketed,
-    chunked,
-    lower_bound_s,
-    memory_bytes,
-)
+from tfscale.plan.parts import LayerPart, LayerPlan, bucketed, chunked, lower_bound_s, memory_bytes
 from tfscale.plan.published import dense, published
 from tfscale.plan.simulate import (
     COMMUNICATION,

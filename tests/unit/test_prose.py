@@ -23,9 +23,7 @@ WORDS = {
     r"whoever": "the caller, the reader",
 }
 # Places where the word has its usual sense, or is quoted.
-EXCEPTIONS = {
-    "tests/unit/test_prose.py": r".*",
-}
+EXCEPTIONS = {"tests/unit/test_prose.py": r".*"}
 FIRST_WORD = re.compile(r"(What|Which|Where|How|Who|When)\b")
 
 

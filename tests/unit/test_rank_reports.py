@@ -246,11 +246,7 @@ def test_a_rank_that_ended_or_is_on_a_host_that_is_heard_is_not_missed(host):
 
 @pytest.mark.parametrize(
     ("call", "code"),
-    [
-        (f"write_state({FINISHED!r})", 0),
-        (f"write_state({ALONE!r})", 0),
-        ("write_request()", 75),
-    ],
+    [(f"write_state({FINISHED!r})", 0), (f"write_state({ALONE!r})", 0), ("write_request()", 75)],
 )
 def test_a_rank_that_has_left_ends_nobody(call, code):
     """mpirun and srun end all ranks when one ends with another status than 0."""
