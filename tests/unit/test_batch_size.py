@@ -10,6 +10,7 @@ import pytest
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
+from tfscale.data.slices import epoch_order
 from tfscale.launcher import cli
 from tfscale.launcher.tune.scripts import measure_script
 from tfscale.measure.batch_size import SizeMeasures, Stage, advise, measure
@@ -41,7 +42,6 @@ def gradient(model, x, y):
 
 
 def test_measures_are_those_of_the_gradients():
-    from tfscale.data.slices import epoch_order
 
     model, (x, y) = linear(), arrays()
     stage = measure(model, make_data(), (8, 64), SAMPLES, epoch=2, seed=5)
@@ -91,18 +91,15 @@ def test_a_model_is_built_from_the_data():
 def test_nothing_is_trained_or_moved():
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5),
-         layers.Dense(1)]
-    )  # fmt: skip
+    inner = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *inner])
     model.compile("sgd", "mse")
     before = [v.numpy() for v in model.variables]
     data = make_data()
     measure(model, data, (8, 32), SAMPLES)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
-    assert data.batch_size == 32
-    assert data.epoch == 0
+    assert (data.batch_size, data.epoch) == (32, 0)
 
 
 @pytest.mark.parametrize(
@@ -124,35 +121,27 @@ def stage(norms, shares, noise, epoch=0):
     return Stage(epoch, 1.0, noise, sizes)
 
 
-def test_start_is_the_largest_with_a_similar_norm_at_all_stages():
-    stages = [
-        stage([4, 3.5, 3, 2.5, 2.4], [1] * 5, 20),
-        stage([4, 3, 2, 1.5, 1.2], [1] * 5, 140, epoch=3),
-    ]
-    advice = advise(stages)
-    assert (advice.start_batch_size, advice.max_batch_size) == (32, 128)
-    assert "88%, 75%" in advice.reasons[0]
-    assert "after 3 epochs is 140 samples" in advice.reasons[1]
-
-
-def test_descent_raises_the_start():
-    advice = advise([stage([4, 1, 1, 1], [0.1, 0.2, 0.6, 1.0], 1e9)])
-    assert (advice.start_batch_size, advice.max_batch_size) == (64, 128)
-    assert "would allow 16, but below 64" in advice.reasons[0]
-    assert "above all sizes measured" in advice.reasons[1]
-
-
-def test_nothing_descends():
-    advice = advise([stage([4, 4], [0.1, 0.2], 1.0)])
-    assert (advice.start_batch_size, advice.max_batch_size) == (32, 32)
-    assert "measure larger sizes" in advice.reasons[0]
-    assert "little is gained above the start" in advice.reasons[1]
-
-
-@pytest.mark.parametrize("noise", [math.nan, 0.0])
-def test_no_noise_no_growth(noise):
-    advice = advise([stage([4, 3.9, 3.8], [1, 1, 1], noise)])
-    assert advice.max_batch_size == advice.start_batch_size == 64
+@pytest.mark.parametrize(
+    ("stages", "start", "maximum", "reasons"),
+    [
+        # The largest size with a similar norm at all stages.
+        (
+            [([4, 3.5, 3, 2.5, 2.4], [1] * 5, 20), ([4, 3, 2, 1.5, 1.2], [1] * 5, 140, 3)],
+            *(32, 128, ["88%, 75%", "after 3 epochs is 140 samples"]),
+        ),
+        # Steps of smaller batches do not descend; then none does.
+        ([([4, 1, 1, 1], [0.1, 0.2, 0.6, 1.0], 1e9)], 64, 128, ["below 64", "above all sizes"]),
+        ([([4, 4], [0.1, 0.2], 1.0)], 32, 32, ["measure larger sizes", "little is gained"]),
+        # No noise, no growth.
+        ([([4, 3.9, 3.8], [1, 1, 1], math.nan)], 64, 64, []),
+        ([([4, 3.9, 3.8], [1, 1, 1], 0.0)], 64, 64, []),
+    ],
+)
+def test_advice(stages, start, maximum, reasons):
+    advice = advise([stage(*each) for each in stages])
+    assert (advice.start_batch_size, advice.max_batch_size) == (start, maximum)
+    for words, reason in zip(reasons, advice.reasons, strict=False):
+        assert words in reason
 
 
 # Scripts

@@ -15,6 +15,7 @@ from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCa
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
+SGD = keras.optimizers.SGD
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 Y = 3.0 * X
 
@@ -40,15 +41,8 @@ def model_with(optimizer):
 
 def fit(model, callbacks, epochs, batch_size=4):
     rates = Rates()
-    history = model.fit(
-        X,
-        Y,
-        batch_size=batch_size,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=[*callbacks, rates],
-    )
+    options = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
+    history = model.fit(X, Y, callbacks=[*callbacks, rates], **options)
     return np.array(rates.rates), history.history
 
 
@@ -81,9 +75,8 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
             0.2, lambda epoch: 1.0 / (1.0 + epoch), staircase=False,
             momentum_correction=momentum_correction,
         )  # fmt: skip
-        model.fit(
-            x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[schedule]
-        )  # fmt: skip
+        options = {"batch_size": 4, "epochs": 4, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=[schedule], **options)
         result = float(model.get_weights()[0][0, 0])
     finally:
         keras.config.set_floatx("float32")
@@ -107,11 +100,7 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
         (keras.optimizers.SGD(0.1, momentum=0.5), "momentums", 0.25),
         (keras.optimizers.RMSprop(0.1, momentum=0.5), "_momentums", 0.25),
         (tfscale.optimizers.LARS(0.1, momentum=0.5), "velocities", 0.25),
-        (
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
-            "momentums",
-            0.25,
-        ),
+        (keras.optimizers.LossScaleOptimizer(SGD(0.1, momentum=0.9)), "momentums", 0.25),
         (keras.optimizers.Adam(0.1), "_momentums", 1.0),
         pytest.param(
             *(keras.optimizers.Muon(0.1, momentum=0.5), "momentums", 1.0),  # these add up gradients

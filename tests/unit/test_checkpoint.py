@@ -63,13 +63,15 @@ def test_no_more_than_one_checkpoint_above_keep(tmp_path, monkeypatch):
     assert max(seen) == 3
 
 
-@pytest.mark.parametrize("stop", [3, 4, 7, 11])
-def test_goes_on_amid_an_epoch(tmp_path, stop):
+@pytest.mark.parametrize(
+    ("stop", "is_built"), [(3, True), (4, True), (6, False), (7, True), (11, True)]
+)
+def test_goes_on_amid_an_epoch(tmp_path, stop, is_built):
     """From the step before: bit by bit, dropout, metrics and optimizer too."""
-    whole, numbers = fit(None)
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt))
+    whole, numbers = fit(None, model=build(is_built=is_built))
+    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), model=build(is_built=is_built))
     assert steps_in(tmp_path)[0] == stop
-    model, rest = fit(Checkpoint(tmp_path, 1))
+    model, rest = fit(Checkpoint(tmp_path, 1), model=build(is_built=is_built))
     require_equal(model, whole)
     assert rest == numbers[stop:]
 
@@ -81,18 +83,10 @@ def test_steps_that_are_traced_and_executed_together(tmp_path):
     model, rest = fit(Checkpoint(tmp_path, 2), model=build(**options))
     require_equal(model, whole)
     assert rest == numbers[3:] == [2, 0, 2]
-
-
-def test_steps_are_counted_where_the_last_execution_is_short(tmp_path):
-    fit(Checkpoint(tmp_path, keep=9), model=build(run_eagerly=False, steps_per_execution=3))
-    assert steps_in(tmp_path) == [12, 8, 4]  # four per epoch
-
-
-def test_a_model_that_is_built_by_its_first_step(tmp_path):
-    whole, _ = fit(None, model=build(is_built=False))
-    fit(Checkpoint(tmp_path, 1), Act(6, interrupt), model=build(is_built=False))
-    model, _ = fit(Checkpoint(tmp_path, 1), model=build(is_built=False))
-    require_equal(model, whole)
+    fit(
+        Checkpoint(tmp_path / "short", keep=9), model=build(**{**options, "steps_per_execution": 3})
+    )
+    assert steps_in(tmp_path / "short") == [12, 8, 4]  # the last execution of each epoch is short
 
 
 def test_a_plain_dataset_goes_on_with_its_later_batches(tmp_path):
@@ -202,12 +196,8 @@ def test_nan_in_the_last_step_of_an_epoch_is_not_saved(tmp_path, caplog):
     sound = GlobalBatches(*arrays(), batch_size=BATCH)
     fit(Checkpoint(tmp_path, keep=1), epochs=1, data=sound)
     with caplog.at_level(logging.WARNING, logger="tfscale"):
-        fit(
-            Checkpoint(tmp_path, keep=1),
-            epochs=3,
-            data=with_nan_in_the_last_row(),
-            more=[keras.callbacks.TerminateOnNaN()],
-        )
+        data, more = with_nan_in_the_last_row(), [keras.callbacks.TerminateOnNaN()]
+        fit(Checkpoint(tmp_path, keep=1), epochs=3, data=data, more=more)
     assert steps_in(tmp_path) == [4]
     assert "not saved: weights of ranks [0] are not finite" in caplog.text
 
@@ -223,12 +213,8 @@ def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):
     model = build()
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01), nonfinite="skip")
     model.compile(optimizer, "mse", run_eagerly=True)
-    fit(
-        Checkpoint(tmp_path),
-        model=model,
-        data=with_nan_in_the_last_row(),
-        more=[keras.callbacks.TerminateOnNaN()],
-    )
+    data, more = with_nan_in_the_last_row(), [keras.callbacks.TerminateOnNaN()]
+    fit(Checkpoint(tmp_path), model=model, data=data, more=more)
     assert steps_in(tmp_path) == [4]
     assert np.all(np.isfinite(model.get_weights()[0]))
 

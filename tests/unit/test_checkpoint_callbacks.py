@@ -21,6 +21,7 @@ from tests.unit.checkpoint_model import (
     steps_in,
 )
 from tests.unit.test_backup import Count
+from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
@@ -104,24 +105,19 @@ def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
     assert (steps, data.epoch, data.batch_size) == ([], 3, BATCH // 2)
 
 
-@pytest.mark.parametrize(("first_step", "expected"), [(0, 6), (2, None), (None, 6)])
-def test_batches_that_other_ranks_cannot_share(caplog, first_step, expected):
-    data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
-    data._rank_and_size = (0, 3)
+@pytest.mark.parametrize(
+    ("size", "first_step", "expected"), [(3, 0, 6), (3, 2, None), (3, None, 6), (1, 1, 8)]
+)
+def test_batches_that_other_ranks_cannot_share(caplog, size, first_step, expected):
+    data = as_rank(GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6), 0, size)
     state = {**data.state(), "batch_size": 8, "epoch": 5}
     if expected is None:
-        with pytest.raises(ConfigError, match="keeps its batches of 8.* divides it"):
+        with pytest.raises(ConfigError, match="batches of 8"):
             restore_data(data, state, first_step)
         return
     restore_data(data, state, first_step)
     assert (data.batch_size, data.epoch) == (expected, 5)
-    assert ("batches of 8, fit of 6" in caplog.text) == (first_step == 0)
-
-
-def test_the_checkpoint_has_the_last_word_on_batches_that_fit():
-    data = GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6)
-    restore_data(data, {**data.state(), "batch_size": 8}, 1)
-    assert data.batch_size == 8
+    assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
 
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
@@ -129,10 +125,13 @@ def test_other_samples_are_told_apart_and_rounding_is_not():
         require_same_samples([GlobalBatches(x, batch_size=2)._source.probe() for x in every])
 
     x, words = np.linspace(1, 2, 12).reshape(6, 2), ["u", "v"] * 3
+    pictures = np.zeros((2, 6, 28, 28))
+    pictures[1, :, 10:18, 10:18] = 1  # what lies within their border
     check(x, x.copy(), x * (1 + 1e-6))
-    for other in (x[::-1].copy(), x[:, :1], x + 1):
+    for first, other in ((x, x[::-1].copy()), (x, x[:, :1]), (x, x + 1), pictures):
         with pytest.raises(ExchangeError, match="other samples on rank 1 than on rank 0"):
-            check(x, other)
+            check(first, other)
+    assert GlobalBatches(np.zeros((2, 0)), batch_size=2)._source.probe() == [[], [], []]
     check({"a": x, "b": words}, {"a": x, "b": list(words)})
     with pytest.raises(ExchangeError, match="shared out by hand"):
         check({"a": x, "b": words}, {"a": x, "b": words[::-1]})
@@ -150,12 +149,7 @@ def with_optimizer(optimizer):
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (
-            lambda: optimizers.Adam(0.01),
-            lambda: optimizers.Adamax(0.01),
-            r"Received: Adamax with 10 variables \(iteration, rate, momentum, norm\); the "
-            r"checkpoint has Adam with 10 variables \(iteration, rate, momentum, velocity\)",
-        ),
+        (lambda: optimizers.Adam(0.01), lambda: optimizers.Adamax(0.01), "Adamax .* Adam "),
         (lambda: optimizers.Adagrad(0.01), lambda: optimizers.Lion(0.01), "Lion .* Adagrad"),
         (
             lambda: optimizers.RMSprop(0.01, centered=True),

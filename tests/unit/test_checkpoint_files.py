@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -137,12 +138,8 @@ def test_unfinished_is_no_checkpoint(tmp_path):
     write(tmp_path, 5, size=12, ranks=[2])
     (tmp_path / folder_name(9, RUN)).mkdir()
     newest, other = list_checkpoints(tmp_path)
-    assert (newest.step, newest.is_finished) == (9, False)
-    assert newest.why_unfinished() == "no rank has finished its part"
-    assert not other.is_finished
-    assert other.why_unfinished() == (
-        "the parts of ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more of 12 are not finished"
-    )
+    assert (newest.step, newest.is_finished, other.is_finished) == (9, False, False)
+    assert "no rank" in newest.why_unfinished() and "3 more of 12" in other.why_unfinished()
     assert list_checkpoints(tmp_path / "none") == []
 
 
@@ -218,6 +215,12 @@ def test_keep(tmp_path):
     assert [f.step for f in list_checkpoints(tmp_path)] == [50, 30] and new.exists()
 
 
+def test_a_damaged_checkpoint_that_cannot_be_renamed_stays(tmp_path, monkeypatch):
+    folder = write(tmp_path, 7)
+    monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=PermissionError))
+    assert set_aside(folder) is None and folder.exists()
+
+
 def test_what_other_runs_left_unfinished_is_deleted(tmp_path):
     """On a full disk each start would leave some more, and nothing newer would be finished."""
     write(tmp_path, 10)
@@ -227,19 +230,6 @@ def test_what_other_runs_left_unfinished_is_deleted(tmp_path):
     prune(tmp_path, 3, {RUN})
     left = [folder_name(10, RUN), folder_name(20, RUN)]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def test_a_taken_name_of_a_damaged_checkpoint(tmp_path, monkeypatch):
-    for number in ("", "2-", "3-"):
-        folder = write(tmp_path, 7)
-        assert set_aside(folder) == tmp_path / f"damaged-{number}{folder.name}"
-    folder = write(tmp_path, 7)
-
-    def refuse(path, target):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    assert set_aside(folder) is None and folder.exists()
 
 
 def test_all_are_deleted_but_what_is_elsewhere(tmp_path):

@@ -74,35 +74,16 @@ def test_order_differs_between_epochs_and_seeds():
 @pytest.mark.parametrize(
     ("slices", "is_training", "message"),
     [
-        (
-            BatchSlices(100, 10, 0, 4),
-            True,
-            r"multiple of the number of ranks. Received: batch_size=10, size=4. "
-            r"Use batch_size=8 or 12",
-        ),
-        (BatchSlices(100, 2, 0, 4), True, r"Received: batch_size=2, size=4. Use batch_size=4,"),
-        (
-            BatchSlices(100, 128, 0, 4),
-            True,
-            r"not be larger than the number of samples.*Received: batch_size=128, samples=100.*"
-            r"smaller batch_size",
-        ),
-        (BatchSlices(3, 4, 0, 4, False), False, r"Received: samples=3, size=4. Use fewer ranks"),
-        (
-            BatchSlices(101, 20, 0, 4, False),
-            True,
-            r"Received: samples=101, batch_size=20, last batch=1, size=4. "
-            r"Use drop_remainder=True, or 100 samples; for validation use shuffle=False",
-        ),
+        (BatchSlices(100, 10, 0, 4), True, "batch_size=10, size=4. Use batch_size=8 or 12"),
+        (BatchSlices(100, 2, 0, 4), True, "batch_size=2, size=4. Use batch_size=4,"),
+        (BatchSlices(100, 128, 0, 4), True, "batch_size=128, samples=100.*smaller batch_size"),
+        (BatchSlices(3, 4, 0, 4, False), False, "samples=3, size=4. Use fewer ranks"),
+        (BatchSlices(101, 20, 0, 4, False), True, "last batch=1, size=4. .*, or 100 samples"),
     ],
 )
 def test_refusals_name_the_remedy(slices, is_training, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"Received: .*{message}"):
         check_slices(slices, is_training)
-
-
-def test_validation_accepts_any_remainder():
-    assert check_slices(BatchSlices(101, 20, 3, 4, False), is_training=False).steps == 5
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8", None, True])
@@ -111,25 +92,17 @@ def test_integers_only(value):
         check_integer("batch_size", value, 1)
 
 
-def test_follows_its_value():
+def test_a_step_count_behaves_as_the_integer_that_it_has_at_each_use():
     count = StepCount(4)
-    kept = count
-    assert list(range(kept)) == [0, 1, 2, 3]
-    count.value = 2
-    assert list(range(kept)) == [0, 1]
-    assert (kept or -1) is count
+    assert list(range(count)) == [0, 1, 2, 3] and (count or -1) is count
     count.value = 0
-    assert (kept or -1) == -1
-
-
-def test_behaves_as_an_integer():
-    count = StepCount(12)
+    assert list(range(count)) == [] and (count or -1) == -1
+    count.value = 12
     assert isinstance(count, numbers.Integral)
-    assert (int(count), float(count), repr(count), f"{count:03d}", "%d" % count) == (  # noqa: UP031
-        12, 12.0, "12", "012", "12",
-    )  # fmt: skip
-    assert count == 12 and count == 12 and count != 11 and count == StepCount(12)
-    assert count > 0 and count > 0 and count >= 12 and count <= 12 and not count < 12
+    assert (int(count), float(count), repr(count), f"{count:03d}") == (12, 12.0, "12", "012")
+    assert "%d" % count == "12"  # noqa: UP031
+    assert count == 12 and count != 11 and count == StepCount(12)
+    assert count > 0 and count >= 12 and count <= 12 and not count < 12
     assert (count + 1, 1 + count, count - 2, 14 - count, -count) == (13, 13, 10, 2, -12)
     assert (count * 2, 24 / count, count // 5, 26 % count, count / 8) == (24, 2.0, 2, 2, 1.5)
     assert math.log10(StepCount(100)) == 2 and np.log10(StepCount(100)) == 2

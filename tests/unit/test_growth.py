@@ -42,9 +42,17 @@ def test_ladder():
         ladder(16, 8, 2)
 
 
-def test_a_given_interval():
-    used, _ = run(8, interval=2)
-    assert used == [(32, 1), (32, 1), (64, 2), (64, 2), (128, 4), (128, 4), (128, 4), (128, 4)]
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"interval": 2}, [32, 32, 64, 64, 128, 128, 128, 128]),
+        ({"interval": 2, "first": 10}, [32, 32, 64, 64, 128]),  # epochs from the run's first
+        ({"interval": 2, "warmup_epochs": 2}, [32] * 4 + [64] * 2 + [128]),
+        ({"rule": IntervalRule(low=5)}, [32] * 5 + [64] * 5 + [128]),  # a smallest interval
+    ],
+)
+def test_the_batch_grows_after_each_interval_and_the_rate_with_it(settings, sizes):
+    assert run(len(sizes), **settings)[0] == [(size, size / 32) for size in sizes]
 
 
 @pytest.mark.parametrize(("rule", "scale"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
@@ -52,11 +60,8 @@ def test_rate_rules(rule, scale):
     _, control = run(5, interval=2, learning_rate_rule=rule)
     assert control.batch_size == 128
     assert math.isclose(control.rate_scale, scale)
-
-
-def test_the_rate_follows_the_last_smaller_factor():
-    _, control = run(5, interval=2, sizes=(32, 64, 96))
-    assert control.rate_scale == 3.0
+    _, control = run(5, interval=2, learning_rate_rule=rule, sizes=(32, 64, 96))
+    assert math.isclose(control.rate_scale, {1.0: 1.0, 2.0: 3**0.5, 4.0: 3.0}[scale])
 
 
 @pytest.mark.parametrize(("rule", "first"), [("thesis", 2), ("robust", 3), ("peak", 3)])
@@ -69,19 +74,10 @@ def test_growth_begins_when_the_interval_is_found(rule, first):
     assert sizes[first + interval] == 128
 
 
-def test_a_smallest_interval_delays_the_first_growth():
-    assert sizes_of(11, rule=IntervalRule(low=5)) == [32] * 5 + [64] * 5 + [128]
-
-
-def test_warm_up_does_not_count():
-    assert sizes_of(7, warmup_epochs=2, interval=2) == [32] * 4 + [64] * 2 + [128]
+def test_losses_of_the_warm_up_do_not_count():
     wild = [9.0, 1.0]
     sizes = sizes_of(6, lambda e: measures(theta=wild[e] if e < 2 else 1.0), warmup_epochs=2)
     assert sizes == [32] * 5 + [64]
-
-
-def test_epochs_count_from_the_first_of_the_run():
-    assert sizes_of(5, first=10, interval=2) == [32, 32, 64, 64, 128]
 
 
 def test_decays_at_given_epochs():
@@ -107,10 +103,7 @@ def test_decay_where_the_cost_saturates():
     assert [scale for _, scale in used] == [1, 2, 4, 4, 4, 4, 4, 0.1, 0.1]
     falling = run(20, lambda e: measures(0.9**e), interval=1, saturation=0.01)[1]
     assert falling.rate_scale == 4
-
-
-def test_no_decay_by_saturation_before_the_batch_has_grown_up():
-    assert run(20, interval=15, saturation=0.01)[1].rate_scale == 2
+    assert run(20, interval=15, saturation=0.01)[1].rate_scale == 2  # still growing
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf])

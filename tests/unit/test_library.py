@@ -127,15 +127,6 @@ def test_what_does_not_fit_is_compiled_into_the_cache_once(places, compiled, cap
     assert places[1].stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_another_tensorflow_in_place_is_another_library(places, compiled, monkeypatch):
-    first = library.prepare_library()
-    monkeypatch.setattr(library, "require_tensorflow", lambda: "2.99.0")
-    assert library.find_library() is None
-    second = library.prepare_library()
-    assert second.parent.parent == first.parent.parent and second != first
-    assert len(compiled) == 2
-
-
 def test_a_host_without_compiler_uses_what_another_one_compiled(places, compiled, monkeypatch):
     path = library.prepare_library("mpich")
     monkeypatch.setattr(native, "find_tool", lambda name: None)

@@ -20,21 +20,10 @@ SGD, LSO = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"op": "Min"}, "op must be Average or Sum for gradients. Received: op='Min'."),
-        (
-            {"op": tfscale.Sum, "gradient_predivide_factor": 2.0},
-            "gradient_predivide_factor needs op=Average. "
-            "Received: gradient_predivide_factor=2.0, op=Sum.",
-        ),
-        (
-            {"gradient_predivide_factor": 0.0},
-            "gradient_predivide_factor must be greater than 0. "
-            "Received: gradient_predivide_factor=0.0.",
-        ),
-        (
-            {"compression": "fp16"},
-            "compression must be Compression.none, fp16, bf16, int8, int4 or low_rank",
-        ),
+        ({"op": "Min"}, "Received: op='Min'."),
+        ({"op": tfscale.Sum, "gradient_predivide_factor": 2.0}, "factor=2.0, op=Sum."),
+        ({"gradient_predivide_factor": 0.0}, "Received: gradient_predivide_factor=0.0."),
+        ({"compression": "fp16"}, "compression must be Compression.none, fp16, bf16, int8"),
         ({"num_groups": -1}, "groups must be a number of 0 or more"),
         ({"groups": -1}, "Received: num_groups=-1, groups=None."),
         ({"groups": "dense"}, "or lists of variables that are sent together."),
@@ -71,10 +60,7 @@ REPLICATED = (tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partia
             for w in (lambda: DistributedOptimizer(SGD()), lambda: LSO(DistributedOptimizer(SGD())))
         ),
         *(
-            (
-                lambda n=n: DistributedOptimizer(SGD(), backward_passes_per_step=n),
-                "backward_passes_per_step must be 1 or more",
-            )
+            (lambda n=n: DistributedOptimizer(SGD(), backward_passes_per_step=n), "1 or more")
             for n in (0, -1, 1.5)
         ),
         *(
@@ -90,10 +76,7 @@ REPLICATED = (tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partia
             ),
             "Received: both, the latter 4. Multiply",
         ),
-        (
-            lambda: PartialDistributedOptimizer(SGD(), local_layers=["dense"]),
-            "local_layers must be Keras layers. Received: str.",
-        ),
+        (lambda: PartialDistributedOptimizer(SGD(), local_layers=["dense"]), "Received: str."),
         *(
             (lambda n=n: tfscale.Allreduce(bucket_mb=n), "must be 'auto' or a number of MiB")
             for n in (-1, "all", None)

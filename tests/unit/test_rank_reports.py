@@ -31,6 +31,7 @@ from tfscale.launcher.reports import (
     encode,
 )
 
+LAUNCH = Launch(2, 4, None, None, "mpich")
 KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run 7")
 
 
@@ -54,19 +55,11 @@ def read(*chunks, is_quiet=False, pause_s=0.0):
 def test_reports_are_taken_out():
     line = encode(KILLED)
     for prefix in (b"", b"[1] ", b"1: ", b"[1,1]<stderr>:"):
-        text, reports = read(b"first\n" + prefix + line + b"last")
-        assert text == b"first\nlast", prefix
-        assert reports == [KILLED]
+        assert read(b"first\n" + prefix + line + b"last") == (b"first\nlast", [KILLED]), prefix
+    for cut in (1, 5, len(line) - 1):
+        assert read(b"so far " + line[:cut], line[cut:] + b"more") == (b"so far more", [KILLED])
     beats = encode(Beat(1, "b")) + encode(Start(1, "b", 7, 2))  # signs of life
     assert read(b"a\n" + beats + b"z") == (b"a\nz", [])
-
-
-def test_reports_in_pieces():
-    line = encode(KILLED)
-    for cut in (1, 5, len(line) - 1):
-        text, reports = read(b"so far " + line[:cut], line[cut:] + b"more")
-        assert text == b"so far more"
-        assert reports == [KILLED]
 
 
 @pytest.mark.parametrize(
@@ -113,71 +106,41 @@ def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "was_stopped", "is_failure"),
+    ("state", "was_stopped", "failures", "others"),
     [
-        (0, "", False, False),
-        (0, FINISHED, False, False),
-        (0, JOINED, False, True),
-        (0, ALONE, False, False),
-        (3, "", False, True),
-        (3, JOINED, False, True),
-        (3, FINISHED, False, False),
-        (3, ALONE, False, False),
-        (0, RAISED, False, False),
-        (1, RAISED, False, True),
-        (0, TOLD, False, True),
-        (1, TOLD, False, True),
-        (1, WAITING, False, True),
-        (0, LEAVING, False, True),
-        (5, LEAVING, False, True),
-        (0, LEFT, False, True),
-        (5, LEFT, False, True),
-        (75, JOINED, False, True),
-        (75, JOINED, True, False),
-        (75, "", True, False),
-        (75, FINISHED, False, False),
-        (-9, "", False, True),
-        (-9, JOINED, False, True),
-        (-15, JOINED, True, False),
-        (-9, JOINED, True, True),
-        (-9, ALONE, False, False),
+        ("", False, [3, -9], [0]),
+        (JOINED, False, [0, 3, 75, -9], []),
+        (FINISHED, False, [], [0, 3, 75]),
+        (ALONE, False, [], [0, 3, -9]),
+        (RAISED, False, [1], [0]),
+        (TOLD, False, [0, 1], []),
+        (WAITING, False, [1], []),
+        (LEAVING, False, [0, 5], []),
+        (LEFT, False, [0, 5], []),
+        (JOINED, True, [-9], [75, -15]),
+        ("", True, [], [75]),
     ],
 )
-def test_which_ends_are_failures(code, state, was_stopped, is_failure):
-    launch = Launch(2, 4, None, None, "mpich")
-    report = judge(launch, code, RankStatus(state), was_stopped)
-    assert report.is_failure == is_failure
-    assert report.rank == 2
-    assert bool(report.exit_code) == (code != 0 or is_failure)
+def test_which_ends_are_failures(state, was_stopped, failures, others):
+    for code in (*failures, *others):
+        report = judge(LAUNCH, code, RankStatus(state), was_stopped)
+        assert report.is_failure == (code in failures) and report.rank == 2
+        assert bool(report.exit_code) == (code != 0 or code in failures)
 
 
-@pytest.mark.parametrize(
-    ("state", "has_joined", "is_told"),
-    [
-        ("", False, False),
-        (WAITING, False, True),
-        (JOINED, True, False),
-        (TOLD, True, True),
-        (RAISED, True, False),
-        (LEAVING, True, False),
-        (LEFT, True, False),
-    ],
-)
-def test_who_is_to_blame(state, has_joined, is_told):
-    report = judge(Launch(2, 4, None, None, "mpich"), 1, RankStatus(state), False)
-    assert (report.has_left) == (state == LEFT)
-    assert (report.has_joined, report.is_told) == (has_joined, is_told)
+@pytest.mark.parametrize("state", ["", WAITING, JOINED, TOLD, RAISED, LEAVING, LEFT])
+def test_who_is_to_blame(state):
+    report = judge(LAUNCH, 1, RankStatus(state), False)
+    assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
+    assert report.has_joined == (state not in ("", WAITING))
 
 
 @pytest.mark.parametrize("state", [JOINED, FINISHED, LEAVING, ""])
 def test_75_needs_a_request(state):
-    launch = Launch(2, 4, None, None, "mpich")
-    alone = judge(launch, 75, RankStatus(state), False)
+    alone = judge(LAUNCH, 75, RankStatus(state), False)
     assert alone.exit_code == 1 and "there was no request" in alone.describe()
-    for report in (
-        judge(launch, 75, RankStatus(state, was_asked=True), False),
-        judge(launch, 75, RankStatus(state), True),
-    ):
+    for was_asked in (True, False):
+        report = judge(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
         assert report.exit_code == 75 and not report.is_failure
 
 
@@ -190,19 +153,6 @@ def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
     )
     assert describe_errors([failed], None) == "bad sample\ntfscale: the traceback of rank 1.\n"
     assert describe_errors([silent], None) == ""
-
-
-def test_the_first_rank_that_failed_by_itself_counts():
-    told = Report(0, "a", 1, None, True, True, is_told=True)
-    source, out = os.pipe()
-    reader = ReportReader(source, os.dup(2))
-    os.write(out, encode(told) + encode(KILLED))
-    os.close(out)
-    reader.join(10)
-    os.close(source)
-    assert reader.failure() == KILLED
-    reader.reports.remove(KILLED)
-    assert reader.failure() == told
 
 
 def beat(pulse, now, *hosts):
