@@ -130,3 +130,36 @@ def dtype_policy(name: str) -> Iterator[None]:
         yield
     finally:
         keras.config.set_dtype_policy(before)
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Make float64 Keras's default."""
+    keras.config.set_floatx("float64")
+    try:
+        with dtype_policy("float64"):
+            yield
+    finally:
+        keras.config.set_floatx("float32")
+
+
+class Interruption(Exception):
+    """Ends `fit` on all ranks at the same place."""
+
+
+class InterruptAt(keras.callbacks.Callback):
+    """Interrupt a `fit` after a batch of an epoch, or, where it is None, at the epoch's end."""
+
+    def __init__(self, epoch: int, batch: int | None = None) -> None:
+        super().__init__()
+        self._place, self._epoch = (epoch, batch), -1
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self._epoch, batch) == self._place:
+            raise Interruption
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.on_train_batch_end(None)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tfscale
+from tests.helpers.ranks import Interruption
 from tfscale import preemption
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
 from tfscale.checkpoints import list_checkpoints
@@ -58,10 +59,6 @@ class Act(keras.callbacks.Callback):
         if self.left == 0:
             self.action()
         self.left -= 1
-
-
-class Interruption(Exception):
-    pass
 
 
 def interrupt():

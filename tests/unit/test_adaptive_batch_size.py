@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tfscale
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks import AdaptiveBatchSize, BackupAndRestore
 from tfscale.data import GlobalBatches
@@ -151,23 +152,6 @@ def test_velocities_follow_the_rate():
         return seen[-1]
 
     np.testing.assert_allclose(velocity(True), 2 * velocity(False), rtol=1e-6)
-
-
-class Interruption(Exception):
-    pass
-
-
-class InterruptAt(keras.callbacks.Callback):
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), -1
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) == self.at:
-            raise Interruption
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])

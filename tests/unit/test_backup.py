@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.checkpoint_model import (
     BATCH,
     STEPS,
@@ -20,8 +21,7 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tests.unit.test_adaptive_batch_size import InterruptAt, adaptive, make_data, make_model
-from tests.unit.test_adaptive_batch_size import Interruption as Interrupted
+from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
 from tfscale.callbacks import BackupAndRestore, RankZero
 from tfscale.checkpoints import list_checkpoints
 from tfscale.config import ConfigError
@@ -129,7 +129,7 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
 def interrupted(backup, at=(2, 0), **options):
     data = make_data()
     callbacks = [BackupAndRestore(backup, **options), adaptive(data), InterruptAt(*at)]
-    with contextlib.suppress(Interrupted):
+    with contextlib.suppress(Interruption):
         make_model().fit(data, epochs=4, verbose=0, callbacks=callbacks)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.ranks import float64
 from tests.helpers.versions import HAS_MUON
 from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
 from tfscale.comm import runtime
@@ -67,10 +68,8 @@ def test_schedules_through_twenty_epochs():
 @pytest.mark.parametrize("momentum_correction", [False, True])
 def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
     x, y = X.astype("float64"), Y.astype("float64")
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        model = model_with(keras.optimizers.SGD(0.2, momentum=0.875, nesterov=nesterov))
+    with float64():
+        model = model_with(SGD(0.2, momentum=0.875, nesterov=nesterov))
         schedule = LearningRateScheduleCallback(
             0.2, lambda epoch: 1.0 / (1.0 + epoch), staircase=False,
             momentum_correction=momentum_correction,
@@ -78,9 +77,6 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
         options = {"batch_size": 4, "epochs": 4, "shuffle": False, "verbose": 0}
         model.fit(x, y, callbacks=[schedule], **options)
         result = float(model.get_weights()[0][0, 0])
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
     # Keras rounds the momentum to float32 on the way, so one that has no rounding is used.
     weight, velocity, old = 1.0, 0.0, 0.2
     for step in range(8):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale import DistributedOptimizer
 from tfscale.config import ConfigError
 from tfscale.exchange import dense
 from tfscale.plan.layers import is_partial_cheaper
@@ -33,19 +32,6 @@ def test_layers_of_vgg_a():
 def test_global_batch_is_a_number_of_samples(batch):
     with pytest.raises(ConfigError, match="global_batch must be 1 or more. Received"):
         tfscale.Sharded(global_batch=batch)
-
-
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        tfscale.Sharded(dense="partial"),
-        tfscale.Sharded(dense="replicated"),
-        tfscale.Chunked(replicated_dense=1),
-    ],
-)
-def test_not_where_gradients_are_added_up_first(exchange):
-    with pytest.raises(ConfigError, match="exchange activations in every backward pass"):
-        DistributedOptimizer(keras.optimizers.SGD(), exchange=exchange, backward_passes_per_step=2)
 
 
 def test_a_kernel_of_two_layers_is_left_alone():

@@ -5,15 +5,9 @@ import contextlib
 import keras
 import pytest
 
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import (
-    InterruptAt,
-    Interruption,
-    Watch,
-    adaptive,
-    make_data,
-    make_model,
-)
+from tests.unit.test_adaptive_batch_size import Watch, adaptive, make_data, make_model
 from tfscale.callbacks import BackupAndRestore, BatchSizeSchedule, Checkpoint
 from tfscale.config import ConfigError
 

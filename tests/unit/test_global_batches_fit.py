@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.ranks import float64
 from tests.unit.test_global_batches import as_rank, make, served
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
@@ -211,15 +212,6 @@ def test_predict_needs_each_sample_in_order(options, received):
 # Numbers: a real model in float64 against batches cut by hand.
 
 
-@pytest.fixture
-def float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
-
-
 def make_model():
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3)]
@@ -241,12 +233,13 @@ def test_class_weight_with_sample_weight_is_an_error():
         make_model().fit(data, class_weight={0: 1.0, 1: 1.0, 2: 2.0}, verbose=0)
 
 
-def test_growing_batches_do_not_retrace(float64):
-    x, y, _ = make_arrays()
-    data, model, traces = as_rank(GlobalBatches(x, y, batch_size=2)), make_model(), []
-    layer_call = model.layers[0].call
-    model.layers[0].call = lambda *a, **k: traces.append(1) or layer_call(*a, **k)
-    grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (2, 6, 30)[epoch]))
-    model.fit(data, epochs=3, verbose=0, callbacks=[grow])
+def test_growing_batches_do_not_retrace():
+    with float64():
+        x, y, _ = make_arrays()
+        data, model, traces = as_rank(GlobalBatches(x, y, batch_size=2)), make_model(), []
+        layer_call = model.layers[0].call
+        model.layers[0].call = lambda *a, **k: traces.append(1) or layer_call(*a, **k)
+        grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (2, 6, 30)[epoch]))
+        model.fit(data, epochs=3, verbose=0, callbacks=[grow])
     assert len(traces) <= 2
     assert model.optimizer.iterations == 15 + 5 + 1

@@ -47,7 +47,10 @@ def test_options_that_do_not_fit(wrap, options, text):
     assert text in str(error.value)
 
 
-REPLICATED = (tfscale.Chunked(replicated_dense=1), tfscale.Sharded(dense="partial"))
+REPLICATED = (
+    tfscale.Chunked(replicated_dense=1),
+    *(tfscale.Sharded(dense=dense) for dense in ("partial", "replicated")),
+)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.callback_models import compiled, functional
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore
@@ -151,25 +152,6 @@ def test_a_scaled_optimizer_with_a_schedule_that_tells_no_settings():
     assert other.inner_optimizer._learning_rate is scaler.inner_optimizer._learning_rate
 
 
-class Killed(Exception):
-    pass
-
-
-class KillIn(keras.callbacks.Callback):
-    """Ends training in an epoch, as a kill would."""
-
-    def __init__(self, epoch):
-        super().__init__()
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.at == self.epoch:
-            raise Killed
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.at = epoch
-
-
 def test_a_backup_amid_a_cycle_keeps_its_gradients(tmp_path):
     """Five batches in cycles of two: the fifth of one epoch and the first of the next."""
 
@@ -178,13 +160,13 @@ def test_a_backup_amid_a_cycle_keeps_its_gradients(tmp_path):
         model = compiled(functional(), optimizer=DistributedOptimizer(SGD(0.1), **cycles))
         x = np.arange(30, dtype="float32").reshape(10, 3) / 30
         options = {"shuffle": False, "batch_size": 2, "epochs": 2, "verbose": 0}
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(Interruption):
             model.fit(x, x[:, :1], callbacks=[BackupAndRestore(str(tmp_path)), *more], **options)
         return model
 
     cycles = {"backward_passes_per_step": 2}
     whole = train()
-    train(KillIn(1))
+    train(InterruptAt(1, 0))
     model = train()
     assert int(model.optimizer.iterations) == 10 and model.optimizer.accumulator.n_waiting == 0
     for own, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):

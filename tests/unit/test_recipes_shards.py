@@ -9,6 +9,7 @@ from datasets.pictures import LabelledPictures
 from datasets.shards import FixedShards
 
 import tfscale
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks import BackupAndRestore
 
@@ -35,10 +36,6 @@ class Recorder(keras.Sequential):
         return super().train_step(data)
 
 
-class Interruption(Exception):
-    pass
-
-
 def epochs_of(data, n=4, seed=1, interrupted_in=None, backup=None):
     """Return the batches of each epoch, as far as the run gets."""
     keras.utils.set_random_seed(seed)
@@ -47,13 +44,12 @@ def epochs_of(data, n=4, seed=1, interrupted_in=None, backup=None):
     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
 
     def end(epoch, logs):
-        if epoch == interrupted_in:
-            raise Interruption
         epochs.append(model.seen)
         model.seen = []
 
     callbacks = [BackupAndRestore(str(backup))] if backup else []
-    callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=end))
+    note = keras.callbacks.LambdaCallback(on_epoch_end=end)
+    callbacks += [InterruptAt(interrupted_in, None), note]
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=n, verbose=0, callbacks=callbacks)
     return epochs
