@@ -131,7 +131,8 @@ def _systems(model: str, place: str, choice: Choice) -> list[str]:
     elif not exchanges and model == "resnet50" and choice.extent != QUICK:
         exchanges = (*EXCHANGES, *_INTERVALS)
     ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
-    found = [*([] if is_in_memory else ["compute"]), *ours, *_baselines(*others)]
+    alone = ["compute", *(["in-step"] if model in SMALL_MODELS else [])]
+    found = [*([] if is_in_memory else alone), *ours, *_baselines(*others)]
     if (choice.extent == FULL or choice.systems) and model in TORCH_MODELS and has_ddp():
         found += TORCH_SYSTEMS
     return [s for s in found if not choice.systems or s in choice.systems]

@@ -12,6 +12,7 @@ _AUTO = "tfscale-auto"
 TORCH_COMPUTE = "ddp-compute"
 NAMES = {
     "compute": "compute only",
+    "in-step": "compute in step",
     "horovod": "Horovod",
     "mwms": "MWMS",
     "mpi": "MPI's allreduce",

@@ -183,6 +183,24 @@ class Tfscale:
         self.tfscale.shutdown()
 
 
+class InStep(Tfscale):
+    """Computing where ranks wait for each other in each step, but send a single number."""
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
+        """Return the optimizer, and a sum of one number that needs all gradients."""
+
+        def reduce(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+            numbers = [tf.reshape(gradient, [-1])[0] for gradient in gradients]
+            with tf.control_dependencies([self.tfscale.allreduce(tf.add_n(numbers))]):
+                return [tf.identity(gradient) for gradient in gradients]
+
+        return optimizer, reduce
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing more."""
+        return {}
+
+
 class Horovod:
     """Horovod's TensorFlow ops in a step of one's own, as it has no optimizer for Keras 3."""
 
@@ -246,11 +264,15 @@ class Mpi(Compute):
 
 
 def start(system: str) -> System:
-    """Initialise "compute", "mpi", "horovod", "mwms", or "tfscale-" with an exchange's name."""
+    """Initialise "compute", "mpi", "horovod", "mwms", or "tfscale-" with an exchange's name.
+
+    "in-step" computes, and exchanges one number.
+    """
     made: dict[str, Callable[[], System]] = {
         "compute": Compute,
         "mpi": Mpi,
         "horovod": Horovod,
         "mwms": MultiWorker,
+        "in-step": lambda: InStep("allreduce"),
     }
     return made[system]() if system in made else Tfscale(system.removeprefix("tfscale-"))

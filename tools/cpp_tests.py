@@ -93,11 +93,12 @@ def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> st
     return ""
 
 
-def run_times(size: int, ranks_per_host: int) -> int:
+def run_times(size: int, ranks_per_host: int, seconds: float) -> int:
     """Print times, messages and bytes of allreduces; return the exit code."""
     (program,) = build_tests("times", TIMES, "allreduce_times.cc")
     mpiexec = str(toolchains.find_tool("mpiexec"))
-    return subprocess.call([mpiexec, "-n", str(size), str(program), str(ranks_per_host)])
+    command = [mpiexec, "-n", str(size), str(program), str(ranks_per_host), str(seconds)]
+    return subprocess.call(command)
 
 
 def main() -> int:
@@ -108,9 +109,10 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=120.0, help="per program and size")
     parser.add_argument("--times", type=int, metavar="RANKS", help="time allreduces instead")
     parser.add_argument("--ranks-per-host", type=int, default=0, help="of --times; 0: as they are")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of --times, for each size")
     options = parser.parse_args()
     if options.times:
-        return run_times(options.times, options.ranks_per_host)
+        return run_times(options.times, options.ranks_per_host, options.seconds)
     failures = 0
     for name in options.variants.split(","):
         variant, start = VARIANTS[name], time.monotonic()

@@ -31,8 +31,10 @@ struct ReductionArgs {
   std::vector<size_t> scatter_counts;
   // Up to this total (bytes times ranks) all vectors come to every rank, which adds them up.
   size_t direct_bytes = 32 * 1024;
-  // With more ranks they come in log2(ranks) messages, through other ranks, instead of ranks - 1.
+  // With more ranks they come in log2(ranks) messages, through other ranks, instead of ranks - 1,
+  // and so do all vectors of up to so many bytes: segments would need 2 * (ranks - 1) messages.
   int direct_ranks = 8;
+  size_t relayed_bytes = 4096;
 };
 
 // A sum of float32 tensors that is sent with few bits: see QuantizedReduction.

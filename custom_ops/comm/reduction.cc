@@ -34,7 +34,8 @@ void Reduction::Begin() {
       layout_->is_two_level() && IsHalf(args_.dtype) && args_.op == ReduceOp::kSum;
   (is_early ? host_scale_ : end_scale_) = args_.postscale;
   const size_t n = static_cast<size_t>(size());
-  const bool is_small = is_allreduce() && total_ * element_ * n <= args_.direct_bytes;
+  const bool is_relayed = size() > args_.direct_ranks && bytes() <= args_.relayed_bytes;
+  const bool is_small = is_allreduce() && (is_relayed || bytes() * n <= args_.direct_bytes);
   const int neighbour = Local()[Local()[0] == rank() && Local().size() > 1 ? 1 : 0];
   is_by_memory_ = !is_small && transfers_->IsByMemory(neighbour, total_ * element_);
   is_fetched_ = is_by_memory_ && is_allreduce() && layout_->n_hosts() == 1;

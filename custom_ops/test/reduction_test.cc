@@ -70,6 +70,7 @@ ReductionArgs Args(const Case& c, const std::shared_ptr<Pieces>& pieces, int ran
   args.postscale = c.postscale;
   args.direct_bytes = c.direct_bytes;
   args.direct_ranks = c.total() % 2 == 0 ? 8 : 1;  // both ways of small vectors
+  args.relayed_bytes = c.direct_bytes;
   args.counts = c.counts;
   const Bytes data = MakeData(c.dtype, c.total(), rank);
   const char* next = data.data();

@@ -1,0 +1,127 @@
+"""Messages of an allreduce by the number of ranks: counted, by formula, and what they cost.
+
+    python -m benchmarks.message_counts --output docs
+
+starts the engine without TensorFlow on 2 to 64 ranks of this machine, as if each had a host of its
+own, and counts what rank 0 sends; the formulas continue to 1,024 ranks. Times are simulated: ranks
+that share cores cannot show them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.provenance import ROOT, describe
+from tfscale.plan.machines import Link
+
+SIZES = {1024: "1 KB", 4096: "4 KB", 65536: "64 KB", 1 << 20: "1 MB"}
+COUNTED = (2, 4, 8, 16, 32, 64)
+RANKS = tuple(2**k for k in range(1, 11))
+LINK = Link(latency_s=40e-6, bytes_per_s=125e6)
+# As in custom_ops/comm: collectives.h and reduction.cc.
+_DIRECT_BYTES, _DIRECT_RANKS, _RELAYED_BYTES, _ALIGNED = 32 * 1024, 8, 4096, 256
+
+
+def rounds(n_ranks: int) -> int:
+    """Return log2 of a number of ranks, rounded up."""
+    return math.ceil(math.log2(n_ranks))
+
+
+def engine(n_bytes: int, n_ranks: int) -> tuple[int, int]:
+    """Return the messages and bytes that rank 0 sends in an allreduce of the engine."""
+    if n_ranks > _DIRECT_RANKS and n_bytes <= max(_RELAYED_BYTES, _DIRECT_BYTES // n_ranks):
+        return rounds(n_ranks), (n_ranks - 1) * n_bytes
+    if n_bytes * n_ranks <= _DIRECT_BYTES:
+        return n_ranks - 1, (n_ranks - 1) * n_bytes
+    segment = math.ceil(n_bytes / n_ranks / _ALIGNED) * _ALIGNED
+    n_segments = math.ceil(n_bytes / segment)
+    own = min(segment, n_bytes)
+    return n_segments - 1 + n_ranks - 1, n_bytes - own + (n_ranks - 1) * own
+
+
+def halving(n_bytes: int, n_ranks: int) -> tuple[int, float]:
+    """Return the same for the faster of recursive doubling and Rabenseifner's algorithm."""
+    whole = rounds(n_ranks), float(rounds(n_ranks) * n_bytes)
+    parts = 2 * rounds(n_ranks), 2 * n_bytes * (n_ranks - 1) / n_ranks
+    return min(whole, parts, key=simulated_s)
+
+
+def simulated_s(sent: tuple[int, float]) -> float:
+    """Return the seconds of messages and bytes that a rank sends one after another."""
+    return sent[0] * LINK.latency_s + sent[1] / LINK.bytes_per_s
+
+
+def count(n_ranks: int) -> dict[int, tuple[int, int]]:
+    """Return what rank 0 sends, for each size, by the engine itself.
+
+    Raises:
+        subprocess.CalledProcessError: The ranks failed; their output is in `stdout`.
+    """
+    command = [sys.executable, str(ROOT / "tools" / "cpp_tests.py"), "--times", str(n_ranks)]
+    command += ["--ranks-per-host", "1", "--seconds", "0"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    rows = [words for words in lines if len(words) == 7 and words[0].isdigit()]
+    return {int(r[0]): (int(r[4]), int(r[5])) for r in rows if int(r[0]) in SIZES}
+
+
+def draw(counts: dict[int, dict[int, tuple[int, int]]], path: Path) -> None:
+    """Write the picture: messages on the left, simulated times on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    for width, (n_bytes, name) in zip(
+        (4, 1.5, 4, 1.5), SIZES.items(), strict=True
+    ):  # some coincide
+        messages = [engine(n_bytes, n)[0] for n in RANKS]
+        (line,) = left.plot(RANKS, messages, linewidth=width, label=name)
+        points = [(n, of_size[n_bytes][0]) for n, of_size in counts.items()]
+        left.plot(*zip(*points, strict=True), "o", color=line.get_color())
+        times = [1e3 * simulated_s(engine(n_bytes, n)) for n in RANKS]
+        right.plot(RANKS, times, color=line.get_color(), label=name)
+        times = [1e3 * simulated_s(halving(n_bytes, n)) for n in RANKS]
+        right.plot(RANKS, times, "--", color=line.get_color())
+    left.set_title("Messages of rank 0 (points: counted)")
+    left.set_ylabel("messages")
+    right.set_ylabel("ms")
+    right.set_title("Simulated ms, 1 Gbit/s, 40 µs (dashed: recursive)")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("ranks, one per host")
+        axis.grid(visible=True, alpha=0.3)
+        axis.legend(title="allreduce of")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Count, compare with the formulas, and write JSON and picture; 1 if they differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder")
+    folder = parser.parse_args().output
+    counts = {n: count(n) for n in COUNTED}
+    differ = [
+        f"{n} ranks, {n_bytes} bytes: {sent}, by formula {engine(n_bytes, n)}"
+        for n, of_size in counts.items()
+        for n_bytes, sent in of_size.items()
+        if sent != engine(n_bytes, n)
+    ]
+    print("\n".join(differ) or f"All counts on {COUNTED} ranks are those of the formulas.")
+    written = {"provenance": describe(), "sent_by_rank_0": counts}
+    (folder / "message-counts.json").write_text(json.dumps(written, indent=2) + "\n")
+    draw(counts, folder / "message-counts.png")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
