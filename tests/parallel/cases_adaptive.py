@@ -125,6 +125,55 @@ def case_growing_batches_equal_one_process_with_chunks():
     check_equality(momentum, tfscale.Chunked(first_chunk_layers=1, replicated_dense=1))
 
 
+def groups_by_hand(n_groups, interval, scales):
+    """Train each group's part of the batches in this process and average; return model, thetas."""
+    keras.utils.set_random_seed(3)
+    models = [build() for _ in range(n_groups)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+        model.compile(momentum(), "mse")
+        model.optimizer.build(model.trainable_variables)
+    initial = float(models[0].optimizer.learning_rate)
+    x, y = arrays()
+    start = [np.array(w) for w in models[0].get_weights()]
+    first, thetas, n_steps = None, [], 0
+    for epoch, (size, scale) in enumerate(zip(SIZES, scales, strict=True)):
+        losses = []
+        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
+            for model, own in zip(models, np.split(rows, n_groups), strict=True):
+                model.optimizer.learning_rate = initial * scale
+                losses.append(float(np.mean((model(x[own]) - y[own]) ** 2)))
+                model.train_on_batch(x[own], y[own])
+            first = float(np.mean(losses)) if first is None else first
+            n_steps += 1
+            if n_steps % interval == 0:
+                average = mean_weights(models)
+                for model in models:
+                    model.set_weights(average)
+        pairs = zip(mean_weights(models), start, strict=True)
+        distance = math.sqrt(sum(float(np.sum((w - s) ** 2)) for w, s in pairs))
+        thetas.append((first - float(np.mean(losses))) / distance)
+    models[0].set_weights(mean_weights(models))
+    return models[0], thetas
+
+
+def mean_weights(models):
+    return [np.mean(same, 0) for same in zip(*(m.get_weights() for m in models), strict=True)]
+
+
+@sizes(2, 4, timeout_s=180)
+def case_growing_batches_inside_of_groups():
+    """Theta: the loss over all groups, the distance of their average; the batch: that of all."""
+    scales = [*(size / START for size in SIZES[:-1]), 0.1]
+    groups = tfscale.LocalSGD(groups=2, interval=5)
+    with float64(), shared_folder() as folder:
+        model, history = fit(momentum, folder / "adaptive.jsonl", groups)
+        alone, thetas = groups_by_hand(2, 5, scales)
+    assert tuple(history["batch_size"]) == SIZES
+    np.testing.assert_allclose(history["theta"], thetas, rtol=1e-9)
+    require_close(model.trainable_variables, alone.trainable_variables, atol=1e-10)
+
+
 @sizes(2, 3, timeout_s=120)
 def case_dense_layers_follow_the_batch():
     """[T] eq. 4.8 for 16 inputs, 12 outputs: up to 9 samples; the batch is 6, then 24, then 6."""

@@ -9,7 +9,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.ranks import require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
+from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, float64
 from tests.parallel.local_sgd_reference import (
     BATCH,
     STEPS,
@@ -119,7 +119,7 @@ def case_interval_rules_equal_single_processes():
 
 @sizes(2, 4, timeout_s=300)
 def case_variants():
-    """SASGD, an outer optimizer, averaged state."""
+    """SASGD, an outer optimizer, averaged state, the layer-wise rates of large batches."""
 
     def outer():
         return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
@@ -135,6 +135,8 @@ def case_variants():
             strategy = tfscale.LocalSGD(2, 3, within, average_state=True)
             expected = train_by_hand(OPTIMIZERS["adam"], 2, 3, average_state=True)
             compare(train(OPTIMIZERS["adam"], strategy), expected)
+            expected = train_by_hand(LAYERWISE["lars"], 2, 3)
+            compare(train(LAYERWISE["lars"], tfscale.LocalSGD(2, 3, within)), expected)
 
 
 class Watch(keras.callbacks.Callback):
