@@ -78,16 +78,7 @@ def require_equal_ranks(variables: Any) -> None:
 
 
 class StopAt(keras.callbacks.Callback):
-    """Stop training on one rank, by default the last one.
-
-    Args:
-        batch: After which of the epoch; None stops where the epoch ends.
-        epoch: Number of the epoch.
-        rank: Rank that stops; -1 is the last one.
-
-    Attributes:
-        epochs: Numbers of the epochs that this rank has begun.
-    """
+    """Stop training on one rank, by default the last: after a batch; None is an epoch's end."""
 
     def __init__(self, batch: int | None = None, epoch: int = 1, rank: int = -1) -> None:
         super().__init__()
@@ -135,12 +126,12 @@ def dtype_policy(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
     """Make float64 Keras's default."""
-    keras.config.set_floatx("float64")
-    try:
-        with dtype_policy("float64"):
+    with dtype_policy("float64"):  # asked for first: the default one would follow floatx
+        keras.config.set_floatx("float64")
+        try:
             yield
-    finally:
-        keras.config.set_floatx("float32")
+        finally:
+            keras.config.set_floatx("float32")
 
 
 class Interruption(Exception):
