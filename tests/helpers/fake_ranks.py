@@ -28,11 +28,7 @@ def single_job() -> Iterator[None]:
 
 
 class FakeRanks:
-    """Runs a function once per rank, each in a thread, with collectives between the threads.
-
-    Args:
-        size: Number of ranks.
-    """
+    """Runs a function once per rank, each in a thread, with collectives between the threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -17,16 +17,7 @@ class Job:
     """A running `tfscale run` of two ranks, and what it printed."""
 
     def __init__(self, folder, text, *words, options=(), prefix=(), environ=None):
-        """Start it.
-
-        Args:
-            folder: For the script and what it prints.
-            text: The script; prints "READY rank pid time ." where tests wait for it.
-            *words: Its arguments.
-            options: Of `tfscale run`, besides the number of ranks.
-            prefix: Words before `tfscale run`.
-            environ: Variables set in addition.
-        """
+        """Start it."""
         self._started = start_job(
             ["-np", "2", *options],
             [*write_script(folder / "script.py", text), *words],

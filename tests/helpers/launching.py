@@ -35,13 +35,7 @@ def write_script(path: Path, text: str) -> list[str]:
 
 @dataclass
 class Started:
-    """Running ranks.
-
-    Attributes:
-        process: mpiexec or `tfscale run`, leader of a session of its own.
-        job: Mark of all processes, see `tfscale.launcher.mpi_command`.
-        output: File with what all ranks print.
-    """
+    """Running ranks."""
 
     process: subprocess.Popen
     job: str
@@ -63,14 +57,7 @@ class Started:
 def start_ranks(
     size: int, command: Sequence[str], env: Mapping[str, str] | None, output: Path
 ) -> Started:
-    """Start `size` ranks of a command in this folder.
-
-    Args:
-        size: Number of ranks; 0 starts the command by itself, without a launcher.
-        command: Program and arguments.
-        env: Variables set in addition.
-        output: File for what all ranks print.
-    """
+    """Start `size` ranks of a command in this folder; 0 starts it without a launcher."""
     words = list(command)
     if size:
         spec = LaunchSpec(
@@ -87,15 +74,7 @@ def start_job(
     output: Path,
     prefix: Sequence[str] = (),
 ) -> Started:
-    """Start `tfscale run` with options; `Started.process` is the launcher's.
-
-    Args:
-        options: Of `tfscale run`.
-        command: Program and arguments of each rank.
-        env: Variables set in addition.
-        output: File for what all print.
-        prefix: Words before `tfscale run`.
-    """
+    """Start `tfscale run` with options; `Started.process` is the launcher's."""
     return _start([*prefix, *job_words(options, command)], env, output)
 
 
@@ -129,14 +108,7 @@ def _start(
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a script ended.
-
-    Attributes:
-        exit_code: mpiexec's; None if it did not end in time and was killed.
-        output: What all ranks printed, in the order it came.
-        seconds: Duration.
-        errors: What they wrote to standard error; "" if that is part of the output.
-    """
+    """How a script ended."""
 
     exit_code: int | None
     output: str
@@ -150,15 +122,7 @@ def launch_script(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
 ) -> ScriptResult:
-    """Run a script on ranks of its own; meant for tests that expect it to fail.
-
-    Args:
-        size: Number of ranks; 0 starts one process without a launcher.
-        script_or_code: Path of a script, or its text (more than one line or no `.py` at its
-            end), or a list of path and arguments.
-        timeout_s: Limit in seconds; then all ranks are killed.
-        env: Variables set in addition.
-    """
+    """Run a script, or its text, on ranks of its own; size 0 starts it without a launcher."""
     words = [script_or_code] if isinstance(script_or_code, str) else list(script_or_code)
     with tempfile.TemporaryDirectory(prefix="tfscale-script-") as folder:
         if not words[0].endswith(".py") or "\n" in words[0]:
@@ -172,14 +136,7 @@ def launch_script(
 def run_in_folder(
     words: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> ScriptResult:
-    """Run a command in a folder; what it writes to standard error is kept apart.
-
-    Args:
-        words: Program and arguments; `job_words` gives those of `tfscale run`.
-        folder: Made if it is missing.
-        timeout_s: Limit in seconds; then all processes are killed.
-        env: Variables set in addition.
-    """
+    """Run a command in a folder; what it writes to standard error is kept apart."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tfscale-script-") as name:
         output, errors = Path(name) / "output", Path(name) / "errors"

@@ -116,17 +116,7 @@ def _read_events(path: Path) -> Content:
 
 
 def compare_lines(expected: list[str], found: list[str], tolerance: float) -> list[str]:
-    """Return the differences of printed lines.
-
-    Args:
-        expected: Of the reference, from `read_lines`.
-        found: Of the other run.
-        tolerance: Of numbers: absolute below 1, relative above.
-
-    Returns:
-        Lines as a diff shows them, "-" for missing and "+" for added ones; if all are there,
-        sentences about numbers; empty if the lines are equal.
-    """
+    """Return the differences of printed lines."""
     frames, others = ([_frame(line) for line in lines] for lines in (expected, found))
     if frames != others:
         return list(difflib.unified_diff(frames, others, n=0, lineterm=""))[2:]

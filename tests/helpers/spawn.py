@@ -31,15 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[[], None])
 
 @dataclass(frozen=True)
 class RankResult:
-    """The outcome of one function on one rank.
-
-    Attributes:
-        case: "module:function".
-        rank: In [0, size).
-        status: "ok", "failed", "skipped", "hang" or "lost" (the process ended in between).
-        text: Traceback, reason, or stacks with the end of the output.
-        seconds: Duration; 0 if unknown.
-    """
+    """The outcome of one function on one rank."""
 
     case: str
     rank: int
@@ -49,12 +41,7 @@ class RankResult:
 
 
 def sizes(*allowed: int, timeout_s: float | None = None) -> Callable[[_Function], _Function]:
-    """Restrict a case to some numbers of ranks, or give it a time limit of its own.
-
-    Args:
-        allowed: Numbers of ranks; none means all.
-        timeout_s: Limit in seconds; None takes the spawn's.
-    """
+    """Restrict a case to some numbers of ranks, or give it a time limit of its own."""
 
     def mark(function: _Function) -> _Function:
         function.allowed_sizes = allowed  # type: ignore[attr-defined]
@@ -65,11 +52,7 @@ def sizes(*allowed: int, timeout_s: float | None = None) -> Callable[[_Function]
 
 
 def engine_only(why: str) -> Callable[[_Function], _Function]:
-    """Leave a case out on the Horovod backend; `ENGINE_ONLY = why` in a module leaves out all.
-
-    Args:
-        why: What Horovod does not have.
-    """
+    """Leave a case out on the Horovod backend; `ENGINE_ONLY = why` in a module leaves out all."""
 
     def mark(function: _Function) -> _Function:
         function.engine_only = why  # type: ignore[attr-defined]
@@ -84,17 +67,7 @@ def spawn(
     timeout_s: float | Mapping[str, float] = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
-    """Run functions on `size` ranks, one after another.
-
-    Args:
-        size: Number of ranks.
-        cases: "module:function" each.
-        timeout_s: Limit in seconds of each case; or a limit per case, others have 60.
-        env: Variables set in addition.
-
-    Returns:
-        One result per case and rank, cases in order, ranks ascending.
-    """
+    """Run functions on `size` ranks, one after another; 60 s each where no limit is given."""
     results: list[RankResult] = []
     remaining = list(cases)
     while remaining:

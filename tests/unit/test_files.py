@@ -5,13 +5,8 @@ import math
 
 import pytest
 
-from tfscale.files import (
-    append_json_lines,
-    read_json_lines,
-    sha256,
-    write_atomically,
-    write_json_lines,
-)
+from tfscale import files
+from tfscale.files import append_json_lines, read_json_lines, sha256, write_atomically
 
 
 def test_a_file_is_complete_or_the_one_before(tmp_path):
@@ -47,5 +42,5 @@ def test_json_lines(tmp_path):
         file.write('{"n": 2, "cu')
     records = [{"loss": None, "parts": [1.5, None]}, {"n": 1}]
     assert read_json_lines(path) == records
-    write_json_lines(path, records[1:])
+    files.write_json_lines(path, records[1:])
     assert path.read_text() == '{"n": 1}\n'

@@ -1,6 +1,5 @@
 """Growing batches where memory does not suffice: what is counted as used, and as free."""
 
-import json
 from pathlib import Path
 
 import keras
@@ -100,13 +99,10 @@ def test_batches_grow_although_validation_takes_much(monkeypatch):
 def test_growth_stops_instead_of_a_crash(monkeypatch, tmp_path):
     monkeypatch.setattr(measures.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
     data, path = make_data(), tmp_path / "adaptive.jsonl"
-    model = make_model()
-    history = model.fit(
-        data, epochs=6, verbose=0, callbacks=[adaptive(data, log_path=path)]
-    ).history
+    callbacks = [adaptive(data, log_path=path)]
+    history = make_model().fit(data, epochs=6, verbose=0, callbacks=callbacks).history
     assert history["batch_size"] == [6, 6, 12, 12, 12, 12]
-    reasons = [json.loads(line)["reasons"] for line in path.read_text().splitlines()]
-    assert reasons[3] == ["the batch stays at 12: 24 is not expected to fit memory"]
+    assert "not expected to fit memory" in path.read_text().splitlines()[3]
 
 
 STATISTICS = """anon 300

@@ -128,25 +128,14 @@ def test_rates_must_be_positive(value):
         dataclasses.replace(SIMPLE, bytes_per_s=value)
 
 
-@pytest.mark.parametrize(
-    "name, millions, n_parameters",
-    [
-        ("vgg-a", 132.86, 22),
-        ("vgg16", 138.36, 32),
-        ("resnet50", 25.56, 161),
-        ("resnet20", 0.27, 59),
-    ],
-)
-def test_published_models_have_their_size(name, millions, n_parameters):
-    table = published(name)
-    assert table.n_values / 1e6 == pytest.approx(millions, abs=0.01)
-    assert len(table.parameters) == n_parameters
-
-
-def test_variants_of_vgg_have_the_published_size():
-    """[T] 3.4: 48, 76 and 140 million parameters."""
-    sizes = [round(published(f"vgg-{width}").n_values / 1e6) for width in (128, 256, 512)]
-    assert sizes == [48, 76, 140]
+def test_published_models_have_their_size():
+    sizes = {"vgg-a": (132.86, 22), "vgg16": (138.36, 32), "resnet50": (25.56, 161)}
+    for name, (millions, n_parameters) in {**sizes, "resnet20": (0.27, 59)}.items():
+        table = published(name)
+        assert table.n_values / 1e6 == pytest.approx(millions, abs=0.01), name
+        assert len(table.parameters) == n_parameters, name
+    for width, millions in {128: 48, 256: 76, 512: 140}.items():  # [T] 3.4
+        assert round(published(f"vgg-{width}").n_values / 1e6) == millions
     with pytest.raises(PlanError, match="A model must be one of"):
         published("alexnet")
     assert set(PUBLISHED) >= {"vgg16", "resnet50", "edsr"}

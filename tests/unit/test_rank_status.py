@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tfscale.checkpoints import preemption
 from tfscale.comm import process
 from tfscale.comm.process import STATUS_VARIABLE
 
@@ -38,10 +39,10 @@ def test_a_dead_process_is_read(status):
 
 
 def test_states_replace_each_other_and_a_request_stays(status):
-    assert process.file_path()
-    assert process.read(status) == process.RankStatus("")
+    assert process.file_path() and process.read(status) == process.RankStatus("")
     process.write_state(process.JOINED)
-    process.write_request()
+    preemption.request_save_and_stop()
+    preemption.forget_request()
     process.write_state(process.FINISHED)
     assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
 
@@ -50,22 +51,10 @@ def test_numbers_of_the_training_leave_the_other_texts_as_they_are(status):
     process.write_state(process.FINISHED)
     process.write_training(0.25, 3e6, "allreduce")
     process.write_training(0.5, 1e6, "auto")
-    process.write_error("why\n")
-    expected = process.RankStatus(process.FINISHED, "", "why\n", training="0.5000 1000000 auto")
-    assert process.read(status) == expected
-
-
-def test_a_request_to_save_is_noted(status):
-    from tfscale.checkpoints import preemption
-
-    preemption.request_save_and_stop()
-    preemption.forget_request()
-    assert process.read(status).was_asked
-
-
-def test_long_errors_keep_their_end(status):
-    process.write_error("x" * 100_000 + "the end")
-    assert process.read(status).error.endswith("xthe end")
+    process.write_error("x" * 100_000 + "why\n")
+    found = process.read(status)
+    assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto")
+    assert found.error.endswith("xwhy\n")  # long ones keep their end
 
 
 def test_nobody_watches(monkeypatch):

@@ -7,7 +7,6 @@ from datasets import div2k
 from PIL import Image
 
 import tfscale
-from tests.unit.test_global_batches import as_rank
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +53,8 @@ def test_squares_come_from_their_pictures_and_made_equals_read(tmp_path, scale):
     read = _load(_write(tmp_path / "read", scale), scale)
     made = _load(_write(tmp_path / "made", scale, small=False), scale)
     assert read.train.samples == 12 and read.valid.samples == 3
+    more = _load(tmp_path / "read", scale, squares_per_image=3).train
+    assert more.samples == 36 and len(_all(more)) == 9
     for (x, y), (x_made, y_made) in zip(_all(read.train), _all(made.train), strict=True):
         assert x.shape == (4, SIZE, SIZE, 3) and y.shape == (4, scale * SIZE, scale * SIZE, 3)
         assert x.dtype == y.dtype == np.float32 and x.min() >= 0 and y.max() <= 1
@@ -112,21 +113,6 @@ def test_shrinking_is_the_bicubic_filter_widened_by_the_scale():
         weights = np.array([weight((n - centre) / 2) for n in near])
         expected = (weights * line[near]).sum() / weights.sum()
         assert abs(own[column] - np.clip(expected, 0, 255)) <= 0.51
-
-
-def test_ranks_share_out_what_one_process_sees(tmp_path):
-    _write(tmp_path, 2)
-
-    def batches(rank, size):
-        data = as_rank(_load(tmp_path).train, rank, size)
-        data.epoch = 1
-        return _all(data)
-
-    more = _load(tmp_path, squares_per_image=3).train
-    assert more.samples == 36 and len(_all(more)) == 9
-    for (x, y), *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
-        np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), x)
-        np.testing.assert_array_equal(np.concatenate([y for _, y in parts]), y)
 
 
 def test_damaged_pictures_are_left_out_or_refused(tmp_path, caplog):

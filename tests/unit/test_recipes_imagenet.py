@@ -10,7 +10,6 @@ from datasets import imagenet, tfrecords
 from PIL import Image
 
 import tfscale
-from tests.unit.test_global_batches import as_rank
 
 CLASSES = ("n01", "n02", "n03")
 COUNT = 120  # training pictures: one of them is less than 1 %
@@ -92,17 +91,6 @@ def test_pictures_have_their_labels_and_the_mean_is_subtracted(folder):
     assert sorted(numbers) == list(range(COUNT)) and numbers != sorted(numbers)
     valid = np.concatenate([np.asarray(labels) for _, labels in data.valid])
     assert sorted(valid) == sorted(n % 3 for n in range(9))
-
-
-def test_ranks_share_out_what_one_process_sees(folder):
-    def batches(rank, size):
-        data = as_rank(_load(folder).train, rank, size)
-        data.epoch = 2
-        return [(np.asarray(x), np.asarray(y)) for x, y in data]
-
-    for (x, y), *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
-        np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), x)
-        np.testing.assert_array_equal(np.concatenate([y for _, y in parts]), y)
 
 
 def _damage_one(folder):

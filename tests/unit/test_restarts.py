@@ -47,20 +47,22 @@ def test_pauses_grow():
     assert [pause_s(n) for n in (0, 1, 2, 6, 5000)] == [1, 2, 4, 60, 60]
 
 
-def test_places_without_fewest_ranks():
-    rule = RestartRule(3)
-    assert next_places(HOSTS, ("b", 2), rule, 4) == HOSTS
-    assert next_places((("a", 2), ("c", 2)), None, rule, 4) == (("a", 2), ("c", 2))
-    assert next_places((("a", 2),), None, rule, 4) is None
-
-
-def test_places_that_may_be_given_up():
-    rule = RestartRule(3, 2)
-    assert next_places(HOSTS, ("b", 2), rule, 6) == (("a", 2), ("c", 2))
-    assert next_places((("a", 1), ("b", 1)), ("b", 1), rule, 2) == (("a", 1), ("b", 1))
-    assert next_places((("a", 1),), None, rule, 2) is None
-    assert next_places((("", 4),), ("", 1), rule, 4) == (("", 3),)
-    assert next_places((("", 2),), ("", 1), rule, 4) == (("", 2),)
+@pytest.mark.parametrize(
+    ("places", "lost", "rule", "size", "expected"),
+    [
+        (HOSTS, ("b", 2), (3,), 4, HOSTS),
+        (HOSTS[::2], None, (3,), 4, HOSTS[::2]),
+        (HOSTS[:1], None, (3,), 4, None),
+        # Fewer ranks are allowed: places may be given up.
+        (HOSTS, ("b", 2), (3, 2), 6, HOSTS[::2]),
+        ((("a", 1), ("b", 1)), ("b", 1), (3, 2), 2, (("a", 1), ("b", 1))),
+        ((("a", 1),), None, (3, 2), 2, None),
+        ((("", 4),), ("", 1), (3, 2), 4, (("", 3),)),
+        ((("", 2),), ("", 1), (3, 2), 4, (("", 2),)),
+    ],
+)
+def test_next_places(places, lost, rule, size, expected):
+    assert next_places(places, lost, RestartRule(*rule), size) == expected
 
 
 def test_lost_place():

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -24,8 +25,6 @@ MS = 1_000_000
 @pytest.mark.parametrize("shift_ns", [-7_000_000_000, 0, 123_456_789_000])
 def test_offsets_are_within_the_stated_error(shift_ns):
     """Ranks played by threads; rank 1's clock is shifted."""
-    import time
-
     barrier, board, found = threading.Barrier(2), [None, None], [None, None]
 
     def play(rank):
