@@ -68,14 +68,7 @@ def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class fail_at(keras.callbacks.Callback):
-    """Let one rank fail once.
-
-    Args:
-        rank: Which.
-        step: Counted over all epochs of the `fit`, from 0; of "epoch end" the epoch.
-        kind: One of `ACTIONS`, or "NaN".
-        place: "step": in the middle of it (needs `spoiled`), "batch end" or "epoch end".
-    """
+    """Let one rank fail once."""
 
     def __init__(self, rank: int, step: int, kind: str, place: str = "step") -> None:
         super().__init__()

@@ -51,10 +51,6 @@ def measure(exchange: str, n_steps: int) -> float:
     """Train; return by how many bytes per step the memory grew over the last three quarters.
 
     Collective. One step's gradients are 130 KiB, so whatever keeps them shows.
-
-    Args:
-        exchange: A key of `EXCHANGES`.
-        n_steps: 100 or more.
     """
     gc.collect()
     keras.utils.set_random_seed(1)

@@ -188,12 +188,3 @@ def test_death_outside_of_steps(tmp_path, place, exchange):
         assert job.end(since) == 137, job.output()
         wait_for_end([pid, other], since)
         assert job.last_lines()[0].startswith("tfscale: rank 1 on host"), job.output()
-
-
-@pytest.mark.timeout(START_S + 60)
-def test_launcher_killed(tmp_path):
-    with Job(tmp_path, TRAINING, "wait") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
-        since = time.time()
-        job.process.kill()
-        wait_for_end(pids, since)

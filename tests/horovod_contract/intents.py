@@ -9,7 +9,6 @@ INTENTS = {
     "learning rates through a long fit": [
         "optimizer:case_unbuilt_optimizer_and_scheduled_learning_rate",
         "optimizer:case_learning_rate_changes_between_traced_steps",
-        "callback_errors:case_warmup_with_momentum_keeps_ranks_equal",
     ],
     "sparse gradients made dense": ["horovod:case_sparse_as_dense"],
     "sparse gradients with aggregation": ["horovod:case_sparse_gradients_with_aggregation"],
@@ -134,12 +133,11 @@ INTENTS = {
     ],
     "growing batches equal to one process": [
         "adaptive:case_growing_batches_equal_one_process",
-        "adaptive_ranks:case_growing_batches_equal_one_process_sharded",
+        "adaptive:case_growing_batches_equal_one_process_in_other_exchanges",
     ],
     "several optimizers": ["late_ranks:case_two_optimizers_and_delays"],
     "a rank that stops stops all": [
-        "fit:case_one_rank_stops_in_the_middle_of_an_epoch",
-        "fit:case_one_rank_stops_at_the_end_of_an_epoch",
+        "fit:case_one_rank_stops_within_an_epoch_or_at_its_end",
         "fit:case_one_rank_stops_while_running_eagerly",
         "fit:case_terminate_on_nan",
     ],

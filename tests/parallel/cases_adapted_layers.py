@@ -9,10 +9,8 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_close, require_error
+from tests.helpers.ranks import InterruptAt, Interruption, float64, require_close, require_error
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_backup import InterruptAfter, Interruption
-from tests.parallel.cases_equality import float64
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
 
 N = 24
@@ -118,7 +116,7 @@ def case_a_program_that_goes_on_need_not_adapt():
         with float64():
             expected = by_one_process(1.0)
             with contextlib.suppress(Interruption):
-                train(network(1.0), make(folder), InterruptAfter(1))
+                train(network(1.0), make(folder), InterruptAt(1))
             tfscale.barrier()
             model = train(network(), make(folder))
             require_near(model, expected)

@@ -10,9 +10,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error, shared_folder
+from tests.helpers.ranks import (
+    Interruption,
+    float64,
+    require_close,
+    require_equal_ranks,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
@@ -119,10 +124,11 @@ def case_growing_batches_equal_one_process():
         check_equality(make_optimizer, "allreduce")
 
 
-@sizes(2, 3, 4, timeout_s=180)
-def case_growing_batches_equal_one_process_with_chunks():
+@sizes(2, 3, 4, timeout_s=240)
+def case_growing_batches_equal_one_process_in_other_exchanges():
     check_equality(momentum, tfscale.Chunked(first_chunk_layers=1))
     check_equality(momentum, tfscale.Chunked(first_chunk_layers=1, replicated_dense=1))
+    check_equality(momentum, "sharded")
 
 
 def groups_by_hand(n_groups, interval, scales):
@@ -216,34 +222,3 @@ def case_ranks_agree_although_their_losses_differ():
     assert history["batch_size"] == averaged["batch_size"]
     np.testing.assert_allclose(history["theta"], averaged["theta"], rtol=1e-9)
     assert history["batch_size"][-1] > START
-
-
-class Interruption(Exception):
-    """Ends fit on all ranks at the same place."""
-
-
-class InterruptIn(keras.callbacks.Callback):
-    def __init__(self, epoch):
-        super().__init__()
-        self.at, self.epoch = epoch, -1
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.epoch == self.at:
-            raise Interruption
-
-
-@sizes(2, 3, 4)
-def case_a_batch_smaller_than_the_ranks_is_an_error():
-    def train():
-        x, y = arrays()
-        data = tfscale.data.GlobalBatches(x, y, batch_size=START, seed=7)
-        keras.utils.set_random_seed(3)
-        model = build()
-        model.compile(tfscale.DistributedOptimizer(momentum()), "mse")
-        callback = AdaptiveBatchSize(data, MAXIMUM, start_batch_size=1, log_path=None)
-        model.fit(data, verbose=0, callbacks=[callback])
-
-    require_error(train, "batch_size=1, size=", 'active_ranks="grow"')

@@ -6,14 +6,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error
+from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tests.parallel import cases_adaptive
-from tests.parallel.cases_equality import float64
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
+    ParameterAveraging,
 )
 from tfscale.data.slices import count_active, epoch_order
 from tfscale.measure.growth import noise_scale
@@ -144,19 +144,6 @@ def case_noise_scale_needs_whole_gradients_of_all_ranks():
         tfscale.remove_process_set(process_set)
 
 
-@sizes(2, 3)
-def case_noise_scale_needs_two_ranks_that_share_each_batch():
-    """But for the last size, with which nothing more is decided."""
-
-    def train(start, maximum):
-        options = {"signal": "noise_scale", "active_ranks": "grow"}
-        return fit(linear_model, start, maximum, 1, **options)
-
-    require_error(lambda: train(2, 8), "Received: batch size 2, which feeds one of")
-    _, history = train(2, 2)
-    assert history["batch_size"] == [2]
-
-
 @sizes(2, 3, 4, timeout_s=180)
 def case_ranks_join_as_the_batch_grows():
     """Batches of 2, 4, 8, 16: some ranks rest in the beginning; all equal one process."""
@@ -191,11 +178,6 @@ def case_resting_ranks_and_batch_normalization():
     require_equal_ranks(model.variables)
 
 
-@sizes(2, 4, timeout_s=180)
-def case_growing_batches_equal_one_process_sharded():
-    cases_adaptive.check_equality(cases_adaptive.momentum, "sharded")
-
-
 @sizes(2, timeout_s=120)
 def case_layerwise_rates_compose():
     """LARS scales the rate of each layer; batch and rate grow around it as around any other."""
@@ -204,3 +186,19 @@ def case_layerwise_rates_compose():
         return tfscale.optimizers.LARS(0.01, momentum=0.9)
 
     cases_adaptive.check_equality(lars, "allreduce")
+
+
+@sizes(2, 4)
+def case_exchanges_that_do_not_average_all_ranks_are_refused():
+    groups = tfscale.LocalSGD(groups=tfscale.size(), interval=2)
+    grown = {"epochs": 1, "active_ranks": "grow"}
+    text = ("average in every step", "LocalSGD")
+    require_error(lambda: fit(linear_model, 2, 8, exchange=groups, **grown), *text)
+    model = linear_model()
+    model.compile("sgd", "mse")
+    data = tfscale.data.GlobalBatches(*arrays(), batch_size=24)
+    adaptive = AdaptiveBatchSize(data, 48, active_ranks="grow", log_path=None)
+    callbacks = [BroadcastGlobalVariablesCallback(0), adaptive, ParameterAveraging()]
+    require_error(
+        lambda: model.fit(data, verbose=0, callbacks=callbacks), "Received: ParameterAveraging"
+    )

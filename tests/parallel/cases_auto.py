@@ -12,9 +12,8 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error
+from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.cases_equality import float64
 from tfscale import Auto
 from tfscale.exchange.auto import Mixed
 from tfscale.measure import auto, layer_times

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
-import keras
-import numpy as np
 from keras.optimizers import SGD
 
 import tfscale
-from tests.helpers.ranks import StopAt, require_equal_ranks, require_identical, shared_folder
+from tests.helpers.ranks import StopAt, require_equal_ranks
 from tests.helpers.spawn import sizes
 from tests.parallel.callback_models import compiled, fit, functional, own, require_error_everywhere
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
-    BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     ConsistencyCheck,
-    LearningRateWarmupCallback,
     MetricAverageCallback,
-    ModelCheckpoint,
     RankZero,
 )
 
@@ -31,17 +24,6 @@ def case_a_metric_key_of_one_rank_is_an_error_on_all():
     require_error_everywhere(
         lambda: fit(model, own(), [MetricAverageCallback()], validation_data=validation),
         "'val_loss' on ranks [1] only",
-    )
-
-
-@sizes(2, 3, 4)
-def case_weights_that_drift_apart_are_named():
-    keras.utils.set_random_seed(2)
-    model = functional(has_statistics=False)
-    model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy")
-    others = list(range(1, tfscale.size()))
-    require_error_everywhere(
-        lambda: fit(model, own(), [ConsistencyCheck()]), f"'hidden/kernel' on ranks {others}"
     )
 
 
@@ -78,41 +60,3 @@ def case_rank_zero_stops_all_ranks():
         assert item[:2] == losses[0] and item[-1] == losses[0][-1]
     require_equal_ranks(model.weights)
     fit(model, own(), first)
-
-
-def case_checkpoints_of_all_ranks():
-    with shared_folder() as folder:
-        names = ["plain", "ours", "best"]
-        plain, ours, best = (os.path.join(folder, name, "model.keras") for name in names)
-        model = compiled(functional())
-        callbacks = [
-            BroadcastGlobalVariablesCallback(0),
-            MetricAverageCallback(),
-            keras.callbacks.ModelCheckpoint(plain),
-            ModelCheckpoint(ours),
-            BestModelCheckpoint("loss", filepath=best),
-        ]
-        fit(model, own(), callbacks, epochs=3)
-        tfscale.barrier()
-        for name, path in zip(names, (plain, ours, best), strict=True):
-            assert os.listdir(os.path.join(folder, name)) == ["model.keras"]
-            saved = keras.models.load_model(path)
-            if name != "best":
-                require_identical(model.get_weights(), saved.get_weights())
-
-
-def case_warmup_with_momentum_keeps_ranks_equal():
-    keras.utils.set_random_seed(tfscale.rank())
-    model = compiled(functional())
-    rates = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            rates.append(float(self.model.optimizer.learning_rate.numpy()))
-
-    size = tfscale.size()
-    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=2)
-    fit(model, own(), [BroadcastGlobalVariablesCallback(0), warmup, Look()], epochs=3)
-    reached = np.minimum(np.arange(1, 7) / 2, 2.0)
-    np.testing.assert_allclose(rates, 0.4 / size * (reached * (size - 1) / 2 + 1), rtol=1e-6)
-    require_equal_ranks(model.weights)

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_error, require_identical, shared_folder
+from tests.helpers.ranks import InterruptAt, require_error, require_identical, shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_backup import InterruptAfter, train
+from tests.parallel.cases_backup import train
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.cases_nonfinite import BAD, STEPS, data
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tfscale import preemption
-from tfscale.callbacks import BackupAndRestore, MetricAverageCallback
+from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.comm import runtime
@@ -293,7 +293,7 @@ def case_a_skipped_step_leaves_statistics_finite():
 def interrupted(folder, *more):
     """Return the folder of rank 0's backup, taken before the third of four epochs."""
     own = folder / f"of-rank-{runtime.rank()}"
-    train([BackupAndRestore(own), *more, InterruptAfter(2)], 1 + runtime.rank())
+    train([BackupAndRestore(own), *more, InterruptAt(2)], 1 + runtime.rank())
     return own
 
 
@@ -311,19 +311,3 @@ def case_a_backup_that_rank_0_cannot_read():
             (folder / "file").touch()
         text = "a directory that rank 0 can write to"
         require_error(lambda: train([BackupAndRestore(folder / "file")], 1), "ConfigError", text)
-
-
-@sizes(2, timeout_s=120)
-def case_numbers_of_callbacks_in_a_backup():
-    """The rate falls after two epochs without progress, on all ranks."""
-
-    def callbacks(folder):
-        models = [keras.callbacks.ModelCheckpoint(folder / "m.keras")] * (runtime.rank() == 0)
-        lower = keras.callbacks.ReduceLROnPlateau("loss", min_delta=1e9, patience=2)
-        return [MetricAverageCallback(), *models, lower]
-
-    with float64(), shared_folder() as folder:
-        expected = train(callbacks(folder), 1 + runtime.rank())
-        own = interrupted(folder, *callbacks(folder))
-        restored = train([BackupAndRestore(own), *callbacks(folder)], 50 + runtime.rank())
-        require_identical(restored, expected)

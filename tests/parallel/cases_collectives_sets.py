@@ -242,28 +242,25 @@ def case_join_tells_who_came_last():
 
 @sizes(2, 3, 4)
 def case_joined_ranks_take_part_in_sums_only():
-    forget_steps()
-    rank = tfscale.rank()
-    action = tfscale.join if rank == 0 else lambda: tfscale.allgather(tf.ones([1]))
-    require_error(action, "After a rank has called join(), the others", "allgather(float32[])")
-
-
-@sizes(2, 3, 4)
-def case_joined_ranks_cannot_take_an_extreme():
-    """Zeros would be a wrong answer."""
-    forget_steps()
-    rank = tfscale.rank()
-    action = tfscale.join if rank == 0 else lambda: tfscale.allreduce(tf.ones([1]), Max)
-    require_error(action, "with Sum or Average only", "Received: allreduce(float32[1])")
-
-
-@sizes(2, 3, 4)
-def case_join_is_refused_under_our_optimizer():
-    forget_steps()
+    """Zeros would be a wrong answer to others; rank 0 has joined."""
     variable = keras.Variable([1.0], name="weight")
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    step = lambda: optimizer.apply([tf.ones([1])], [variable])  # noqa: E731
-    require_error(tfscale.join if tfscale.rank() == 0 else step, "GlobalBatches")
+    value = tf.ones([1])
+    for call, *texts in (
+        (
+            lambda: tfscale.allgather(value),
+            "After a rank has called join()",
+            "allgather(float32[])",
+        ),
+        (
+            lambda: tfscale.allreduce(value, Max),
+            "with Sum or Average only",
+            "allreduce(float32[1])",
+        ),
+        (lambda: optimizer.apply([value], [variable]), "GlobalBatches"),
+    ):
+        forget_steps()
+        require_error(tfscale.join if tfscale.rank() == 0 else call, *texts)
 
 
 @sizes(2, 3)

@@ -6,9 +6,8 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_equal_ranks, require_error, shared_folder
+from tests.helpers.ranks import float64, require_equal_ranks, require_error, shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import float64
 
 PASSES, BATCHES = 4, 12
 

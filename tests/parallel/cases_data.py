@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.ranks import require_close, require_error
 from tests.helpers.spawn import sizes
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, MetricAverageCallback
+from tfscale.callbacks import Callback
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
@@ -87,80 +87,6 @@ def case_fit_serves_the_batches_of_one_process():
     assert joined(model.trained) == expected()
 
 
-def case_an_evaluation_on_one_rank_disturbs_nothing():
-    data, model = numbers(), Recorder()
-
-    class EvaluateOnRankZero(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if tfscale.rank() == 0 and batch == 1:
-                self.model.evaluate(data, verbose=0)
-
-        def on_epoch_end(self, epoch, logs=None):
-            if tfscale.rank() == 0:
-                list(data)
-
-    model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data), EvaluateOnRankZero()])
-    assert joined(model.trained) == expected()
-
-
-def case_records_are_shuffled_globally_and_decoded_once():
-    keras.utils.set_random_seed(tfscale.rank())
-    data = GlobalBatches.from_dataset(
-        tf.data.Dataset.range(SAMPLES).filter(lambda i: i >= 0),  # a dataset of unknown size
-        batch_size=12, seed=7, decode=lambda i: (tf.cast(i, tf.float32), i),
-    )  # fmt: skip
-    model = Recorder()
-    model.fit(data, epochs=2, verbose=0)
-    batches = joined(model.trained)
-    epochs = [flat(batches[:8]), flat(batches[8:])]
-    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
-    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
-
-
-def case_validation_counts_every_sample_once():
-    size = tfscale.size()
-    samples = 5 * size + 1  # the last batch has one sample: rank 0 takes one step more
-    x = np.arange(samples, dtype="float32")
-    data = GlobalBatches(x, x, batch_size=2 * size, shuffle=False, drop_remainder=False)
-    model = Recorder()
-    model.evaluate(data, verbose=0)
-    assert all(batch for batch in model.tested)
-    tested = tfscale.allgather_object(plain(model.tested))
-    assert sorted(flat(flat(tested))) == list(range(samples))
-    assert len(model.tested) == len(data)
-
-
-def case_metrics_of_validation_are_those_of_one_process():
-    """One rank has a step more than the others, and each metric is more than a mean of batches."""
-    size = tfscale.size()
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(10 * size + 1, 4)).astype("float32")
-    y = (x.sum(axis=1) + rng.normal(size=len(x)) > 0).astype("float32")[:, None]
-
-    def new_model(optimizer):
-        keras.utils.set_random_seed(5)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
-        named = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
-        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy", *named])
-        return model
-
-    plain_model = new_model(keras.optimizers.SGD(0.1))
-    options = {"verbose": 0, "epochs": 2}
-    expected = plain_model.fit(
-        x[: 8 * size], y[: 8 * size], batch_size=4 * size, shuffle=False,
-        validation_data=(x, y), validation_batch_size=2 * size, **options,
-    ).history  # fmt: skip
-    model = new_model(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    train = GlobalBatches(x[: 8 * size], y[: 8 * size], batch_size=4 * size, shuffle=False)
-    validation = GlobalBatches(x, y, batch_size=2 * size, shuffle=False, drop_remainder=False)
-    start = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-    history = model.fit(train, validation_data=validation, callbacks=start, **options).history
-    assert set(history) == set(expected)
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=1e-5), key
-    assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
-
-
 def case_state_is_the_same_on_all_ranks():
     data, model = numbers(), Recorder()
     model.fit(data, epochs=2, verbose=0)
@@ -221,18 +147,12 @@ def check_equal_to_one_process(own_weights, fit_weights, by_hand):
     assert all(other == weights[0] for other in weights)
 
 
-def case_growing_batches_equal_one_process():
+@sizes(1, 2, 3, 4, timeout_s=120)
+def case_growing_batches_and_weights_equal_one_process():
     check_equal_to_one_process(None, None, None)
-
-
-def case_sample_weight_equals_one_process():
-    weight = arrays()[2]
+    weight, classes = arrays()[2], {0: 0.5, 1: 1.0, 2: 3.0}
     check_equal_to_one_process(weight, None, weight)
-
-
-def case_class_weight_equals_one_process():
-    classes = {0: 0.5, 1: 1.0, 2: 3.0}
-    check_equal_to_one_process(None, classes, np.array([classes[label] for label in arrays()[1]]))
+    check_equal_to_one_process(None, classes, np.array([classes[y] for y in arrays()[1]]))
 
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")

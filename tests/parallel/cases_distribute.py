@@ -13,9 +13,14 @@ import tensorflow as tf
 from keras import layers
 
 import tfscale
-from tests.helpers.ranks import require_close, require_error, require_identical, shared_folder
+from tests.helpers.ranks import (
+    float64,
+    require_close,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import float64
 from tfscale.comm import runtime
 from tfscale.optimizer.saving import alone
 

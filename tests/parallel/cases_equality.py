@@ -1,7 +1,6 @@
 """n ranks train exactly as one process: float64, the same global batches, 10 steps, 1e-10."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -10,7 +9,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.grid_exchange import EXCHANGES
-from tests.helpers.ranks import require_identical
+from tests.helpers.ranks import float64, require_identical
 from tests.helpers.spawn import sizes
 
 BATCH, STEPS, TOLERANCE = 24, 10, 1e-10
@@ -27,18 +26,6 @@ LAYERWISE: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "lars": lambda: tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
 }
-
-
-@contextlib.contextmanager
-def float64() -> Iterator[None]:
-    """Make float64 Keras's default."""
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
 
 
 def dense_model() -> keras.Model:

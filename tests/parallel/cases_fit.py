@@ -83,13 +83,9 @@ def stop_somewhere(stop: StopAt, expected_steps: int, **options) -> None:
         assert_equal_on_all_ranks(weights(model))
 
 
-@sizes(2, 3, 4, timeout_s=120)
-def case_one_rank_stops_in_the_middle_of_an_epoch():
+@sizes(2, 3, 4, timeout_s=200)
+def case_one_rank_stops_within_an_epoch_or_at_its_end():
     stop_somewhere(StopAt(2), expected_steps=5 + 3)
-
-
-@sizes(2, 3, timeout_s=120)
-def case_one_rank_stops_at_the_end_of_an_epoch():
     stop_somewhere(StopAt(), expected_steps=10)
 
 
@@ -136,19 +132,6 @@ def case_different_numbers_of_batches_are_refused():
     require_error(
         lambda: model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks()),
         *("ExchangeError", f"steps={steps}", "GlobalBatches"),
-    )
-
-
-@sizes(2, 3)
-def case_different_global_batches_are_refused():
-    """A seed of its own on each rank would serve some samples twice and others never."""
-    x, y = samples(40)
-    data = tfscale.data.GlobalBatches(
-        x[:36], y[:36], batch_size=runtime.size() * 2, seed=runtime.rank()
-    )
-    require_error(
-        lambda: small_model().fit(data, verbose=0, callbacks=callbacks()),
-        *("ExchangeError", "same global batches", "'seed': 1"),
     )
 
 

@@ -17,7 +17,6 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.ranks import require_equal_ranks, require_identical, shared_folder
 from tests.helpers.spawn import sizes
-from tests.parallel.futures_model import Subject, X
 from tfscale.comm import runtime
 from tfscale.internals.keras import raw_variable
 from tfscale.optimizer import futures
@@ -26,13 +25,7 @@ ENGINE_ONLY = "nothing is posted past the end of a step"
 
 
 class Gate:
-    """Ops at which a rank says that it has come so far, or waits for others that do.
-
-    Attributes:
-        awaited: Files to wait for.
-        told: Files that say it.
-        has_timed_out: Whether they never came.
-    """
+    """Ops at which a rank says that it has come so far, or waits for others that do."""
 
     def __init__(self) -> None:
         """Start open."""
@@ -53,47 +46,6 @@ class Gate:
         for file in self.told:
             file.touch()
         return value
-
-
-@sizes(2, 3)
-def case_the_next_call_begins_before_the_last_gather_has_ended():
-    """One rank keeps back the gather of the last layer until the others have computed layer 1."""
-    subject = Subject()
-    model, posts, backend = subject.model, subject.posts, runtime.backend()
-    gate, graphs = Gate(), []
-
-    @tf.function
-    def step(number):
-        posts.post_one(posts.layouts[0], number)
-        graphs.append(tf.compat.v1.get_default_graph())
-        posts.post_one(posts.layouts[-1], tf.py_function(gate.wait, [number], tf.float32))
-
-    @tf.function
-    def forward(plan):
-        hidden = model.layers[0](X)
-        with tf.control_dependencies([tf.py_function(gate.tell, [hidden], tf.float32)]):
-            backend.stamp([raw_variable(model.layers[0].embeddings).handle], plan, -1)
-        return model(X)
-
-    step(tf.constant(0.0))
-    plan = next(p for p in range(1000) if backend.graph_of(p) is graphs[0])
-    for late in range(tfscale.size()):
-        futures.drain(model.variables)
-        backend.event_array()
-        with shared_folder() as folder:
-            is_late = tfscale.rank() == late
-            gate.told = [folder / str(tfscale.rank())]
-            others = [folder / str(r) for r in range(tfscale.size()) if r != late]
-            gate.awaited = others if is_late else []
-            step(tf.constant(1.0))
-            np.testing.assert_allclose(forward(plan), model(X), rtol=1e-6)
-        events = [e for e in backend.event_array() if e["plan"] == plan]
-        ended = {int(e["slot"]): int(e["ended_ns"]) for e in events}
-        assert sorted(ended) == [-1, 0, 1], events
-        assert ended[-1] > ended[0]
-        assert not gate.has_timed_out
-        if not is_late:
-            assert ended[-1] < ended[1], ended
 
 
 class Tell(keras.layers.Layer):

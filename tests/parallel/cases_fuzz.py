@@ -29,16 +29,7 @@ OPS = {
 
 @dataclass
 class Planned:
-    """One collective of a plan.
-
-    Attributes:
-        kind: Name of the function of tfscale.
-        dtype: Of its tensor.
-        dims: Number of dimensions.
-        members: Ranks that take part.
-        op: Of reductions.
-        root: Of broadcasts.
-    """
+    """One collective of a plan."""
 
     kind: str
     dtype: str

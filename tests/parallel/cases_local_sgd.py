@@ -13,8 +13,8 @@ from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, fl
 from tests.parallel.local_sgd_reference import (
     BATCH,
     STEPS,
+    ByHand,
     by_hand_over_epochs,
-    distance_by_hand,
     mean_of,
     models_for,
     own_part,
@@ -22,7 +22,7 @@ from tests.parallel.local_sgd_reference import (
     set_all,
     train_by_hand,
 )
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, ModelDistance
+from tfscale.callbacks import ModelDistance
 from tfscale.comm import runtime
 
 
@@ -120,17 +120,13 @@ def case_interval_rules_equal_single_processes():
 @sizes(2, 4, timeout_s=300)
 def case_variants():
     """SASGD, an outer optimizer, averaged state, the layer-wise rates of large batches."""
-
-    def outer():
-        return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-
     with float64():
         for within in ("allreduce", tfscale.Sharded()):
             strategy = tfscale.LocalSGD(2, 3, within, average="gradients")
             expected = train_by_hand(OPTIMIZERS["adam"], 2, 3, gradients=True)
             compare(train(OPTIMIZERS["adam"], strategy), expected)
             strategy = tfscale.LocalSGD(2, 3, within, outer=outer())
-            expected = train_by_hand(OPTIMIZERS["momentum"], 2, 3, outer=outer())
+            expected = ByHand(OPTIMIZERS["momentum"], 2, strategy).train(STEPS)
             compare(train(OPTIMIZERS["momentum"], strategy), expected)
             strategy = tfscale.LocalSGD(2, 3, within, average_state=True)
             expected = train_by_hand(OPTIMIZERS["adam"], 2, 3, average_state=True)
@@ -197,28 +193,26 @@ def case_groups_start_later():
 
 @sizes(2, 4, timeout_s=120)
 def case_distance():
-    """D is [L] eq. 9, taken just before an average."""
+    """D is [L] eq. 9, taken just before an average; the same where gradients are averaged."""
     with float64():
-        for within in ("allreduce", tfscale.Sharded()):
-            record = tfscale.callbacks.ModelDistance()
-            strategy = tfscale.LocalSGD(2, 5, within)
-            train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
+        expected = ByHand(OPTIMIZERS["sgd"], 2, tfscale.LocalSGD(2, 5))
+        expected.train(STEPS)
+        for options in ({}, {"within": tfscale.Sharded()}, {"average": "gradients"}):
+            record = ModelDistance()
+            train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 5, **options), callbacks=[record])
             assert [step for step, _ in record.distances] == [5, 10]
             assert all(agree(d) for _, d in record.distances)
-            np.testing.assert_allclose(record.distances[0][1], distance_by_hand(5), rtol=1e-9)
+            np.testing.assert_allclose(record.distances[0][1], expected.distances[0], rtol=1e-9)
 
 
 @sizes(4, timeout_s=120)
 def case_dense_layers_exchange_activations_within_a_group():
     with float64():
         for start in ("immediately", 1):
-            runtime.backend().take_events()
+            names_with_bytes()
             within = tfscale.Chunked(replicated_dense=1)
             train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 4, within, start=start), epochs=2)
-            backend = runtime.backend()
-            names = {
-                backend.slot_name(e.plan, e.slot) for e in backend.take_events() if e.plan >= 0
-            }
+            names = names_with_bytes()
             assert any("activations" in name for name in names), names
 
 
@@ -262,81 +256,23 @@ def case_groups_must_divide_the_ranks():
     require_error(lambda: train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2)), "ConfigError", text)
 
 
-GROUPS = 2
-
-
 def outer():
     return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-
-
-def by_hand(interval):
-    """Return the distance before each step of an outer optimizer; groups train with SGD."""
-    rule, (x, y) = outer(), samples()
-    models = models_for(GROUPS, OPTIMIZERS["sgd"])
-    common = [keras.Variable(v.numpy(), dtype="float64") for v in models[0].trainable_variables]
-    found = []
-    for step in range(STEPS):
-        for i, model in enumerate(models):
-            own = own_part(step, i, GROUPS)
-            model.train_on_batch(x[own], y[own])
-        if (step + 1) % interval:
-            continue
-        mean = mean_of([m.trainable_variables for m in models])
-        found.append(np.mean([distance(m.trainable_variables, mean) for m in models]))
-        rule.apply([v.value - m for v, m in zip(common, mean, strict=True)], common)
-        set_all(models, [v.numpy() for v in common])
-    return found
-
-
-def distance(variables, mean):
-    squares = [np.sum((v.numpy() - m) ** 2) for v, m in zip(variables, mean, strict=True)]
-    return np.sqrt(np.sum(squares))
-
-
-def within():
-    return ("allreduce", tfscale.Sharded()) if tfscale.size() > 2 else ("allreduce",)
 
 
 @sizes(2, 4, timeout_s=120)
 def case_an_outer_optimizer_does_not_count():
     with float64():
-        expected = by_hand(interval=2)
-        for inside in within():
+        for inside in ("allreduce", tfscale.Sharded())[: tfscale.size() // 2]:
             record = ModelDistance()
-            strategy = tfscale.LocalSGD(GROUPS, 2, inside, outer=outer())
+            strategy = tfscale.LocalSGD(2, 2, inside, outer=outer())
             train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
+            expected = ByHand(OPTIMIZERS["sgd"], 2, strategy)
+            expected.train(STEPS)
             assert [step for step, _ in record.distances] == [2, 4, 6, 8, 10]
             assert agree([d for _, d in record.distances])
-            np.testing.assert_allclose([d for _, d in record.distances], expected, rtol=1e-9)
-
-
-@sizes(2, timeout_s=120)
-def case_averaged_gradients_of_sgd():
-    """If models are not averaged, all ranks continue with values that equal the mean under SGD."""
-    with float64():
-        record = ModelDistance()
-        strategy = tfscale.LocalSGD(GROUPS, 5, average="gradients")
-        train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
-        np.testing.assert_allclose(record.distances[0][1], distance_by_hand(5), rtol=1e-9)
-
-
-@sizes(2, 4, timeout_s=120)
-def case_equal_groups_are_no_distance_apart():
-    """Both groups get the same samples."""
-    x, y = (a.reshape(-1, BATCH // GROUPS, a.shape[-1])[::2] for a in samples())
-    x, y = (np.tile(a, (1, GROUPS, 1)).reshape(-1, a.shape[-1]) for a in (x, y))
-    with float64():
-        for inside in within():
-            keras.utils.set_random_seed(3)
-            model = dense_model()
-            strategy = tfscale.LocalSGD(GROUPS, 3, inside, outer=outer())
-            rule = OPTIMIZERS["sgd"]()
-            model.compile(tfscale.DistributedOptimizer(rule, exchange=strategy), "mse")
-            data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
-            start, record = BroadcastGlobalVariablesCallback(0), ModelDistance()
-            model.fit(data, epochs=2, verbose=0, callbacks=[start, record])
-            assert [step for step, _ in record.distances] == [3, 6, 9, 12, 15, 18]
-            np.testing.assert_allclose([d for _, d in record.distances], 0.0, atol=1e-12)
+            found = [d for _, d in record.distances]
+            np.testing.assert_allclose(found, expected.distances, rtol=1e-9)
 
 
 class Logged(keras.callbacks.Callback):
@@ -352,6 +288,6 @@ class Logged(keras.callbacks.Callback):
 def case_an_epoch_without_an_average_logs_none():
     """Ten steps in an epoch, averages after 15 and 30."""
     record, logged = ModelDistance(), Logged()
-    train(OPTIMIZERS["sgd"], tfscale.LocalSGD(GROUPS, 15), 4, callbacks=[record, logged])
+    train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 15), 4, callbacks=[record, logged])
     (_, first), (_, second) = record.distances
     assert logged.distances == [None, first, second, None]

@@ -212,14 +212,3 @@ def case_eager_gradients_that_differ_name_both_ranks():
         "rank 0 calls gradients(",
         "rank 1 calls gradients(",
     )
-
-
-@sizes(2, 3)
-def case_xla_is_refused():
-    variables = new_variables()
-    optimizer = DistributedOptimizer(SGD(1.0))
-    optimizer.build(variables)
-    compiled = tf.function(lambda: optimizer.apply(gradients(0, 1.0), variables), jit_compile=True)
-    require_error(
-        compiled, "No collective can run inside a function that XLA compiles.", "jit_compile=False"
-    )

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, values_of
+from tests.helpers.ranks import require_equal_ranks
 from tests.helpers.spawn import sizes
-from tfscale import DistributedOptimizer, PartialDistributedOptimizer, Sum
+from tfscale import DistributedOptimizer, PartialDistributedOptimizer
 
 SGD = keras.optimizers.SGD
 ROWS = 6
@@ -209,17 +209,3 @@ def case_process_set_of_even_ranks():
         expected = np.zeros((ROWS, 2))
         expected[0], expected[own_rows] = -2.0, -2.0 / len(own_rows)
         np.testing.assert_allclose(variables[1].numpy(), expected, rtol=1e-14)
-
-
-@sizes(4)
-def case_two_process_sets_train_side_by_side():
-    rank = tfscale.rank()
-    halves = [tfscale.add_process_set([0, 1]), tfscale.add_process_set([2, 3])]
-    variables = new_variables()
-    optimizer = DistributedOptimizer(SGD(1.0), op=Sum, process_set=halves[rank // 2])
-    for _ in runs(optimizer, variables, 3, True):
-        pass
-    total = 2 * 3.0 + 3 * (1.0 if rank < 2 else 5.0)
-    np.testing.assert_array_equal(variables[0].numpy(), [-total] * 2)
-    tfscale.barrier()
-    assert len({v.tobytes() for v in tfscale.allgather_object(values_of(variables)[0])}) == 2

@@ -6,9 +6,14 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error, require_identical
+from tests.helpers.ranks import (
+    float64,
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+)
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.cases_equality import float64
 from tfscale.comm import runtime
 
 
@@ -167,22 +172,3 @@ def case_a_common_norm_with_local_layers_is_refused():
     )
     text = "A norm over all gradients must be equal on all ranks"
     require_error(lambda: train(model, optimizer), text)
-
-
-@sizes(2, timeout_s=60)
-def case_numbers_of_numpy_in_the_logs_are_averaged():
-    seen = []
-
-    class Add(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs["own"] = np.mean(np.full(3, 2.0 * tfscale.rank(), np.float32))
-
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(logs["own"])
-
-    model = build()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    average = hvd.callbacks.MetricAverageCallback()
-    model.fit(samples(), verbose=0, callbacks=[start(), Add(), average, Look()])
-    assert seen == [1.0], seen

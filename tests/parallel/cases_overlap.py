@@ -59,11 +59,7 @@ class Ended:
 
 
 class Gate(keras.layers.Layer):
-    """Passes values or errors on when `forward` or `backward`, one of the two, has returned.
-
-    Attributes:
-        passed: What these have returned.
-    """
+    """Passes values or errors on when `forward` or `backward`, one of the two, has returned."""
 
     def __init__(self, forward=None, backward=None) -> None:
         super().__init__()

@@ -9,10 +9,17 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import StopAt, require_close, require_error, require_identical
+from tests.helpers.ranks import (
+    InterruptAt,
+    Interruption,
+    StopAt,
+    float64,
+    require_close,
+    require_error,
+    require_identical,
+)
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_backup import BATCH, InterruptAfter, Interruption, network
-from tests.parallel.cases_equality import float64
+from tests.parallel.cases_backup import BATCH, network
 from tests.parallel.cases_local_fit import forget_the_stop
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, ParameterAveraging
 from tfscale.comm import runtime
@@ -69,22 +76,14 @@ def check(callback, averaged_epochs, lam, n_epochs=4):
     assert callback.n_averages == len(averaged_epochs)
 
 
-@sizes(2, 3, timeout_s=120)
-def case_uniform_average():
+@sizes(2, 3, timeout_s=240)
+def case_averages_equal_numpy():
+    """Uniform, weighted by distance, and only where models have diverged."""
     check(ParameterAveraging(), range(4), lam=0.0)
     check(ParameterAveraging(2), (1, 3), lam=0.0)
     check(ParameterAveraging("end"), (3,), lam=0.0)
-
-
-@sizes(2, 3, timeout_s=120)
-def case_distance_weights():
     for lam in (1.0, 10.0):
-        weights = tfscale.DistanceWeights(lam)
-        check(ParameterAveraging(weights=weights), range(4), lam)
-
-
-@sizes(2, timeout_s=120)
-def case_only_when_diverged():
+        check(ParameterAveraging(weights=tfscale.DistanceWeights(lam)), range(4), lam)
     check(ParameterAveraging(when=tfscale.Divergence(0.0)), range(4), lam=0.0)
     check(ParameterAveraging(when=tfscale.Divergence(1e6)), (), lam=0.0)
 
@@ -139,7 +138,7 @@ def interrupt_and_go_on(epoch):
     with float64():
         whole = every_second()
         expected = state_of(train(whole))
-        train(every_second(), [BackupAndRestore(own_folder)], [InterruptAfter(epoch)])
+        train(every_second(), [BackupAndRestore(own_folder)], [InterruptAt(epoch)])
         resumed = every_second()
         values = state_of(train(resumed, [BackupAndRestore(own_folder)], seed=50))
     require_identical(values, expected)
@@ -148,16 +147,11 @@ def interrupt_and_go_on(epoch):
     assert resumed.n_averages == whole.n_averages == EPOCHS // 2
 
 
-@sizes(2, 3, timeout_s=120)
+@sizes(2, 3, timeout_s=200)
 def case_each_ranks_own_model_goes_on():
-    """After the first epoch of two between averages: ranks differ, also in their momentum."""
-    interrupt_and_go_on(1)
-
-
-@sizes(2, timeout_s=120)
-def case_distances_are_those_from_the_last_average():
-    """After the third epoch, with the average of the second as the common parameters."""
-    interrupt_and_go_on(3)
+    """Within two averages ranks differ, also in momentum; the last average is the common one."""
+    for epoch in (1, 3):
+        interrupt_and_go_on(epoch)
 
 
 def stops_everywhere(step):
@@ -172,14 +166,10 @@ def stops_everywhere(step):
             forget_the_stop()
 
 
-@sizes(2, 3, timeout_s=120)
-def case_one_rank_stops_where_an_epoch_ends():
-    stops_everywhere(None)
-
-
-@sizes(2, 3, timeout_s=120)
-def case_one_rank_stops_amid_an_epoch():
-    stops_everywhere(1)
+@sizes(2, 3, timeout_s=200)
+def case_one_rank_stops_within_an_epoch_or_at_its_end():
+    for step in (None, 1):
+        stops_everywhere(step)
 
 
 @sizes(2, timeout_s=60)

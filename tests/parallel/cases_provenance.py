@@ -11,10 +11,9 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close
+from tests.helpers.ranks import float64, require_close
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_dense_routes import routes
-from tests.parallel.cases_equality import float64
 from tests.parallel.cases_sharded_dense import STRATEGIES, compiled
 from tfscale.comm import runtime
 from tfscale.config import PlanError
@@ -62,12 +61,7 @@ def autoencoder() -> keras.Model:
 
 
 def stepping(change: Callable, term: float = 0.0) -> Callable[[], keras.Model]:
-    """Return a builder of a model whose train step changes gradients.
-
-    Args:
-        change: Takes gradients, returns others.
-        term: Of the sum of all squared weights, added to the loss.
-    """
+    """Return a builder of a model whose train step changes gradients."""
 
     class Stepping(keras.Model):
         def train_step(self, data):

@@ -63,15 +63,7 @@ def model_of(rate: float) -> keras.Model:
 
 @dataclass
 class Run:
-    """How a run is made; `train` may be called again and again, as restarts of one program.
-
-    Attributes:
-        optimizer: Makes the Keras optimizer.
-        exchange: Exchange of gradients, or a function that makes it, where it has state.
-        dropout: Rate; above 0 the model has state that differs between ranks.
-        options: For DistributedOptimizer.
-        callbacks: Makes further callbacks, given the data.
-    """
+    """How a run is made; `train` may be called again and again, as restarts of one program."""
 
     optimizer: Callable[[], Any] = field(default=lambda: keras.optimizers.Adam(0.01))
     exchange: Any = "allreduce"
@@ -83,13 +75,7 @@ class Run:
     def train(
         self, folder: Path | None = None, *watching: Any, **options: Any
     ) -> tuple[list[np.ndarray], Steps]:
-        """Train; return weights, what layers keep and the complete state, and what was noted.
-
-        Args:
-            folder: For checkpoints; None writes none.
-            *watching: Further callbacks, after all others.
-            **options: For Checkpoint.
-        """
+        """Train; return weights, what layers keep and the complete state, and what was noted."""
         keras.utils.set_random_seed(self.seed + runtime.rank())
         model = model_of(self.dropout)
         exchange = self.exchange() if callable(self.exchange) else self.exchange

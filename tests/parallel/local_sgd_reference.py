@@ -35,13 +35,12 @@ def set_all(models, values, of=lambda model: model.trainable_variables):
             variable.assign(value)
 
 
-def train_by_hand(make, groups, interval, *, gradients=False, outer=None, average_state=False):
+def train_by_hand(make, groups, interval, *, gradients=False, average_state=False):
     """Train each group's model in this process and average them; return the average."""
     x, y = samples()
     models = models_for(groups, make)
     common = [np.array(v.numpy()) for v in models[0].trainable_variables]
     sums = [0.0] * len(common)  # over groups and steps
-    outer_variables = [keras.Variable(c, dtype="float64") for c in common]
     for step in range(STEPS):
         for i, model in enumerate(models):
             own = own_part(step, i, groups)
@@ -51,17 +50,12 @@ def train_by_hand(make, groups, interval, *, gradients=False, outer=None, averag
             model.train_on_batch(x[own], y[own])
         if (step + 1) % interval:
             continue
-        mean = mean_of([m.trainable_variables for m in models])
         if gradients:
             rate = float(models[0].optimizer.learning_rate.numpy())
             common = [c - rate * t / groups for c, t in zip(common, sums, strict=True)]
             sums = [0.0] * len(common)
-        elif outer is not None:
-            changes = [v.value - m for v, m in zip(outer_variables, mean, strict=True)]
-            outer.apply(changes, outer_variables)
-            common = [v.numpy() for v in outer_variables]
         else:
-            common = mean
+            common = mean_of([m.trainable_variables for m in models])
         if average_state:
             state = mean_of([m.optimizer.variables for m in models])
             set_all(models, state, lambda model: model.optimizer.variables)
@@ -114,14 +108,72 @@ def by_hand_for_steps(n_steps, interval, groups, first_local=0):
     return mean_of([m.trainable_variables for m in models])
 
 
-def distance_by_hand(n_steps):
-    """Return D of two single processes after some steps."""
-    x, y = samples()
-    weights = []
-    for i, model in enumerate(models_for(2, OPTIMIZERS["sgd"])):
+class ByHand:
+    """Single processes, one for each group, whose models are averaged in NumPy."""
+
+    def __init__(self, make, groups, strategy):
+        self.strategy, self.groups = strategy, groups
+        self.models = models_for(groups, make)
+        own = [m.trainable_variables for m in self.models]
+        self.variables = list(zip(*own, strict=True))  # of all groups, by position
+        self.common = [keras.Variable(v[0].numpy(), dtype="float64") for v in self.variables]
+        self.places = fragments_of(own[0], strategy.fragments)
+        self.outers = [self.outer_for(places) for places in self.places]
+        self.under_way = {}  # step of the merge and what was sent, by fragment
+        self.square, self.distances = np.zeros(groups), []
+
+    def outer_for(self, places):
+        given = self.strategy.outer
+        if given is not None:
+            given = keras.optimizers.SGD.from_config(given.get_config())
+            given.build([self.common[i] for i in places])
+        return given
+
+    def train(self, n_steps):
+        x, y = samples()
+        n, interval = len(self.places), self.strategy.interval
         for step in range(n_steps):
-            own = own_part(step, i, 2)
-            model.train_on_batch(x[own], y[own])
-        weights.append(np.concatenate([v.numpy().ravel() for v in model.trainable_variables]))
-    mean = np.mean(weights, axis=0)
-    return np.mean([np.linalg.norm(w - mean) for w in weights])
+            for g, model in enumerate(self.models):
+                own = own_part(step % STEPS, g, self.groups)
+                model.train_on_batch(x[own], y[own])
+            for f, places in enumerate(self.places):
+                if self.under_way.get(f, [None])[0] == step:
+                    self.merge(f)
+                if (step + 1) % interval == f * interval // n:
+                    sent = {i: [v.numpy() for v in self.variables[i]] for i in places}
+                    self.under_way[f] = step + self.strategy.overlap, sent
+                    if self.strategy.overlap == 0:
+                        self.merge(f)
+        return mean_of([m.trainable_variables for m in self.models])
+
+    def merge(self, f):
+        sent = self.under_way.pop(f)[1]
+        means = {i: np.mean(values, axis=0) for i, values in sent.items()}
+        common = [self.common[i] for i in sent]
+        if self.outers[f] is not None:
+            changes = [c.value - m for c, m in zip(common, means.values(), strict=True)]
+            self.outers[f].apply(changes, common)
+        else:
+            for variable, mean in zip(common, means.values(), strict=True):
+                variable.assign(mean)
+        weight = self.strategy.merge
+        for i, values in sent.items():
+            new = self.common[i].numpy()
+            for g, variable in enumerate(self.variables[i]):
+                own = variable.numpy()
+                added = own + new - values[g]
+                variable.assign(added if weight is None else weight * own + (1 - weight) * new)
+                self.square[g] += np.sum((means[i] - values[g]) ** 2)
+        if f == len(self.places) - 1:
+            self.distances.append(np.mean(np.sqrt(self.square)))
+            self.square[:] = 0.0
+
+
+def fragments_of(variables, n):
+    """Return the positions of each fragment: a layer joins the one with the fewest values."""
+    filled, places = [0] * n, [[] for _ in range(n)]
+    for kernel in range(0, len(variables), 2):  # and its bias
+        smallest = int(np.argmin(filled))
+        filled[smallest] += sum(v.numpy().size for v in variables[kernel : kernel + 2])
+        places[smallest] += [kernel, kernel + 1]
+    return places

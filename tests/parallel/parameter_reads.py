@@ -129,16 +129,6 @@ def checkpoint(model):
 
 
 @way
-def checkpoint_manager(model):
-    other = build()
-    with tempfile.TemporaryDirectory() as folder:
-        saved = tf.train.Checkpoint(model=model)
-        path = tf.train.CheckpointManager(saved, folder, max_to_keep=1).save()
-        tf.train.Checkpoint(model=other).restore(path).expect_partial()
-    return other.get_weights()
-
-
-@way
 def export(model):
     with tempfile.TemporaryDirectory() as folder:
         model.export(f"{folder}/saved", verbose=False)
@@ -164,21 +154,6 @@ def another_thread(model):
     thread.start()
     thread.join()
     return found
-
-
-@way
-def many_threads(model):
-    found: dict[int, Any] = {}
-
-    def read(i: int) -> None:
-        found[i] = model.trainable_variables[i % 5].numpy()
-
-    threads = [threading.Thread(target=read, args=[i]) for i in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[i] for i in range(20)]
 
 
 @way

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.ranks import InterruptAt, Interruption, float64
 from tests.parallel import cases_adaptive
-from tests.parallel.cases_backup import InterruptAfter, Interruption
-from tests.parallel.cases_equality import BATCH, float64
+from tests.parallel.cases_equality import BATCH
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tests.parallel.sharded_model import compiled, require_state, sharded, state_of
 from tfscale.callbacks import (
@@ -211,7 +211,7 @@ def back_up():
     """Stop at the end of the second epoch, before its own backup is written."""
     with float64():
         for save_freq in ("epoch", 3):
-            fit_with_backup(save_freq, InterruptAfter(1))
+            fit_with_backup(save_freq, InterruptAt(1))
 
 
 def restore():
@@ -231,7 +231,7 @@ def grow():
     """Train with growing batches, interrupted in an epoch if one is in the environment."""
     name, _, at = os.environ["RESUME_RUN"].partition(" ")
     backup = [BackupAndRestore(str(folder() / "backup"))] if name != "whole" else []
-    interruption = [cases_adaptive.InterruptIn(int(at))] if at else []
+    interruption = [InterruptAt(int(at), 0)] if at else []
     with float64():
         model, _ = cases_adaptive.fit(
             cases_adaptive.adam,

@@ -6,8 +6,6 @@ import keras
 import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale.checkpoints import variables as model_state
-from tfscale.internals.keras import is_built
 
 
 class Deferred(keras.Model):
@@ -38,29 +36,6 @@ def compiled(model, rate=0.1, optimizer=None):
 def data(seed, samples=8):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(samples, 3)).astype("float32"), rng.normal(size=(samples, 1))
-
-
-class FirstWeights(keras.callbacks.Callback):
-    """Records the state that the first gradients are computed from."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = None
-
-    def on_train_begin(self, logs=None):
-        step = self.model.train_function
-
-        def first(iterator):
-            if self.seen is None and is_built(self.model):
-                self.seen = snapshot(self.model)
-            return step(iterator)
-
-        self.model.train_function = first
-
-
-def snapshot(model):
-    variables = model.weights + model_state.optimizer_variables(model)
-    return [np.array(variable.numpy()) for variable in variables]
 
 
 def fit(model, callbacks, seed=0, epochs=1, **options):

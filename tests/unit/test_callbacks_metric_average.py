@@ -133,7 +133,7 @@ def test_numbers_of_callbacks_are_averaged_and_objects_left_alone():
             self.rank = rank
 
         def on_epoch_end(self, epoch, logs=None):
-            logs.update(seconds=float(self.rank), same=0.1, note=f"rank {self.rank}")
+            logs.update(seconds=np.float32(self.rank), same=0.1, note=f"rank {self.rank}")
 
     parts = shares(data(12, 0), (4, 4, 4))
     models = [model_of(["accuracy"]) for _ in parts]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tfscale.callbacks import BestModelCheckpoint, ModelCheckpoint, RankZero
+from tfscale.callbacks import BestModelCheckpoint, ModelCheckpoint
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.comm import runtime
 from tfscale.optimizer.saving import make_saves_safe
@@ -22,15 +22,6 @@ def compiled():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
-
-
-def test_rank_zero_stops_training():
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = True
-
-    history = compiled().fit(X, X, epochs=5, verbose=0, callbacks=[RankZero(Stop())])
-    assert len(history.history["loss"]) == 1
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
