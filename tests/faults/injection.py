@@ -4,8 +4,6 @@ model.compile(..., loss=spoiled(loss))
 model.fit(..., callbacks=[*callbacks, fail_at(rank=1, step=5, kind="SIGKILL", place="step")])
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

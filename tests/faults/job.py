@@ -1,7 +1,5 @@
 """A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 

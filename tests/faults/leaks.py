@@ -3,8 +3,6 @@
 tfscale run -np 2 python -m tests.faults.leaks --steps 2000
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -1,7 +1,5 @@
 """Ranks played by threads of one process, for unit tests without MPI."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ along the columns: two messages of few ranks each instead of one of all. docs/ar
 through this file; it passes the equality tests of the exchanges of tfscale.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A job under `tfscale run` whose ranks a test lets die."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -6,8 +6,6 @@ the files that the schemas come from. After a change of an example, in the sourc
     python -m tests.helpers.kubernetes_fields docs/containers/mpijob.yaml CRD.yaml ...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

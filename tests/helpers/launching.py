@@ -1,7 +1,5 @@
 """Start ranks for a test, and end them for sure."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

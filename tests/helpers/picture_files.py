@@ -1,7 +1,5 @@
 """Data sets on disk, in the layout of the real ones, with pictures that a model can learn."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the bodies of parallel tests share: modes of execution, and comparisons between ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

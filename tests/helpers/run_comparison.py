@@ -1,7 +1,5 @@
 """Compare two runs of a script: the lines that it printed, the files that it wrote."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

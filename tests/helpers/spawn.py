@@ -7,8 +7,6 @@ that shows the stacks of the ranks that hang. After a failure or a hang the rema
 run in fresh processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models, data and checks that the cases of callbacks share."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

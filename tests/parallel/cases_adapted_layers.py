@@ -1,7 +1,5 @@
 """Layers adapted to data: all ranks compute with the same numbers, whichever rank adapted them."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 

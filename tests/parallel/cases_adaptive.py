@@ -1,7 +1,5 @@
 """Growing batches on several ranks: one fit equals one process; test_resume.py interrupts it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

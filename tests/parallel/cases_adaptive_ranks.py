@@ -1,7 +1,5 @@
 """Growing batches: the noise scale as a signal, ranks that join later, other exchanges."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

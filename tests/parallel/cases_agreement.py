@@ -1,7 +1,5 @@
 """Ranks that do not fit together: each difference is named, alike on all ranks."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

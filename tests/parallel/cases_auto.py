@@ -1,7 +1,5 @@
 """exchange="auto": plans alike on all ranks, trains as one process does, and turns back."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from unittest import mock

@@ -1,7 +1,5 @@
 """Plans that shard parameters in training, wholly or in part, and back: equal to one process."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

@@ -1,7 +1,5 @@
 """A run that is interrupted and started again ends as one that was not."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile

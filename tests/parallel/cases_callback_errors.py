@@ -1,7 +1,5 @@
 """Errors of callbacks on all ranks, stopping, and checkpoints."""
 
-from __future__ import annotations
-
 from keras.optimizers import SGD
 
 import tfscale

@@ -1,7 +1,5 @@
 """Callbacks on real ranks; expected values are those of one process that sees all samples."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

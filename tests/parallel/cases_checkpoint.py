@@ -1,7 +1,5 @@
 """Runs that continue from a checkpoint or a backup at the same number of ranks: bit by bit."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

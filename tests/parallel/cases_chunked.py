@@ -1,7 +1,5 @@
 """Chunks and replicated layers equal one process, evaluated and saved between two steps."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

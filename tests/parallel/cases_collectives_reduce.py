@@ -1,7 +1,5 @@
 """Reductions over ranks, eager and traced; expected values in closed form of rank and size."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -221,20 +219,6 @@ def case_a_mean_of_sparse_rows_is_divided():
         np.testing.assert_array_equal(rows.values, expected)
 
 
-def case_what_cannot_be_reduced():
-    for dtype in (tf.bool, tf.string, tf.uint16):
-        tensor = tf.zeros([2], dtype) if dtype != tf.string else tf.constant(["a"])
-        require_error(
-            lambda tensor=tensor: tfscale.allreduce(tensor),
-            "ConfigError: A reduction needs float32",
-            f"Received: dtype={tensor.dtype.name}. Cast the tensor first.",
-        )
-    require_error(
-        lambda: tfscale.allreduce(tf.zeros([2]), op="Mean"),
-        "ConfigError: op must be one of Average, Sum, Min, Max, Product. Received: op='Mean'.",
-    )
-
-
 def case_shapes_known_at_run_time():
     """They are compared first; collectives of many lengths, nothing included."""
     rank, size = tfscale.rank(), tfscale.size()
@@ -264,21 +248,3 @@ def case_shapes_known_at_run_time():
         parts = [x[: r + 1].numpy() + r for r in range(size)]
         np.testing.assert_array_equal(rows, np.concatenate(parts))
         np.testing.assert_array_equal(gradient, 2 * size * own)
-
-
-def case_two_functions_alternate():
-    rank, size = tfscale.rank(), tfscale.size()
-
-    @tf.function
-    def one(x):
-        return tfscale.allreduce(x, op=Sum)
-
-    @tf.function
-    def other(x):
-        return tfscale.allreduce(tfscale.allreduce(x, op=Max) + float(rank), op=Sum)
-
-    for step in range(5):
-        x = tf.fill([3], float(rank + step))
-        assert (one(x).numpy() == rank_sum(size) + size * step).all()
-        expected = size * (size - 1 + step) + rank_sum(size)
-        assert (other(x).numpy() == expected).all()

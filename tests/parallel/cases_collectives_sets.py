@@ -1,7 +1,5 @@
 """Objects, variables, process sets and join."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

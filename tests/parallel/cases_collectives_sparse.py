@@ -1,7 +1,5 @@
 """Sparse and compressed reductions."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

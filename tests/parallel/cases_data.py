@@ -1,7 +1,5 @@
 """GlobalBatches on real ranks see exactly what one process sees; what `fit` checks of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Which dense layers of sharded models exchange activations and errors, and what they send."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras

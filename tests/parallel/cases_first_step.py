@@ -1,7 +1,5 @@
 """Training with DistributedOptimizer and without callbacks: ranks that differ are found."""
 
-from __future__ import annotations
-
 import keras
 import tensorflow as tf
 

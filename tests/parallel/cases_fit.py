@@ -1,7 +1,5 @@
 """Around the steps of `fit`: overlap, delays, stopping, and data that runs out."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

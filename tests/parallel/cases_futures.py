@@ -1,7 +1,5 @@
 """Reading and writing a parameter whose gather is pending, has failed or was given up."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Callable

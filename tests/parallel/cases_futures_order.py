@@ -1,7 +1,5 @@
 """Forward passes begin while gathers are under way."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """What a gather brings: any layout and type, and the memory it lies in."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import keras

@@ -3,8 +3,6 @@
 `FUZZ_SEED=n` draws others; a failure shows the seed, the plan and the call.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

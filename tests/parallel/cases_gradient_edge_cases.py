@@ -1,7 +1,5 @@
 """Corners in which gradients once went wrong without a word, each against what it should be."""
 
-from __future__ import annotations
-
 import copy
 
 import keras

@@ -1,7 +1,5 @@
 """Behaviour that Horovod's Keras tests and scripts for Horovod rely on."""
 
-from __future__ import annotations
-
 import threading
 
 import keras

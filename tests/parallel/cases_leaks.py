@@ -1,7 +1,5 @@
 """Memory does not grow with the steps; `make leaks` measures 2,000 of each exchange."""
 
-from __future__ import annotations
-
 import tfscale
 from tests.faults.leaks import EXCHANGES, measure, resident_bytes
 from tests.helpers.spawn import sizes

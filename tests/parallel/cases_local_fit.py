@@ -1,7 +1,5 @@
 """Groups in a `fit`: validation, statistics, when they part, and where one rank stops."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Local SGD with compression, constraints, schedules, dtypes, local layers and empty segments."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Groups that average, and their distance: equal to single processes, float64, 1e-10."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

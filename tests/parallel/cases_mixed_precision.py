@@ -1,7 +1,5 @@
 """Mixed precision: a gradient that is infinite on one rank skips the step on all of them."""
 
-from __future__ import annotations
-
 import tempfile
 
 import keras

@@ -1,7 +1,5 @@
 """Models with a train_step and no call, as Keras's own examples of GANs and VAEs are."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """NaN on one rank: all ranks skip the step, or all raise with rank, step and parameter."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """DistributedOptimizer.apply on given gradients equals the plain optimizer on their mean."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -4,8 +4,6 @@ Horovod's tests of gradient aggregation, of local variables and of PartialDistri
 for the same.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Corners of the optimizer: local layers, groups of nothing, uneven epochs, Horovod's names."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

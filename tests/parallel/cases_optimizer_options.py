@@ -1,7 +1,5 @@
 """Options of the optimizer that leave exact numbers as they are: what shows that they act."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

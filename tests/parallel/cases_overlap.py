@@ -4,8 +4,6 @@ Nothing is timed: a layer that waits for a collective which needs that layer's o
 for ever, so that the end of the wait proves the order.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Averaged independent training equals NumPy's averages; resumed, and stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 

@@ -1,7 +1,5 @@
 """Gradients of dense layers that exchange activations: what the layers' own calls have made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras

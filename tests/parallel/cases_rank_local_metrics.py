@@ -1,7 +1,5 @@
 """Metrics of one rank's samples: who takes them for those of all is told."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

@@ -1,7 +1,5 @@
 """What ranks save loads as plain Keras in a process that cannot import tfscale."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Dense layers of sharded models that exchange activations and errors: equal to one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras

@@ -1,7 +1,5 @@
 """Sharded where Keras does something else than usual: exclusions, scalars, schedules, float8."""
 
-from __future__ import annotations
-
 import h5py
 import keras
 import numpy as np

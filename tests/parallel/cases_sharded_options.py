@@ -1,7 +1,5 @@
 """Sharded with Keras's and our other options, and the memory of its state."""
 
-from __future__ import annotations
-
 import json
 
 import keras

@@ -1,7 +1,5 @@
 """Complete, plain Keras files of sharded ranks: saved by any rank, at any time, and loaded."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

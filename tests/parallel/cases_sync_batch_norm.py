@@ -1,7 +1,5 @@
 """SyncBatchNormalization equals one process on the union of the ranks' samples."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

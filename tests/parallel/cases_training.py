@@ -1,7 +1,5 @@
 """The ways to train that Keras offers: each leaves the ranks equal, or is refused with a remedy."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

@@ -1,7 +1,5 @@
 """Warnings of ranks that exchange nothing, or train on equal samples or from unequal weights."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from unittest import mock

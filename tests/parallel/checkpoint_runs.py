@@ -1,7 +1,5 @@
 """Runs that continue from their checkpoints, as restarts of one program do."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

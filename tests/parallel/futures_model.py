@@ -1,7 +1,5 @@
 """A model whose parameters are gathered by hand: what the cases about futures share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every public way of reading the parameters of a model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A small float64 model, trained sharded and in one process, for tests that compare the two."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

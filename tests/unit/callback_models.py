@@ -1,7 +1,5 @@
 """Models and data that the tests of callbacks share."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Learning rate callbacks: schedules over epochs, warm-up, momentum correction."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

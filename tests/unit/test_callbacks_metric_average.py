@@ -1,7 +1,5 @@
 """MetricAverageCallback against one process that sees all samples."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

@@ -1,7 +1,5 @@
 """Callbacks of which one rank acts: RankZero and the checkpoints."""
 
-from __future__ import annotations
-
 import threading
 from unittest import mock
 

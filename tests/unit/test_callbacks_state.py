@@ -1,7 +1,5 @@
 """Broadcast, consistency check and non-trainable state, with ranks played by threads."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Moving statistics over ranks; models that are hard to build; several optimizers."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

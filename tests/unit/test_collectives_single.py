@@ -1,7 +1,5 @@
 """Collectives in one process: inputs come back, with the same types, scaling and errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -121,6 +119,10 @@ def test_one_process_loads_neither_mpi_nor_the_engine():
         (lambda: tfscale.broadcast(tf.ones(1), 1), "root_rank must be one of [0]. Received: root"),
         (lambda: tfscale.broadcast_object(1, 1), "root_rank must be one of [0]."),
         (lambda: tfscale.broadcast_variables([], -1), "root_rank must be one of [0]."),
+        (lambda: tfscale.allreduce(tf.constant(["a"])), "Received: dtype=string. Cast the tensor"),
+        (lambda: tfscale.allreduce(tf.zeros(1, tf.uint16)), "Received: dtype=uint16. Cast the"),
+        (lambda: tfscale.broadcast(tf.ones(1), -1), "Received: root_rank=-1."),
+        (lambda: tfscale.reducescatter(tf.constant([True])), "A reduction needs float32"),
         (lambda: tfscale.reducescatter(tf.constant(1.0)), "needs a tensor of rank 1 or more."),
         (lambda: tfscale.alltoall(tf.ones(2), [1]), "add up to the 2 rows"),
         (lambda: tfscale.alltoall(tf.ones(2), [1, 1]), "for each of the 1 ranks"),

@@ -1,7 +1,5 @@
 """Settings: defaults, what the environment sets, and errors that name the variable."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

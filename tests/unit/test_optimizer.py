@@ -1,7 +1,5 @@
 """DistributedOptimizer in one process: a transparent proxy, exact cycles, clear errors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

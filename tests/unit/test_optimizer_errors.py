@@ -1,7 +1,5 @@
 """What a distributed optimizer or tape refuses, and with which words."""
 
-from __future__ import annotations
-
 import re
 
 import keras

@@ -1,7 +1,5 @@
 """Buckets: every gradient in exactly one, in the order in which they become ready."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Every name that a user of Horovod's Keras interface expects is there."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
