@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, shared_folder
+from tests.helpers.ranks import dtype_policy, require_equal_ranks, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import TOLERANCE, float64
 from tfscale.callbacks import Callback
@@ -168,16 +168,10 @@ def case_saved_by_a_callback_after_the_change_and_resumed():
 @sizes(2, timeout_s=120)
 def case_mixed_precision():
     """Loss scaling inside: the finite flag is agreed on, and the scale moves with the state."""
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
+    with dtype_policy("mixed_float16"):
         model = build()
-        train(
-            model,
-            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
-            {3: mixed(model), 8: tfscale.Allreduce()},
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
+        inner = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))  # noqa: E731
+        train(model, inner, {3: mixed(model), 8: tfscale.Allreduce()})
     assert float(model.optimizer.iterations.numpy()) == STEPS
     assert all(np.isfinite(v).all() for v in model.get_weights())
     require_equal_ranks(model.trainable_variables)

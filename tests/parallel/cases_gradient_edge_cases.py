@@ -11,7 +11,6 @@ import tfscale.keras as hvd
 from tests.helpers.ranks import require_close, require_equal_ranks, require_error, require_identical
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import EmbeddingModel, float64
-from tests.parallel.cases_sharded import check as check_sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
 from tfscale.comm import runtime
 from tfscale.comm.events import Listener, has_events
@@ -39,19 +38,6 @@ def trained(optimizer, epochs=1, callbacks=(), **options) -> keras.Model:
     data = tfscale.data.GlobalBatches(*arrays(), batch_size=BATCH, shuffle=False)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks, Callback()])
     return model
-
-
-@sizes(2, 3, timeout_s=120)
-def case_layers_are_excluded_from_decay_by_name():
-    """A piece of a sharded variable decays as its variable would, whatever it is called itself."""
-    for names in (["head"], ["lower/kernel"], ["^kernel"]):
-
-        def excluding(names=names) -> keras.optimizers.Optimizer:
-            rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
-            rule.exclude_from_weight_decay(var_names=names)
-            return rule
-
-        check_sharded(mlp, excluding)
 
 
 @sizes(2, timeout_s=60)
@@ -210,22 +196,6 @@ def case_sharded_parameters_are_keras_variables():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=tfscale.Sharded())
     text = "Sharded parameters must be variables of Keras. Received"
     require_error(lambda: optimizer.apply_gradients([(tf.ones([4]), weights)]), text)
-
-
-@sizes(2, timeout_s=60)
-def case_uneven_last_batches_in_a_kept_order():
-    """Training refuses them, whose mean over ranks would be no mean over samples."""
-    model = mlp()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    data = tfscale.data.GlobalBatches(
-        *arrays(11), batch_size=8, shuffle=False, drop_remainder=False
-    )
-    require_error(
-        lambda: model.fit(data, verbose=0, callbacks=[Callback()]),
-        "In training with drop_remainder=False the last, smaller batch must be a multiple",
-        "last batch=3",
-    )
-    assert model.evaluate(data, verbose=0) > 0
 
 
 @sizes(2, timeout_s=120)

@@ -17,8 +17,7 @@ from tests.helpers.ranks import (
     values_of,
 )
 from tests.helpers.spawn import sizes
-from tfscale.comm import runtime, start
-from tfscale.comm.software import require_equal, versions
+from tfscale.comm import runtime
 
 BATCH, STEPS, WORDS = 4, 4, 12
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -189,12 +188,6 @@ def case_the_global_set_knows_its_ranks():
     assert everyone.process_set_id == 0
 
 
-@sizes(1, 2)
-def case_process_sets_that_come_later():
-    assert start._check_process_sets("Dynamic") is None
-    require_error(lambda: start._check_process_sets("static"), "process_sets must be a list")
-
-
 @sizes(2)
 def case_only_the_root_pickles():
     own = {"rate": 0.5} if tfscale.rank() == 0 else threading.Lock()
@@ -229,9 +222,3 @@ def case_rows_that_no_split_names_are_refused():
     rows = np.asarray(exchange(tf.fill([6, 4], float(tfscale.rank()))))
     np.testing.assert_array_equal(rows[:, 0], [0, 0, 0, 1, 1, 1])
     require_error(lambda: exchange(tf.zeros([7, 4])), "splits")
-
-
-@sizes(2)
-def case_versions_are_compared():
-    require_equal(tfscale.allgather_object(versions()))
-    require_error(lambda: require_equal(["a", "a", "b"]), "a on rank 0 and b on rank 2")

@@ -227,19 +227,13 @@ def ends_at(interval, n_steps, callback):
 
 
 @engine_only("ranks ask each other before each step, and stop at once")
-@sizes(2, 4, timeout_s=200)
+@sizes(2, 4, timeout_s=300)
 def case_a_stop_amid_an_interval_waits_for_the_average():
     with float64():
         ends_at(4, 4, StopAt(3))
         ends_at(4, 8, StopAt(4))  # too late for that average
         ends_at(7, 14, StopAt(12))  # an interval over two epochs
-
-
-@engine_only("ranks ask each other before each step, and stop at once")
-@sizes(2, 4, timeout_s=120)
-def case_a_stop_waits_no_longer_than_the_epoch():
-    with float64():
-        ends_at(7, STEPS, StopAt(8))
+        ends_at(7, STEPS, StopAt(8))  # no longer than the epoch
 
 
 @sizes(2, 4, timeout_s=120)

@@ -63,16 +63,6 @@ def check(make_optimizer, factor=None, steps=5, modes=(True, False), **options):
         assert int(optimizer.iterations) == int(plain.iterations)
 
 
-def case_rules():
-    for make in (
-        lambda: SGD(0.1, momentum=0.9),
-        lambda: Adam(0.1),
-        lambda: AdamW(0.1, weight_decay=0.1),
-        lambda: keras.optimizers.RMSprop(0.1),
-    ):
-        check(make, modes=(True,))
-
-
 def case_gradients_are_clipped_after_the_reduction():
     """A local norm or value would be clipped differently on each rank."""
     for clipping in ({"clipnorm": 3.0}, {"global_clipnorm": 3.0}, {"clipvalue": 1.5}):
@@ -185,15 +175,6 @@ def case_apply_gradients_returns_iterations():
         assert int(result.numpy()) == number
     np.testing.assert_array_equal(
         variables[0].numpy(), 1.0 - 2 * gradients(0, mean_factor())[0].numpy()
-    )
-
-
-@sizes(2, 3, 4)
-def case_nothing_to_train_is_refused():
-    require_error(
-        lambda: DistributedOptimizer(SGD(1.0)).apply([], []),
-        "ConfigError: There must be variables to train. Received: none.",
-        "tfscale.prepare(model, sample_batch)",
     )
 
 

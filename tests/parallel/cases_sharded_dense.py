@@ -7,7 +7,7 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_identical
+from tests.helpers.ranks import dtype_policy, require_close, require_identical
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import conv_model, float64
@@ -108,14 +108,11 @@ def case_uneven_local_batches():
 
 def changes(policy: str, strategy) -> list[np.ndarray]:
     """Return what some steps in half precision add to the weights."""
-    keras.config.set_dtype_policy(policy)
-    try:
+    with dtype_policy(policy):
         rule = keras.optimizers.SGD(0.1)
         if policy == "mixed_float16":
             rule = keras.optimizers.LossScaleOptimizer(rule, initial_scale=16.0)
         model = compiled(mlp(), strategy, rule)
-    finally:
-        keras.config.set_dtype_policy("float32")
     tfscale.prepare(model)
     random = np.random.default_rng(runtime.rank())
     x, y = random.normal(size=(8, 6)), random.normal(size=(8, 3))

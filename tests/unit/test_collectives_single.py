@@ -171,5 +171,8 @@ def test_init_of_one_process():
     tfscale.init(process_sets=[process_set])
     assert process_set.included()
     start.shutdown()
-    with pytest.raises(ConfigError, match="backend must be one of"):
-        tfscale.init(backend="mpi")
+    tfscale.init(process_sets="Dynamic")
+    start.shutdown()
+    for wrong in ({"backend": "mpi"}, {"process_sets": "static"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
+            tfscale.init(**wrong)

@@ -54,6 +54,7 @@ REPLICATED = (
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: DistributedOptimizer(SGD(1.0)).apply([], []), "variables to train. Received: n"),
         (lambda: DistributedOptimizer("sgd"), "must be a Keras optimizer. Received: str."),
         (lambda: DistributedOptimizer(SGD), "for example keras.optimizers.SGD(0.1)."),
         *(

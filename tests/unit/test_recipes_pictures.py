@@ -94,14 +94,3 @@ def test_augmentation_shifts_and_mirrors():
             assert len(fits) == 1
             seen |= fits
     assert len(seen) == 50
-
-
-def test_augmented_batches_of_ranks_are_those_of_one_process():
-    def batches(rank, size):
-        data = augmented_batches(_positions(), batch_size=4, seed=2, border=2)
-        data = as_rank(data, rank, size)
-        data.epoch = 3
-        return [np.asarray(pictures) for pictures, _ in data]
-
-    for whole, *parts in zip(batches(0, 1), batches(0, 2), batches(1, 2), strict=True):
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
