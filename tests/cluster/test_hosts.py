@@ -41,7 +41,6 @@ def test_a_host_sends_each_byte_once(measured, name):
 
 
 def main() -> None:
-    """Measure all, and write; the median of the seconds of a call, too."""
     tfscale.init()
     whole = np.arange(VALUES, dtype=np.float32)
     part = whole[: VALUES // tfscale.size()]

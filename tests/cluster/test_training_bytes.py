@@ -126,7 +126,6 @@ def measure(strategy) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure all, and write."""
     tfscale.init()
     found = {name: measure(strategy) for name, strategy in exchanges().items()}
     if tfscale.rank() == 0:

@@ -20,7 +20,7 @@ PLACES = ("step", "batch end", "epoch end")
 
 
 class InjectedError(Exception):
-    """Raised by the kind "exception"."""
+    pass
 
 
 def _raise() -> None:
@@ -77,7 +77,6 @@ class fail_at(keras.callbacks.Callback):
         self._n_steps = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Prepare a failure inside of the step."""
         if not self._is_here or self._place != "step" or self._n_steps != self._step:
             return
         if self._kind == "NaN":
@@ -87,7 +86,6 @@ class fail_at(keras.callbacks.Callback):
             _in_step.append(ACTIONS[self._kind])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Fail after a step; make losses right again."""
         if self._kind == "NaN" and _factor is not None:
             _factor.assign(1.0)
         if self._is_here and self._place == "batch end" and self._n_steps == self._step:
@@ -95,6 +93,5 @@ class fail_at(keras.callbacks.Callback):
         self._n_steps += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Fail between two epochs."""
         if self._is_here and self._place == "epoch end" and epoch == self._step:
             ACTIONS[self._kind]()

@@ -47,7 +47,6 @@ def data(exchange: str, kind: str, rank: int):
 
 
 def main() -> None:
-    """Train two epochs; print a digest of the weights at the end."""
     sys.stdout.reconfigure(line_buffering=True)  # whole lines: ranks share the output
     exchange, kind = sys.argv[1:3]
     hvd.init()

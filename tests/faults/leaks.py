@@ -25,21 +25,17 @@ EXCHANGES = {
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is not swapped out."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * PAGE
 
 
 class Sample(keras.callbacks.Callback):
-    """Looks at the memory every `every` steps."""
-
     def __init__(self, every: int) -> None:
         super().__init__()
         self.every, self.n_steps = every, 0
         self.samples: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, batch, logs=None):
-        """Look."""
         self.n_steps += 1
         if self.n_steps % self.every == 0:
             self.samples.append((self.n_steps, resident_bytes()))
@@ -71,7 +67,6 @@ def measure(exchange: str, n_steps: int) -> float:
 
 
 def main() -> None:
-    """Measure all exchanges; rank 0 prints the largest growth of any rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     steps = parser.parse_args().steps

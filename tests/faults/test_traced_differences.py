@@ -124,7 +124,6 @@ for name in sys.argv[1:] or CASES:
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Return the outcome of each rank, by case and rank."""
     calls = {name: code for name, (code, _) in CASES.items()}
     result = launch_script(
         2,

@@ -28,7 +28,6 @@ def require_cluster() -> None:
 
 
 def link_bytes() -> np.ndarray:
-    """Return the bytes that this node's link has sent and received so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
     return np.array([int(fields[8]), int(fields[0])])

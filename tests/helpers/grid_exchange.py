@@ -23,7 +23,6 @@ class Grid(Exchange):
     """Sums over rows, then columns, of a grid as square as the number of ranks allows."""
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
-        """Return buckets of gradients, each of them a `GridSum`."""
         n = group.size
         n_rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
         return compile_plan(

@@ -12,10 +12,7 @@ START_S = 120  # TensorFlow on a loaded machine
 
 
 class Job:
-    """A running `tfscale run` of two ranks, and what it printed."""
-
     def __init__(self, folder, text, *words, options=(), prefix=(), environ=None):
-        """Start it."""
         self._started = start_job(
             ["-np", "2", *options],
             [*write_script(folder / "script.py", text), *words],
@@ -70,7 +67,6 @@ def wait_for_end(pids, since):
 
 
 def job_of(pid):
-    """Return the ids of all processes of the job of a rank."""
     with open(f"/proc/{pid}/environ", "rb") as file:
         marks = [v for v in file.read().split(b"\0") if v.startswith(b"TFSCALE_JOB=")]
     return find_processes(marks[0].partition(b"=")[2].decode())

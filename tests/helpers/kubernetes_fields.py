@@ -17,7 +17,6 @@ KNOWN = Path(__file__).with_name("kubernetes_fields.json")
 
 
 def resources_of(path: Path) -> list[dict[str, Any]]:
-    """Return the resources in a YAML file."""
     return list(yaml.safe_load_all(path.read_text()))
 
 
@@ -78,7 +77,6 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def main(example: str, *schemas: str) -> None:
-    """Add the rules of an example's resources to the known ones."""
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     found = {}
     for path in schemas:

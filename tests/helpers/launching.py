@@ -33,21 +33,17 @@ def write_script(path: Path, text: str) -> list[str]:
 
 @dataclass
 class Started:
-    """Running ranks."""
-
     process: subprocess.Popen
     job: str
     output: Path
 
     def end(self) -> None:
-        """Kill mpiexec and every rank; harmless when they have ended."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         end_processes(self.job, grace_s=0.0)
 
     def output_tail(self, characters: int = 6000) -> str:
-        """Return the end of what was printed."""
         # As bytes: progress bars contain carriage returns, which read_text makes new lines of.
         return self.output.read_bytes().decode(errors="replace")[-characters:]
 
@@ -106,8 +102,6 @@ def _start(
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a script ended."""
-
     exit_code: int | None
     output: str
     seconds: float

@@ -16,7 +16,6 @@ def idx(array: np.ndarray) -> bytes:
 def write_idx_set(
     folder: Path, seed: int, *, train: int = 6, test: int = 3, pack: bool = True
 ) -> dict[str, np.ndarray]:
-    """Write MNIST's four files."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {}
     for part, count in (("train", train), ("t10k", test)):
@@ -31,7 +30,6 @@ def write_idx_set(
 
 
 def write_cifar10(folder: Path, seed: int, *, each: int = 4, binary: bool = False) -> np.ndarray:
-    """Write the six files of CIFAR-10."""
     folder = folder / ("cifar-10-batches-bin" if binary else "cifar-10-batches-py")
     folder.mkdir(parents=True)
     labels = np.random.default_rng(seed).integers(0, 10, (6, each))

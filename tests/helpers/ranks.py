@@ -39,12 +39,10 @@ def require_error(action: Callable[[], Any], *texts: str) -> None:
 
 
 def values_of(variables: Any) -> list[np.ndarray]:
-    """Return copies of the values of variables."""
     return [np.array(v.numpy()) for v in variables]
 
 
 def require_identical(found: Iterable[Any], expected: Iterable[Any], message: str = "") -> None:
-    """Require arrays or variables that are equal bit by bit, one by one."""
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(_array(mine), _array(wanted), err_msg=message)
 
@@ -57,7 +55,6 @@ def require_close(
     rtol: float = 0.0,
     message: str = "",
 ) -> None:
-    """Require arrays or variables that are equal within a tolerance, one by one."""
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             _array(mine), _array(wanted), rtol=rtol, atol=atol, err_msg=message
@@ -69,7 +66,6 @@ def _array(value: Any) -> Any:
 
 
 def require_equal_ranks(variables: Any) -> None:
-    """Require values that are equal bit by bit on all ranks."""
     every = tfscale.allgather_object(values_of(variables))
     for theirs in every:
         require_identical(theirs, every[0])
@@ -99,7 +95,6 @@ class StopAt(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Give all ranks one empty folder."""
     made = tempfile.mkdtemp() if tfscale.rank() == 0 else None
     path = Path(tfscale.broadcast_object(made, root_rank=0))
     try:
@@ -112,7 +107,6 @@ def shared_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def dtype_policy(name: str) -> Iterator[None]:
-    """Use a dtype policy for what is built meanwhile."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
     try:
@@ -123,7 +117,6 @@ def dtype_policy(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 Keras's default."""
     with dtype_policy("float64"):  # asked for first: the default one would follow floatx
         keras.config.set_floatx("float64")
         try:
@@ -133,7 +126,7 @@ def float64() -> Iterator[None]:
 
 
 class Interruption(Exception):
-    """Ends `fit` on all ranks at the same place."""
+    pass
 
 
 class InterruptAt(keras.callbacks.Callback):

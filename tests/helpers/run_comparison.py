@@ -126,7 +126,6 @@ def compare_lines(expected: list[str], found: list[str], tolerance: float) -> li
 def compare_files(
     expected: Mapping[str, Content], found: Mapping[str, Content], tolerance: float
 ) -> list[str]:
-    """Return the differences of files from `read_files`, each as a sentence."""
     wrong = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     wrong += [f"in addition: {name}" for name in sorted(found.keys() - expected.keys())]
     for name in sorted(expected.keys() & found.keys()):

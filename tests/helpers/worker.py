@@ -22,7 +22,6 @@ def write(folder: Path, name: str, content: dict) -> None:
 
 
 def run_case(case: str) -> dict:
-    """Run one "module:function"; return its outcome."""
     module, _, function = case.partition(":")
     start = time.monotonic()
     outcome = {"status": "ok", "text": ""}
@@ -44,7 +43,6 @@ def run_case(case: str) -> dict:
 
 
 def is_on_horovod() -> bool:
-    """Return whether Horovod moves the bytes."""
     from tfscale.comm import runtime
 
     return runtime.backend().name == "horovod"
@@ -68,7 +66,6 @@ def wait_for_all(folder: Path, index: int, size: int) -> list[dict]:
 
 
 def main() -> None:
-    """Initialise, run the cases, shut down."""
     folder = Path(sys.argv[1])
     stacks = open(folder / f"stacks.pid-{os.getpid()}", "w")  # noqa: SIM115 (kept open for good)
     faulthandler.enable(stacks)

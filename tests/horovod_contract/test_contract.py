@@ -47,7 +47,6 @@ def outcomes() -> dict[tuple[str, int], list[RankResult]]:
 
 
 def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[RankResult]]:
-    """Run the cases of all selected intents of one size."""
     chosen = [
         case
         for item in session.items

@@ -39,7 +39,6 @@ pytestmark = [
 
 
 def start(launch, command, variables):
-    """Run a command on two ranks to its end."""
     found_here = str(Path(tfscale.__file__).parents[1])  # The sources, or where it is installed.
     return subprocess.run(
         [str(HOROVODRUN), *LAUNCHES[launch][0], "-np", "2", sys.executable, *map(str, command)],
@@ -51,7 +50,6 @@ def start(launch, command, variables):
 
 
 def horovodrun(launch, *command):
-    """Run a command on two ranks; return what they print."""
     done = start(launch, command, {})
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -50,7 +50,6 @@ def fit(model, arrays, callbacks, epochs=2, **options):
 
 
 def own(samples=8):
-    """Return data that differs from rank to rank."""
     return data(samples, 100 + tfscale.rank())
 
 

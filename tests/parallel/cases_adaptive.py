@@ -65,7 +65,6 @@ def by_hand(make_optimizer, batch_sizes, scales):
 
 
 def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
-    """Train with growing batches; return the model and its history."""
     averages = [MetricAverageCallback()] if options.pop("metrics_are_averaged", True) else []
     keras.utils.set_random_seed(seed + runtime.rank())
     model = build()

@@ -20,7 +20,6 @@ SAMPLES = 96
 
 
 def linear_model():
-    """Two variables whose gradients are easily computed by hand."""
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
 

@@ -29,7 +29,6 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
 def train(optimizer=None, width=3, batch_size=BATCH, n=N, callbacks=(), data=None, **options):
-    """Run two epochs."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(width, name="first"), keras.layers.Dense(1, name="last")]
     # Given names: Keras's numbers differ between ranks where one has loaded a model before.
@@ -43,8 +42,6 @@ def train(optimizer=None, width=3, batch_size=BATCH, n=N, callbacks=(), data=Non
 
 
 class Drift(keras.callbacks.Callback):
-    """Changes one variable on the last rank."""
-
     def on_train_batch_end(self, batch, logs=None):
         if batch == 2 and is_odd():
             self.model.layers[0].bias.assign_add(tf.ones(3))

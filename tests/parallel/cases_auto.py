@@ -66,7 +66,6 @@ def fit(model: keras.Model, exchange, batch: int = BATCH, steps: int = STEPS) ->
 
 
 def trained(exchange) -> keras.Model:
-    """Train, and compare with one process."""
     with float64():
         keras.utils.set_random_seed(5)
         model, alone = build(), build()
@@ -90,7 +89,6 @@ def agreed(model: keras.Model) -> Mixed:
 
 
 def gathering(strategy: Mixed) -> list[str]:
-    """Return the dense layers that exchange activations and errors."""
     return [path for path, _ in strategy.layers]
 
 

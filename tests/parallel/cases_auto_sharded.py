@@ -24,7 +24,6 @@ MIXED = ("allreduce", "partial", "replicated", "sharded", "sharded", "allreduce"
 
 
 def build() -> keras.Model:
-    """Layers of which each may have its own exchange."""
     keras.utils.set_random_seed(5)
     layers = keras.layers
     inputs = keras.Input((4, 4, 2))
@@ -93,7 +92,6 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
 
 
 def alone(make_rule) -> keras.Model:
-    """Train in one process."""
     model = build()
     model.compile(make_rule(), loss="mse")
     model.fit(*samples(), batch_size=BATCH, shuffle=False, verbose=0)
@@ -101,7 +99,6 @@ def alone(make_rule) -> keras.Model:
 
 
 def require_same(model: keras.Model, single: keras.Model) -> None:
-    """Compare weights and complete state; ranks must agree bit by bit."""
     require_equal_ranks(model.trainable_variables)
     ours = [*model.get_weights(), *model.optimizer.full_state()]
     theirs = [*single.get_weights(), *(v.numpy() for v in single.optimizer.variables)]

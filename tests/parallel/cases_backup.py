@@ -38,7 +38,6 @@ def network():
 
 
 def train(callbacks, seed, exchange="allreduce", **options):
-    """Return the weights and optimizer state after four epochs, or after an interruption."""
     keras.utils.set_random_seed(seed)
     model = network()
     optimizer = tfscale.DistributedOptimizer(

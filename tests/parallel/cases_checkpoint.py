@@ -167,8 +167,6 @@ def swap(folder, one, other):
 
 
 class Break(keras.callbacks.Callback):
-    """Breaks one rank's model at the end of the last epoch."""
-
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 2 and runtime.rank() == 1:
             weight = self.model.trainable_variables[0]

@@ -13,8 +13,6 @@ PASSES, BATCHES = 4, 12
 
 
 class Stop(keras.callbacks.Callback):
-    """Stops training after a batch."""
-
     def __init__(self, batch):
         super().__init__()
         self.batch = batch

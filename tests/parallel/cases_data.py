@@ -21,8 +21,6 @@ BATCH_SIZES = (12, 24, 48, 48)  # per epoch; multiples of 1, 2, 3 and 4 ranks
 
 
 class Recorder(keras.Model):
-    """Notes the samples of every batch it is trained or tested on."""
-
     def __init__(self):
         super().__init__()
         self.trained, self.tested = [], []
@@ -56,7 +54,6 @@ def numbers(**options):
 
 
 def expected(epochs=range(4)):
-    """Return the global batches of some epochs, cut by hand."""
     return [
         rows.tolist()
         for epoch in epochs
@@ -157,8 +154,6 @@ def batches(rows=slice(None), batch_size=12, **options):
 
 
 class Trained(keras.callbacks.Callback):
-    """Notes that a step was run."""
-
     is_so = False
 
     def on_train_batch_end(self, batch, logs=None):

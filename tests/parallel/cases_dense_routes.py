@@ -22,15 +22,12 @@ from tfscale.exchange.dense import PartialCall, ReplicatedCall
 
 
 def routes(model: keras.Model) -> list[str]:
-    """Return how each Dense layer goes."""
     names = {PartialCall: "partial", ReplicatedCall: "replicated"}
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Dense)]
     return [names.get(type(vars(layer).get("call")), "weights") for layer in layers]
 
 
 class Transposed(keras.layers.Layer):
-    """Has the kernel of another layer."""
-
     def __init__(self, other: keras.layers.Dense):
         super().__init__()
         self.kernel = other.kernel

@@ -44,7 +44,6 @@ def distributed(**options):
 
 
 def in_one_process(train):
-    """Train as a script without tfscale does."""
     keras.utils.set_random_seed(SEED)
     return train()
 
@@ -61,7 +60,6 @@ def require_equal_runs(train, **options):
 
 
 def results(model, history):
-    """Weights, the state of the optimizer and all printed numbers."""
     arrays = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
     return arrays + [np.array(values) for values in history.history.values()]
 

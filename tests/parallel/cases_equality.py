@@ -29,7 +29,6 @@ LAYERWISE: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 
 def dense_model() -> keras.Model:
-    """Functional, two branches."""
     inputs = keras.Input((6,))
     left = keras.layers.Dense(16, activation="tanh")(inputs)
     right = keras.layers.Dense(16, activation="relu")(inputs)
@@ -37,7 +36,6 @@ def dense_model() -> keras.Model:
 
 
 def conv_model() -> keras.Model:
-    """Sequential, convolution and pooling."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -52,8 +50,6 @@ def conv_model() -> keras.Model:
 
 
 class EmbeddingModel(keras.Model):
-    """Subclassed, sparse gradients."""
-
     def __init__(self):
         super().__init__()
         self.embedding = keras.layers.Embedding(11, 4)
@@ -65,7 +61,6 @@ class EmbeddingModel(keras.Model):
 
 
 def inputs_of(build: Callable[[], keras.Model]) -> np.ndarray:
-    """Return BATCH * STEPS samples, equal on all ranks."""
     random = np.random.default_rng(7)
     if build is EmbeddingModel:
         return random.integers(0, 11, size=(BATCH * STEPS, 6))
@@ -166,7 +161,6 @@ def case_bucket_sizes_and_clipping():
 
 
 def norm_model(layer: Callable[[], keras.layers.Layer]) -> Callable[[], keras.Model]:
-    """Return a builder of a model with normalisations of rows and of pictures."""
 
     def build() -> keras.Model:
         inputs = keras.Input((6,))

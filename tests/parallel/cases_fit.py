@@ -69,7 +69,6 @@ def case_buckets_travel_during_back_propagation():
 
 
 def stop_somewhere(stop: StopAt, expected_steps: int, **options) -> None:
-    """Train until one rank stops, then again."""
     model = small_model(**options)
     x, y = samples(60)
     data = tfscale.data.GlobalBatches(x, y, batch_size=12, seed=1)
@@ -230,8 +229,6 @@ N_BATCHES = 6
 
 
 class Seen(StopAt):
-    """Keeps the weights that each validation sees."""
-
     def __init__(self, batch):
         super().__init__(batch)
         self.seen = []

@@ -197,7 +197,6 @@ def case_release_makes_ordinary_variables():
 
 
 def num_failed() -> int:
-    """Return of how many variables this process remembers a failure."""
     return runtime.backend()._library.call("num_failed")
 
 

@@ -26,7 +26,6 @@ class Gate:
     """Ops at which a rank says that it has come so far, or waits for others that do."""
 
     def __init__(self) -> None:
-        """Start open."""
         self.awaited: list[Path] = []
         self.told: list[Path] = []
         self.has_timed_out = False
@@ -40,7 +39,6 @@ class Gate:
         return value
 
     def tell(self, value):
-        """Make the files, and pass a tensor on."""
         for file in self.told:
             file.touch()
         return value

@@ -29,7 +29,6 @@ def variables_of(dtype: str, shapes=SHAPES) -> list[keras.Variable]:
 
 
 def require(posts: Posts, step: int) -> None:
-    """Require that all variables have the values of a step."""
     for v, value in zip(posts.variables, posts.expected(step), strict=True):
         assert v.numpy().dtype == value.dtype
         np.testing.assert_array_equal(v.numpy(), value)
@@ -121,7 +120,6 @@ def case_scatter_reduce():
 
 
 def address_of(variable) -> int:
-    """Return where the value lies."""
     tensor = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
     # A view: TensorFlow 2.18 has no __dlpack__.
     return np.frombuffer(memoryview(tensor), np.float32).__array_interface__["data"][0]

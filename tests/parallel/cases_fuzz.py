@@ -27,8 +27,6 @@ OPS = {
 
 @dataclass
 class Planned:
-    """One collective of a plan."""
-
     kind: str
     dtype: str
     dims: int
@@ -37,7 +35,6 @@ class Planned:
     root: int
 
     def call(self, tensor, splits, sets):
-        """Call it on this rank."""
         process_set = sets[tuple(self.members)]
         if self.kind in ("allreduce", "reducescatter"):
             return getattr(tfscale, self.kind)(tensor, op=self.op, process_set=process_set)
@@ -48,7 +45,6 @@ class Planned:
         return tfscale.allgather(tensor, process_set=process_set)
 
     def draw(self, random):
-        """Return a tensor and splits for each member."""
         shape = [int(random.choice(SIZES)) for _ in range(self.dims)]
         while np.prod(shape) > 20_000:
             shape[int(np.argmax(shape))] = 1
@@ -64,7 +60,6 @@ class Planned:
         return tensors, splits
 
     def expected(self, tensors, splits, place):
-        """Return what the member number `place` receives."""
         if self.kind == "broadcast":
             return tensors[self.members.index(self.root)]
         if self.kind == "allgather":
@@ -84,7 +79,6 @@ class Planned:
 
 
 def draw_plan(random, groups):
-    """Return the collectives of one function, equal on all ranks."""
     plan = []
     for _ in range(N_CALLS):
         kind = str(
@@ -116,7 +110,6 @@ def traced(plan, sets):
 
 
 def run(function, plan, random):
-    """Run a plan once; return the number of results compared."""
     rank = tfscale.rank()
     tensors, splits, wanted, calls = [], [], [], []
     for call in plan:

@@ -114,7 +114,7 @@ def case_sparse_gradients_with_aggregation():
 
 
 class Halved(SGD):
-    """An optimizer that Keras does not know."""
+    pass
 
 
 def gap(wanted, given):

@@ -38,7 +38,6 @@ class Follow(keras.callbacks.Callback):
 
 
 def interrupted():
-    """Return the folder of a backup of two groups, and what they were after each step."""
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
     followed = Follow()
     callbacks = [BackupAndRestore(folder), followed, InterruptAt(1)]
@@ -47,7 +46,6 @@ def interrupted():
 
 
 def begun(folder, **options):
-    """Return phase and weights with which a run continues."""
     followed = Follow()
     strategy = tfscale.LocalSGD(2, 7, **{"within": "allreduce", **options})
     train([BackupAndRestore(folder), followed], 50, strategy)

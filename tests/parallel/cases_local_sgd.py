@@ -25,7 +25,6 @@ from tfscale.comm import runtime
 
 
 def train(make, strategy, epochs=1, callbacks=(), **options):
-    """Train with local SGD; return the model."""
     keras.utils.set_random_seed(3)
     x, y = samples()
     model = dense_model()
@@ -37,7 +36,6 @@ def train(make, strategy, epochs=1, callbacks=(), **options):
 
 
 def compare(model, expected):
-    """Weights are as expected and equal on all ranks."""
     require_close(model.trainable_variables, expected)
     require_equal_ranks(model.trainable_variables)
 
@@ -134,8 +132,6 @@ def case_variants():
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes the weights before each epoch, and whether ranks agree on them."""
-
     def __init__(self):
         super().__init__()
         self.begun, self.ended = [], []
@@ -148,7 +144,6 @@ class Watch(keras.callbacks.Callback):
 
 
 def agree(value) -> bool:
-    """Whether a value is the same on all ranks."""
     every = tfscale.allgather_object(value)
     return all(np.array_equal(v, every[0]) for v in every)
 
@@ -231,7 +226,6 @@ def case_bytes_of_averages():
 
 
 def names_with_bytes():
-    """Return the bytes of each collective since the last call, by name."""
     names = {}
     for event in runtime.backend().take_events():
         if event.plan >= 0:

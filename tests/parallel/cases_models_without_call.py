@@ -24,8 +24,6 @@ def own_rows():
 
 
 class Gan(keras.Model):
-    """Two networks and a train_step; it has no call."""
-
     def __init__(self, inputs=True):
         super().__init__()
         first = [keras.Input((2,))] if inputs else []
@@ -48,8 +46,6 @@ class Gan(keras.Model):
 
 
 class Autoencoder(keras.Model):
-    """Has one optimizer and no call."""
-
     def __init__(self):
         super().__init__()
         layers = keras.layers

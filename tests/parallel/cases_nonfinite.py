@@ -54,7 +54,6 @@ def fit(optimizer, **options):
 
 
 def alone(steps):
-    """Train plain Keras on some of the global batches."""
     _, x, y = data()
     model = compiled(keras.optimizers.Adam(0.01))
     for step in steps:

@@ -31,12 +31,10 @@ def gradients(step, factor, dtype="float64"):
 
 
 def mean_factor():
-    """Mean of rank + 1."""
     return (tfscale.size() + 1) / 2
 
 
 def run(optimizer, factor, steps=5, is_traced=True, is_built=True, dtype="float64"):
-    """Return variables after some steps on gradients that are `factor` times a pattern."""
     variables = new_variables(dtype)
     if is_built:
         optimizer.build(variables)

@@ -46,7 +46,6 @@ def sparse_mean(total):
 
 
 def runs(optimizer, variables, batches, is_traced):
-    """Apply the batches; yield after each."""
 
     def step(batch):
         optimizer.apply(own_gradients(batch), variables)
@@ -85,7 +84,6 @@ def case_aggregation_is_exact():
 
 
 def steps_on_one_weight(optimizer, is_traced):
-    """Return a weight and a function that applies a gradient to it."""
     weight = keras.Variable(np.zeros(2), dtype="float64", name="weight")
 
     def step(value):

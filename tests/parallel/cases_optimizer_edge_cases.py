@@ -106,7 +106,6 @@ def case_moving_statistics_of_local_layers_stay_local():
 
 
 def step_of_one_row(optimizer, table):
-    """Return a step in which each rank has a gradient of one row."""
 
     def step():
         rows = tf.constant([tfscale.rank()])
@@ -154,7 +153,6 @@ def case_data_of_unknown_length_ends_between_two_exchanges():
 
 
 def recorded(tape, kernel, bias):
-    """Record y = sum(rank * kernel) + bias, and return it."""
     with tape:
         return tf.reduce_sum(tf.cast(tfscale.rank(), tf.float32) * kernel) + tf.reduce_sum(bias)
 

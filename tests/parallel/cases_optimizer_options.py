@@ -42,7 +42,6 @@ def case_predivided_gradients_do_not_overflow():
 
 
 def n_messages(**options: object) -> int:
-    """Return the number of messages for the gradients of four variables."""
     optimizer = DistributedOptimizer(SGD(0.1), **options)
     runtime.backend().take_events()
     run(optimizer, 1.0, steps=1)

@@ -121,8 +121,6 @@ def case_moving_averages_of_groups_are_averaged():
 
 
 class Twice(keras.Model):
-    """Two optimizers on the same variables, one of them sharded."""
-
     def __init__(self, inner, second):
         super().__init__()
         self.inner, self.second = inner, second

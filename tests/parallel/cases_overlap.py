@@ -28,7 +28,6 @@ TIMEOUT_S = 40.0
 
 
 def until(is_true: Callable[[], bool]) -> bool:
-    """Wait until something holds; return False where it does not in time."""
     end = time.monotonic() + TIMEOUT_S
     while not is_true():
         if time.monotonic() > end:
@@ -38,8 +37,6 @@ def until(is_true: Callable[[], bool]) -> bool:
 
 
 class Ended:
-    """Waits for collectives by their labels."""
-
     def __init__(self) -> None:
         self._listener = Listener()
         self._counts: Counter[str] = Counter()
@@ -174,7 +171,7 @@ _SENDS_ACTIVATIONS = ("TfscaleAllgather", "TfscaleAlltoall")
 
 
 class OwnDense(keras.layers.Dense):
-    """Exchanges weights."""
+    pass
 
 
 def awaited_before(op: tf.Operation) -> set[int]:

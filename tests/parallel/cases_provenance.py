@@ -44,14 +44,12 @@ class Tied(keras.Model):
 
 
 def tied() -> keras.Model:
-    """Return a model that reads a kernel in its own call."""
     model = Tied()
     model(np.zeros((2, 6)))
     return model
 
 
 def autoencoder() -> keras.Model:
-    """Return a model with a layer that holds another."""
     inputs = keras.Input((6,))
     dense = keras.layers.Dense(6)
     hidden = Decoder(dense)(dense(inputs))
@@ -82,13 +80,11 @@ def stepping(change: Callable, term: float = 0.0) -> Callable[[], keras.Model]:
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's samples."""
     random = np.random.default_rng(runtime.rank())
     return random.normal(size=(4, 6)) * (1 + runtime.rank()), random.normal(size=(4, 3))
 
 
 def trained(build: Callable[[], keras.Model], strategy, rule=None, **options) -> list[np.ndarray]:
-    """Return the weights after some steps."""
     with float64():
         model = compiled(build, strategy, rule, **options)
         tfscale.prepare(model)

@@ -72,7 +72,6 @@ def case_constraints_shared_layers_and_whole_rules():
 
 
 def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -> keras.Model:
-    """Return a model of equal weights on all ranks."""
     keras.utils.set_random_seed(1)
     model = build()
     optimizer = hvd.DistributedOptimizer(
@@ -137,7 +136,6 @@ def case_mixed_precision():
 
 
 def adam_model(strategy=None) -> keras.Model:
-    """Return a model with Adam, distributed if there is a strategy."""
     if strategy is None:
         model = mlp()()
         model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")

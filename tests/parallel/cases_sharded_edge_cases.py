@@ -32,7 +32,6 @@ def single_steps(model, first, stop):
 
 
 def require_same(model, single, first_slot=0):
-    """Weights and complete state are those of one process."""
     n = len(single.variables)
     expected = state_of(single)
     require_near([v.numpy() for v in model.variables], expected[:n])
@@ -104,8 +103,6 @@ def case_a_schedule_in_place_of_a_rate():
 
 
 class Scale(keras.layers.Layer):
-    """One number that is trained."""
-
     def build(self, shape):
         self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
 

@@ -33,7 +33,6 @@ from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationRep
 
 
 def own_rows(array, step):
-    """Return this rank's slice of a global batch."""
     n = BATCH // tfscale.size()
     begin = step * BATCH + tfscale.rank() * n
     return array[begin : begin + n]
@@ -154,8 +153,6 @@ def case_two_optimizers_of_the_same_variables_are_refused():
 
 @keras.saving.register_keras_serializable("tests")
 class TwoOptimizers(keras.Model):
-    """Each layer has an optimizer of its own."""
-
     def __init__(self):
         super().__init__()
         self.first_layer = keras.layers.Dense(5, activation="tanh")

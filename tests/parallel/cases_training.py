@@ -49,7 +49,6 @@ def new_model(optimizer=None, **options):
 
 
 def reference(optimizer=None, **options):
-    """Weights of one plain process that sees all data."""
     model = new_model(optimizer or Adam(0.01), **options)
     model.fit(*all_data(), batch_size=BATCH * tfscale.size(), shuffle=False, verbose=0, epochs=2)
     return values_of(model.variables)

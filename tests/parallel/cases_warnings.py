@@ -28,8 +28,6 @@ TOLD = "Received: other weights on rank 1"
 
 
 class Heard(logging.Handler):
-    """Keeps warnings."""
-
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts = []
@@ -39,12 +37,10 @@ class Heard(logging.Handler):
 
 
 def warnings_of(action):
-    """Return all that is warned of on rank 0."""
     return warnings_of_ranks(action)[0]
 
 
 def warnings_of_ranks(action):
-    """Return all that is warned of, one text for each rank."""
     heard = Heard()
     logging.getLogger("tfscale").addHandler(heard)
     try:

@@ -23,8 +23,6 @@ BATCH, STEPS, EPOCHS = 24, 5, 3
 
 
 class Steps(keras.callbacks.Callback):
-    """Keeps the numbers of steps, and what the logs of each epoch say."""
-
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[int] = []
@@ -100,7 +98,6 @@ class Run:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Let the checkpoint of a step be the newest. Collective."""
     tfscale.barrier()
     if runtime.rank() == 0:
         for found in list_checkpoints(folder):

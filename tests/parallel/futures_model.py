@@ -22,7 +22,6 @@ DELAY_S = 0.1
 
 
 def build() -> keras.Model:
-    """Return a compiled model with a variable that is read sparsely."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
     model = keras.Sequential(
@@ -42,7 +41,6 @@ class Posts:
     """Gathers of variables, one per bucket, in which each rank has its own pieces only."""
 
     def __init__(self, variables: list[Any], bucket_bytes: int = 150) -> None:
-        """Lay the variables out and remember their values."""
         self.variables = variables
         self.base = [np.array(v.numpy()) for v in variables]
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in variables]
@@ -50,21 +48,17 @@ class Posts:
         self.run = tf.function(self.post)
 
     def expected(self, step: int) -> list[np.ndarray]:
-        """Return the values that the gathers of a step bring."""
         return [(base + step).astype(base.dtype) for base in self.base]
 
     @property
     def step_spec(self) -> tf.TensorSpec:
-        """Of the argument of `post`."""
         return tf.TensorSpec([], tf.float32)
 
     def post(self, step: Any) -> None:
-        """Post all gathers; eagerly or while tracing."""
         for layout in self.layouts:
             self.post_one(layout, step)
 
     def post_one(self, layout: SegmentedBucket, step: Any) -> None:
-        """Post one bucket."""
         pieces = []
         for piece in layout.pieces(tfscale.rank()):
             flat = tf.constant(self.base[piece.variable].reshape(-1)[piece.start : piece.stop])
@@ -89,7 +83,6 @@ class Subject:
     """The model, its gathers, and an ordinary model that shows what reads must give."""
 
     def __init__(self, before: Callable[[keras.Model], Any] | None = None) -> None:
-        """Build; `before` runs with the model before its parameters become futures."""
         self.model, self.twin = build(), build()
         if before is not None:
             before(self.model)

@@ -10,7 +10,6 @@ BATCH, STEPS = 24, 10
 
 
 def models_for(groups, make):
-    """Return models that all start alike."""
     models = []
     for _ in range(groups):
         keras.utils.set_random_seed(3)
@@ -22,14 +21,12 @@ def models_for(groups, make):
 
 
 def own_part(step, group, groups):
-    """Return the samples of a group in a step."""
     part = BATCH // groups
     begin = step * BATCH + group * part
     return slice(begin, begin + part)
 
 
 def set_all(models, values, of=lambda model: model.trainable_variables):
-    """Give all models the same values."""
     for model in models:
         for variable, value in zip(of(model), values, strict=True):
             variable.assign(value)
@@ -64,14 +61,12 @@ def train_by_hand(make, groups, interval, *, gradients=False, average_state=Fals
 
 
 def gradients_of(model, x, y):
-    """Return the gradients of one batch."""
     with tf.GradientTape() as tape:
         loss = model.compute_loss(y=tf.constant(y), y_pred=model(x, training=True))
     return [g.numpy() for g in tape.gradient(loss, [v.value for v in model.trainable_variables])]
 
 
 def mean_of(lists):
-    """Average variables, position by position."""
     return [
         np.mean([np.asarray(v.numpy(), np.float64) for v in same], axis=0)
         for same in zip(*lists, strict=True)
@@ -79,7 +74,6 @@ def mean_of(lists):
 
 
 def samples():
-    """Return the same samples on all ranks."""
     x = inputs_of(dense_model)
     return x, np.random.default_rng(8).normal(size=(len(x), 3))
 

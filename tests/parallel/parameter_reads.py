@@ -22,13 +22,11 @@ WAYS: dict[str, Callable[[keras.Model], Any]] = {}
 
 
 def way(read: Callable[[keras.Model], Any]) -> Callable[[keras.Model], Any]:
-    """Add a function to the table."""
     WAYS[read.__name__] = read
     return read
 
 
 def each(read: Callable[[Any], Any]) -> Callable[[keras.Model], list[Any]]:
-    """Read each variable in the same way."""
     return lambda model: [read(v) for v in model.trainable_variables]
 
 

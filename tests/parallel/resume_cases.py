@@ -46,7 +46,6 @@ def write_results(name, values, logs):
 
 
 def begin():
-    """Train to the end; leave checkpoints up to the first interruption."""
     with float64():
         for name, (run, (first, _)) in RUNS.items():
             values, steps = run.train(folder() / name, every_n_steps=1, keep=99)
@@ -68,7 +67,6 @@ def go_on():
 
 
 def finish():
-    """Continue once more, also from shards to whole state and back."""
     other = {"sharded": "allreduce", "allreduce": tfscale.Sharded()}
     with float64():
         for name, (run, (_, second)) in RUNS.items():
@@ -109,8 +107,6 @@ def all_data():
 
 
 class Losses(keras.callbacks.Callback):
-    """Keeps the loss of each step, over all ranks."""
-
     def __init__(self, first: int):
         super().__init__()
         self.found, self.step = {}, first
@@ -140,7 +136,6 @@ def train(model, first: int, stop: int, callbacks=()) -> dict[str, float]:
 
 
 def write_sharded(name: str, model, losses: dict[str, float]) -> None:
-    """Write losses, weights and complete state. Collective."""
     values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
     if tfscale.rank() == 0:
         variables = {f"variable {i}": value for i, value in enumerate(values)}

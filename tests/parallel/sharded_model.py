@@ -46,7 +46,6 @@ def alone(steps):
 
 
 def fit(model, first, stop, callbacks=(), **options):
-    """Train on global batches number `first` to `stop`."""
     x, y = (values[first * BATCH : stop * BATCH] for values in data())
     batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     return model.fit(batches, verbose=0, callbacks=[*callbacks, Callback()], **options)
@@ -57,6 +56,5 @@ def require_near(values, expected, what=""):
 
 
 def require_state(model, expected, what=""):
-    """Compare weights and complete state of a sharded model. Collective."""
     values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
     require_near(values, expected, what)

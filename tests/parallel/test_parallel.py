@@ -33,7 +33,6 @@ WITH_ALL_SIZES = {
 
 
 def read_mark(function: ast.FunctionDef) -> tuple[tuple[int, ...], float | None]:
-    """Return the sizes and the time limit that `@sizes(...)` gives a case."""
     for mark in function.decorator_list:
         name = (
             getattr(mark.func, "id", getattr(mark.func, "attr", ""))
@@ -79,7 +78,6 @@ HAS_ALL_SIZES = EXTENT == "all"
 
 
 def choose_cases() -> list[tuple[str, int, float | None]]:
-    """Return the cases of this run."""
     if HAS_ALL_SIZES:
         return find_cases()
     if EXTENT == "quick":
@@ -104,7 +102,6 @@ def test_no_case_is_left_out():
 
 
 def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[RankResult]]:
-    """Run the selected cases of one size."""
     selected = [
         i.callspec.params["case"] for i in session.items if "case" in getattr(i, "fixturenames", ())
     ]

@@ -16,7 +16,6 @@ STEPS, BATCH = 4, 8
 
 @pytest.fixture(autouse=True)
 def job():
-    """Every test has a job of its own."""
     tfscale.init()
     yield
     preemption.forget_request()
@@ -48,8 +47,6 @@ def require_equal(model, other):
 
 
 class Act(keras.callbacks.Callback):
-    """Does something before a step of that number, counted over epochs."""
-
     def __init__(self, step, action):
         super().__init__()
         self.left, self.action, self.batches = step, action, []

@@ -41,8 +41,6 @@ def adaptive(data, maximum=24, **options):
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes steps, batch size and rate of each epoch."""
-
     def __init__(self, data):
         super().__init__()
         self.data, self.seen, self.n = data, [], 0

@@ -10,7 +10,6 @@ from tfscale.config import ConfigError
 
 
 def history_of(fit=None, **options):
-    """Return batch sizes and rates of the epochs."""
     data = make_data()
     model = make_model(keras.optimizers.SGD(0.125))
     callbacks = [adaptive(data, **options)]

@@ -69,7 +69,6 @@ def first_of(tasks, place: int) -> int:
 
 
 def estimated(truth: Scenario) -> Scenario:
-    """Return the scenario that "auto" would plan for."""
     table, rows = truth.table, truth.global_batch
     together = probed(truth, overlap=True)
     found = separate(probed(truth, overlap=False), together)

@@ -165,8 +165,6 @@ def test_a_callback_of_ones_own_goes_on(tmp_path, wrap):
 
 
 class TwoOptimizers(keras.Model):
-    """Trains its halves by optimizers of their own."""
-
     def __init__(self):
         super().__init__()
         self.one, self.other = keras.layers.Dense(1), keras.layers.Dense(1)

@@ -20,8 +20,6 @@ Y = 3.0 * X
 
 
 class Rates(keras.callbacks.Callback):
-    """Records the learning rate of every batch."""
-
     def __init__(self):
         super().__init__()
         self.rates = []

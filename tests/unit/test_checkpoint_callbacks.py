@@ -41,8 +41,6 @@ from tfscale.internals import keras as internals
 
 
 class _Scores(keras.callbacks.Callback):
-    """Gives each epoch a score, and remembers the weights it had."""
-
     def __init__(self, *scores):
         super().__init__()
         self.scores, self.weights = scores, {}

@@ -79,7 +79,6 @@ def test_an_archive_behind_a_link_stays(tmp_path):
 
 @pytest.fixture
 def received():
-    """Note each SIGTERM that a handler from before `fit` receives."""
     signals = []
     former = signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     yield signals

@@ -36,7 +36,6 @@ RUN = "0123abcd"
 
 
 def write(directory: Path, step: int, size: int = 2, ranks=None, run: str = RUN) -> Path:
-    """Write a checkpoint whose parts hold some numbers; return its folder."""
     folder = directory / folder_name(step, run)
     for rank in range(size) if ranks is None else ranks:
         info = {"run": run, "step": step, "size": size, "groups": [list(range(size))]}

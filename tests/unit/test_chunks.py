@@ -74,8 +74,6 @@ def test_bad_options(options, text):
 
 
 class FourRanks:
-    """Stands in for a process set."""
-
     def size(self) -> int:
         return 4
 

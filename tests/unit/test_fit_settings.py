@@ -19,7 +19,6 @@ def scheduled(data):
 
 
 def grown(data, callback, *others, model=None, epochs=5):
-    """Return the batch sizes of the epochs that were run."""
     watch = Watch(data)
     with contextlib.suppress(Interruption):
         callbacks = [*others, callback, watch]
@@ -58,8 +57,6 @@ def test_what_is_set_after_a_fit_that_broke_off_holds():
 
 
 class Parts(keras.Sequential):
-    """Notes how many parts a batch has."""
-
     def train_step(self, data):
         self.n_parts = len(data)
         return super().train_step(data)

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuf
 
 
 class Recorder(keras.Model):
-    """Notes the samples of every batch it is trained or tested on."""
-
     def __init__(self, **compile_options):
         super().__init__()
         self.trained, self.tested = [], []
@@ -40,7 +38,6 @@ class At(keras.callbacks.Callback):
 
 
 def expected(samples, batch_sizes, **options):
-    """Return the batches of epochs 0, 1, ... with the given batch sizes."""
     data = make(samples, batch_size=batch_sizes[0], **options)
     batches = []
     for epoch, batch_size in enumerate(batch_sizes):

@@ -17,7 +17,6 @@ def measures(cost=1.0, theta=1.0, **others):
 
 
 def run(epochs, of_epoch=lambda epoch: measures(), first=0, **settings):
-    """Return batch size and rate scale of each epoch, and the control."""
     control = GrowthControl(GrowthSettings(**{"sizes": SIZES, "saturation": None, **settings}))
     used = []
     for epoch in range(first, first + epochs):

@@ -45,7 +45,6 @@ def put(folder, **stamp):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Folders of an empty package and an empty cache."""
     package, cache = tmp_path / "package", tmp_path / "home" / "tfscale"
     package.mkdir()
     monkeypatch.setattr(library, "PACKAGED", package)

@@ -119,8 +119,6 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Silent(keras.optimizers.schedules.LearningRateSchedule):
-    """Has no settings to tell."""
-
     def __call__(self, step):
         return 0.1
 

@@ -36,7 +36,6 @@ KILLED = Report(1, "node7", None, 9, True, True, "sum of w (slot 3 of step), run
 
 
 def read(*chunks, is_quiet=False, pause_s=0.0):
-    """Return what is passed on of the chunks, and the reports."""
     source, out = os.pipe()
     passed, target = os.pipe()
     reader = ReportReader(source, target, is_quiet)

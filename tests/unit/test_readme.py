@@ -28,7 +28,6 @@ for number, text in enumerate(json.loads(BLOCKS), 1):
 
 
 def blocks(document: Path, *languages: str) -> list[str]:
-    """Return the text of the fenced blocks in one of some languages."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
     return [text for language, text in found if language in languages]
 

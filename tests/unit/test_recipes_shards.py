@@ -18,7 +18,6 @@ LABELS = np.arange(SAMPLES) * 7 % 3
 
 
 def shards(order="shards", seed=1):
-    """Return shares of pictures that are their own numbers."""
     pictures = np.arange(SAMPLES, dtype="float32")[:, None]
     return FixedShards(LabelledPictures(pictures, LABELS), BATCH, seed, order)
 
@@ -29,15 +28,12 @@ def as_rank(monkeypatch, rank, size):
 
 
 class Recorder(keras.Sequential):
-    """Keeps what it was trained on."""
-
     def train_step(self, data):
         self.seen.append(data[0].numpy().ravel().astype(int).tolist())
         return super().train_step(data)
 
 
 def epochs_of(data, n=4, seed=1, interrupted_in=None, backup=None):
-    """Return the batches of each epoch, as far as the run gets."""
     keras.utils.set_random_seed(seed)
     model = Recorder([keras.Input((1,)), keras.layers.Dense(1)])
     model.seen, epochs = [], []

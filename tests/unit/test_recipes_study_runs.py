@@ -132,7 +132,6 @@ def _is_there(pid):
 
 
 def _pid(tmp_path):
-    """Return the process of the slow run once it is there."""
     _wait_for((tmp_path / "pid").exists)
     return int((tmp_path / "pid").read_text())
 

@@ -13,7 +13,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def parsers(parser, words=()):
-    """Yield each command as its words and its parser."""
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
         yield words, parser
@@ -32,7 +31,6 @@ def commands():
 
 
 def section(words):
-    """Return what docs/commands.md says of a command."""
     text = (DOCS / "commands.md").read_text()
     parts = re.split(r"^## `tfscale ", text, flags=re.MULTILINE)[1:]
     (found,) = [part for part in parts if part.split("`")[0].startswith(" ".join(words))]

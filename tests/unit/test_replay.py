@@ -24,7 +24,6 @@ def recording():
 
 
 def run(tmp_path, capsys, change, *options):
-    """Compare a recording with a changed one; return exit code and output."""
     paths = []
     for name, content in (("old", recording()), ("new", recording())):
         if name == "new":

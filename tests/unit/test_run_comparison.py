@@ -63,7 +63,6 @@ def test_compare_lines(change, told):
 
 
 def write_run(folder, name="w", bias=0.5, rate=0.1, text="a,1\nb,0.25\n", more=()):
-    """Files as scripts leave them."""
     (folder / "sub").mkdir(parents=True)
     with h5py.File(folder / f"{name}.weights.h5", "w") as file:
         file["layers/dense/vars/0"] = np.arange(6.0).reshape(2, 3)
