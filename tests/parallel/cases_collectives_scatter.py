@@ -68,10 +68,7 @@ def case_alltoall_that_does_not_add_up():
             lambda splits=splits: tfscale.alltoall(own, splits),
             f"ConfigError: splits must be 0 or more and add up to the {size + 1} rows",
         )
-    require_error(
-        lambda: tfscale.alltoall(own, [1] * (size + 1)),
-        "ConfigError: splits must be a vector of integers, a number of rows for each of the",
-    )
+    require_error(lambda: tfscale.alltoall(own, [1] * (size + 1)), "ConfigError: splits must be")
     require_error(lambda: tfscale.alltoall(own, [1.0] * size), "Received: dtype=float32")
     require_error(lambda: tfscale.alltoall(tf.constant(1.0)), "ConfigError: Without splits")
     with pytest.raises(tf.errors.InvalidArgumentError, match="Without splits"):  # as Horovod's

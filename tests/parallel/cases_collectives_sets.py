@@ -53,10 +53,7 @@ def case_all_variables_of_a_model_take_the_values_of_the_root():
     require_equal_ranks([*model.variables, *model.optimizer.variables])
     np.testing.assert_array_equal(model.layers[0].kernel.numpy(), kernel)
     assert int(model.optimizer.iterations.numpy()) == 7 * root
-    require_error(
-        lambda: tfscale.broadcast_global_variables(0),
-        "ConfigError: TensorFlow 2 has no global variables. Received: model=None. Pass model=...",
-    )
+    require_error(lambda: tfscale.broadcast_global_variables(0), "Received: model=None.")
 
 
 def sum_over(ranks):
@@ -273,9 +270,7 @@ def case_join_is_refused_after_traced_steps():
 
 @sizes(1, 2)
 def case_join_belongs_outside_of_functions():
-    require_error(
-        tf.function(lambda: tfscale.join()), "join() must be called eagerly", "GlobalBatches"
-    )
+    require_error(tf.function(lambda: tfscale.join()), "join() must be called", "GlobalBatches")
 
 
 @sizes(2)

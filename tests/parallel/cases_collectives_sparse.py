@@ -89,10 +89,7 @@ def case_sparse_without_rows_on_one_rank():
 
 
 def case_sparse_has_no_minimum():
-    require_error(
-        lambda: tfscale.allreduce(slices_of_rank(), op=Min),
-        "ConfigError: Sparse tensors can be summed or averaged. Received: op=Min",
-    )
+    require_error(lambda: tfscale.allreduce(slices_of_rank(), op=Min), "Received: op=Min")
 
 
 @sizes(2, 3, 4)
