@@ -32,12 +32,8 @@ class LargestPrediction(keras.metrics.Metric):
 
 
 def metrics():
-    return [
-        "accuracy",
-        keras.metrics.AUC(name="auc"),
-        keras.metrics.Precision(name="precision"),
-        LargestPrediction(),
-    ]
+    named = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+    return ["accuracy", *named, LargestPrediction()]
 
 
 def data(samples, seed):
@@ -50,19 +46,12 @@ def data(samples, seed):
 def model_of(compiled_metrics, activity=True):
     keras.utils.set_random_seed(3)
     regularizer = keras.regularizers.L2(0.1) if activity else None
-    model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            keras.layers.Dense(4, activation="tanh", activity_regularizer=regularizer),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-    model.compile(
-        keras.optimizers.SGD(0.0),
-        "binary_crossentropy",
-        metrics=compiled_metrics,
-        weighted_metrics=[keras.metrics.BinaryAccuracy(name="weighted")],
-    )
+    hidden = keras.layers.Dense(4, activation="tanh", activity_regularizer=regularizer)
+    out = keras.layers.Dense(1, activation="sigmoid")
+    model = keras.Sequential([keras.Input((3,)), hidden, out])
+    weighted = {"weighted_metrics": [keras.metrics.BinaryAccuracy(name="weighted")]}
+    loss = "binary_crossentropy"
+    model.compile(keras.optimizers.SGD(0.0), loss, metrics=compiled_metrics, **weighted)
     return model
 
 
@@ -149,9 +138,8 @@ def test_multi_output_losses_and_metrics():
     def multi():
         keras.utils.set_random_seed(5)
         inputs = keras.Input((3,))
-        a = keras.layers.Dense(1, activation="sigmoid", name="a")(inputs)
-        b = keras.layers.Dense(1, activation="sigmoid", name="b")(inputs)
-        model = keras.Model(inputs, {"a": a, "b": b})
+        outputs = {n: keras.layers.Dense(1, "sigmoid", name=n)(inputs) for n in "ab"}
+        model = keras.Model(inputs, outputs)
         model.compile(
             keras.optimizers.SGD(0.0),
             {"a": "binary_crossentropy", "b": "mse"},
@@ -161,10 +149,8 @@ def test_multi_output_losses_and_metrics():
         return model
 
     def run(model, x, y, callbacks):
-        return model.fit(
-            x, {"a": y, "b": y}, batch_size=len(x) // 2, shuffle=False, verbose=0,
-            callbacks=callbacks,
-        ).history  # fmt: skip
+        options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, {"a": y, "b": y}, callbacks=callbacks, **options).history
 
     x, y, _ = data(30, 2)
     expected = run(multi(), x, y, [])

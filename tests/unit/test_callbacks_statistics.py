@@ -21,11 +21,16 @@ def test_frozen_layers_seeds_and_counters_are_no_averaged_state():
     assert names == ["normalize/moving_mean", "normalize/moving_variance"]
 
 
-@pytest.mark.parametrize("mode", ["average", "local"])
-def test_moving_statistics_are_united_before_validation(mode):
-    models = [compiled(functional(), rate=0.0) for _ in range(3)]
+def alike(n):
+    models = [compiled(functional(), rate=0.0) for _ in range(n)]
     for model in models:
         model.set_weights(models[0].get_weights())
+    return models
+
+
+@pytest.mark.parametrize("mode", ["average", "local"])
+def test_moving_statistics_are_united_before_validation(mode):
+    models = alike(3)
     own = []
     for seed, model in enumerate(models):
         fit(model, [], seed=seed)
@@ -107,9 +112,7 @@ def test_statistics_of_a_run_with_a_skipped_step_are_those_without_it(options):
 
 @pytest.mark.parametrize("steps", ["unknown", "stopped", "outside of a list"])
 def test_moving_statistics_are_united_when_the_last_batch_is_not_known(steps):
-    models = [compiled(functional(), rate=0.0) for _ in range(2)]
-    for model in models:
-        model.set_weights(models[0].get_weights())
+    models = alike(2)
 
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

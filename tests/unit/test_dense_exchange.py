@@ -22,7 +22,7 @@ def test_the_condition_of_the_thesis(n_in, n_out, batch, size):
 
 
 def test_layers_of_vgg_a():
-    """fc1 at a global batch of 256; a batch beyond which weights are fewer; one process."""
+    """At a global batch of 256; a batch beyond which weights are fewer; one process."""
     assert is_partial_cheaper(25088, 4096, 256, 4)
     assert not is_partial_cheaper(4096, 1000, 4096, 4)
     assert not is_partial_cheaper(25088, 4096, 256, 1)

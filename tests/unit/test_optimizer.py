@@ -63,10 +63,8 @@ def test_updates_are_those_of_the_optimizer():
 
 def test_apply_without_variables_takes_those_of_build():
     """Also of an optimizer with loss scaling around ours."""
-    for optimizer in (
-        DistributedOptimizer(SGD(1.0)),
-        LSO(DistributedOptimizer(SGD(2.0)), initial_scale=2.0),
-    ):
+    scaled = LSO(DistributedOptimizer(SGD(2.0)), initial_scale=2.0)
+    for optimizer in (DistributedOptimizer(SGD(1.0)), scaled):
         variable = weight()
         optimizer.build([variable])
         optimizer.apply([gradient(1.0, 2.0)])
@@ -80,10 +78,8 @@ def test_config_round_trip_of_instance_and_class(make):
     copied = optimizer.from_config(copy.deepcopy(config))
     assert copied.get_config() == config
     assert type(copied) is DistributedOptimizer and copied.__wrapped__ is not optimizer.__wrapped__
-    for plain in (
-        optimizer.__class__.from_config(copy.deepcopy(config)),
-        pickle.loads(pickle.dumps(optimizer)),
-    ):
+    again = optimizer.__class__.from_config(copy.deepcopy(config))
+    for plain in (again, pickle.loads(pickle.dumps(optimizer))):
         assert plain.get_config() == config and type(plain) is type(optimizer.__wrapped__)
 
 

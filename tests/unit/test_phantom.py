@@ -67,10 +67,8 @@ def test_cache_is_used_and_a_damaged_file_is_made_again(cached):
 
 def test_several_processes_may_start_at_once(tmp_path):
     # The file alone, by its path: it needs numpy only, so the processes start fast and together.
-    code = (
-        "import runpy, sys; made = runpy.run_path(sys.argv[1])['load_phantoms'];"
-        "print(made(300, size=128, seed=4, cache_dir=sys.argv[2]).sum())"
-    )
+    code = "import runpy, sys; made = runpy.run_path(sys.argv[1])['load_phantoms'];"
+    code += "print(made(300, size=128, seed=4, cache_dir=sys.argv[2]).sum())"
     command = [sys.executable, "-c", code, phantom.__file__, tmp_path]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]

@@ -81,11 +81,11 @@ def test_steps_of_an_emulated_cluster_are_predicted(name, exchange):
     assert predicted == pytest.approx(MEASURED[name, exchange], rel=0.15)
 
 
-@pytest.mark.parametrize("name, better", [("vgg_like", "chunked"), ("vgg_a", "chunked")])
-def test_dense_layers_are_replicated_on_it(name, better):
+@pytest.mark.parametrize("name", ["vgg_like", "vgg_a"])
+def test_dense_layers_are_replicated_on_it(name):
     scenario = scenario_of(name)
     found = candidates(scenario, ("allreduce", "sharded", "partial", "replicated"))
-    best_fixed = simulate(scenario, fixed(scenario, better)).step_s
+    best_fixed = simulate(scenario, fixed(scenario, "chunked")).step_s
     for choice in found:  # whatever is timed: nothing among it sends the large kernels
         kinds = {p: part.kind for part in choice.plan.parts for p in part.parameters}
         names = [p.name for p in scenario.table.parameters]
