@@ -67,16 +67,6 @@ def test_ranks_save_when_the_launcher_is_asked_to_end(tmp_path):
 
 
 @pytest.mark.timeout(START_S)
-def test_ranks_that_do_not_end_are_killed(tmp_path):
-    with Job(tmp_path, PLAIN, "ignores SIGTERM", options=("--grace-s", "1")) as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
-        since = time.time()
-        job.process.send_signal(signal.SIGTERM)
-        assert job.end(since) == 128 + signal.SIGTERM, job.output()
-        wait_for_end(pids, since)
-
-
-@pytest.mark.timeout(START_S)
 def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
     with Job(tmp_path, PLAIN, "ignores SIGTERM") as job:
         pids = [job.ready(rank)[0] for rank in range(2)]
@@ -163,15 +153,6 @@ def test_a_job_is_started_again(tmp_path):
     for rank in range(2):
         assert f"rank {rank} after 1" in job.output()
     assert "tfscale: restart 1 of 3, with 2 ranks." in job.output()
-
-
-@pytest.mark.timeout(START_S)
-def test_a_job_is_started_again_with_fewer_ranks(tmp_path):
-    options = ("--restarts", "3", "--min-np", "1")
-    with Job(tmp_path, PLAIN, "fails once", options=options) as job:
-        assert job.process.wait(START_S) == 0, job.output()
-    assert "rank 0 after 1" in job.output()
-    assert "rank 1 after 1" not in job.output()
 
 
 @pytest.mark.timeout(START_S)

@@ -101,22 +101,6 @@ def case_local_variables_stay_local():
     assert not np.array_equal(kernels[0], kernels[1])
 
 
-@sizes(3, 4)
-def case_weights_are_compared_within_the_process_set():
-    members = tfscale.add_process_set([0, 2])
-    try:
-        keras.utils.set_random_seed(3)
-        model = functional(has_statistics=False)
-        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=members)
-        model.compile(optimizer, "binary_crossentropy")
-        fit(model, own(), [BroadcastGlobalVariablesCallback(1)])
-        kernels = tfscale.allgather_object(model.get_layer("hidden").kernel.numpy())
-        np.testing.assert_array_equal(kernels[0], kernels[2])
-        assert not np.array_equal(kernels[0], kernels[1])
-    finally:
-        tfscale.remove_process_set(members)
-
-
 def metrics():
     return ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
 

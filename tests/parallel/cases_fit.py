@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import StopAt, require_equal_ranks, require_error
+from tests.helpers.ranks import StopAt, require_equal_ranks
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.callback_models import compiled, functional, own
 from tests.parallel.cases_local_sgd import agree
@@ -119,17 +119,6 @@ def case_terminate_on_nan():
     steps = int(model.optimizer.iterations)
     assert_equal_on_all_ranks(steps)
     assert 3 <= steps <= 5, steps  # of ten
-
-
-@sizes(2, 3)
-def case_different_numbers_of_batches_are_refused():
-    model = small_model()
-    x, y = samples(40 + 8 * runtime.rank())
-    steps = [5 + r for r in range(runtime.size())]
-    require_error(
-        lambda: model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks()),
-        *("ExchangeError", f"steps={steps}", "GlobalBatches"),
-    )
 
 
 @sizes(2, 3)

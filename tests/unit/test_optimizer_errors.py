@@ -45,6 +45,7 @@ def test_options_that_do_not_fit(wrap, options, text):
     assert text in str(error.value)
 
 
+SUMMED = tfscale.LocalSGD(groups=2, average="gradients")
 REPLICATED = (
     tfscale.Chunked(replicated_dense=1),
     *(tfscale.Sharded(dense=dense) for dense in ("partial", "replicated")),
@@ -55,6 +56,8 @@ REPLICATED = (
     ("make", "text"),
     [
         (lambda: DistributedOptimizer(SGD(1.0)).apply([], []), "variables to train. Received: n"),
+        (lambda: DistributedOptimizer(SGD(), nonfinite="stop"), "nonfinite must be 'warn', "),
+        (lambda: DistributedOptimizer(SGD(), exchange=SUMMED, nonfinite="skip"), "adds up those"),
         (lambda: DistributedOptimizer("sgd"), "must be a Keras optimizer. Received: str."),
         (lambda: DistributedOptimizer(SGD), "for example keras.optimizers.SGD(0.1)."),
         *(
