@@ -177,6 +177,11 @@ def case_apply_gradients_returns_iterations():
 
 
 @sizes(2, 3, 4)
+def case_nothing_to_train_is_refused():
+    require_error(lambda: DistributedOptimizer(SGD(1.0)).apply([], []), "ConfigError", "variables")
+
+
+@sizes(2, 3, 4)
 def case_eager_gradients_that_differ_name_both_ranks():
     variables = new_variables()
     optimizer = DistributedOptimizer(SGD(1.0))

@@ -55,7 +55,6 @@ REPLICATED = (
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: DistributedOptimizer(SGD(1.0)).apply([], []), "variables to train. Received: n"),
         (lambda: DistributedOptimizer(SGD(), nonfinite="stop"), "nonfinite must be 'warn', "),
         (lambda: DistributedOptimizer(SGD(), exchange=SUMMED, nonfinite="skip"), "adds up those"),
         (lambda: DistributedOptimizer("sgd"), "must be a Keras optimizer. Received: str."),
