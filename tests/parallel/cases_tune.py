@@ -20,7 +20,14 @@ from tests.parallel.local_sgd_reference import BATCH, samples
 from tests.parallel.local_sgd_reference import STEPS as STEPS_PER_EPOCH
 from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model
-from tfscale.launcher.tune.scripts import _Done, _enlarge, _GroupsProbe, _regroup, probed_fit
+from tfscale.launcher.tune.scripts import (
+    _Done,
+    _enlarge,
+    _GroupsProbe,
+    _regroup,
+    probed_fit,
+    train_compressed,
+)
 from tfscale.measure.model_layers import find_model, read_layers
 from tfscale.plan.costs import Scenario
 from tfscale.plan.machines import Machine, find_machine
@@ -80,6 +87,53 @@ def case_a_rate_that_changes_is_refused():
         changes = [keras.callbacks.LearningRateScheduler(lower)]
         text = outcome(lambda: probed(rule, None, folder, changes))
         assert "a rate that the script changes from 0.1 to 0.5 in step 1. " in text, text
+
+
+SCRIPT = """
+import sys, keras, numpy as np, tfscale
+keras.utils.set_random_seed(7)
+x = np.random.default_rng(3).normal(size=(96, 40)).astype("float32")
+data = tfscale.data.GlobalBatches(x, x[:, :30], batch_size=12)
+model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(50), keras.layers.Dense(30)])
+optimizer = keras.optimizers.SGD(0.1)
+if sys.argv[1] != "none":
+    optimizer = tfscale.DistributedOptimizer(optimizer, exchange=sys.argv[1])
+model.compile(optimizer, "mse", metrics=["mae"])
+start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=9.0)  # after two epochs
+model.fit(data, validation_data=(x, x[:, :30]), epochs=3, verbose=0, callbacks=[start, stop])
+raise AssertionError("the probe ends the script")
+"""
+
+
+@engine_only("its events are looked at")
+@sizes(2, timeout_s=120)
+def case_a_script_trains_with_each_compression_and_seed():
+    with shared_folder() as folder:
+        script, output = folder / "script.py", folder / "probe.json"
+        if tfscale.rank() == 0:
+            script.write_text(SCRIPT)
+
+        def found(name, seed=1, exchange="allreduce", epochs=None):
+            tfscale.barrier()
+            settings = {"compression": name, "seed": seed, "start_step": 4, "epochs": epochs}
+            settings["output"] = str(output)
+            train_compressed([str(script), exchange], settings)
+            tfscale.barrier()
+            return json.loads(output.read_text())
+
+        none, again, other = found("none"), found("none"), found("none", seed=2)
+        few, short = found("int4"), found("none", epochs=1)
+        assert none["metric"] == "val_mae" and (none["compression"], none["seed"]) == ("none", 1)
+        assert none["value"] == again["value"] != other["value"] and none["value"] < short["value"]
+        n_bytes = 4 * (41 * 50 + 51 * 30)
+        assert none["bytes"] == n_bytes and few["bytes"] < n_bytes / 5, (none, few)
+        assert 0 < abs(few["value"] - none["value"]) < 0.1 and few["step_s"] > 0
+        refused = found("low_rank", exchange="sharded")
+        assert refused.keys() == {"compression", "seed", "refused"}
+        assert "Received: Compression.low_rank for exchange=Sharded" in refused["refused"]
+        text = outcome(lambda: found("int8", exchange="none"))
+        assert "must use tfscale.DistributedOptimizer. Received: SGD." in text, text
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The commands `tfscale tune batch-size`, `groups` and `links`.
+"""The commands `tfscale tune batch-size`, `groups`, `compression` and `links`.
 
 TensorFlow is imported when a handler runs, and by the ranks that it starts.
 """
@@ -6,6 +6,7 @@ TensorFlow is imported when a handler runs, and by the ranks that it starts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 from tfscale.config import ConfigError, require
 from tfscale.launcher.plan import read_input_shape, read_numbers
 
+_COMPRESSIONS = "none,bf16,int8,int4,low_rank"
 _SIZES = "16,32,64,128,256,512,1024"
 
 
@@ -27,6 +29,7 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
     tuners = tune.add_subparsers(required=True, metavar="WHAT")
     _add_batch_size(tuners)
     _add_groups(tuners)
+    _add_compression(tuners)
     _add_links(tuners)
 
 
@@ -106,7 +109,9 @@ def _tune_groups(options: argparse.Namespace) -> int:
     probes = []
     for groups in numbers:
         sys.stderr.write(f"Probing {groups} groups ...\n")
-        found = _run_probe(groups, options)
+        names = ("interval", "steps", "rate_rule", "learning_rate")
+        settings = {name: vars(options)[name] for name in names} | {"groups": groups}
+        found = _run_probe(groups, settings, options)
         probes.append(GroupProbe(**found | {"distances": tuple(found["distances"])}))
     text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
@@ -135,24 +140,65 @@ def check_groups(numbers: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _run_probe(groups: int, options: argparse.Namespace) -> dict[str, Any]:
+def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "probe.json"
-        names = ("interval", "steps", "rate_rule", "learning_rate")
-        settings = {name: vars(options)[name] for name in names}
-        settings |= {"groups": groups, "output": str(result)}
+        result, hosts = Path(folder) / "probe.json", vars(options).get("hosts")
+        settings |= {"output": str(result)}
         command = [
-            *(sys.executable, "-m", "tfscale.launcher.cli", "run", "-np", str(groups)),
+            *(sys.executable, "-m", "tfscale.launcher.cli", "run", "-np", str(ranks)),
+            *(("-H", hosts, "--") if hosts else ()),
             *(sys.executable, "-m", "tfscale.launcher.tune.scripts", json.dumps(settings)),
             *(options.script, *options.arguments),
         ]
         done = subprocess.run(command, stdout=sys.stderr)
         if done.returncode or not result.exists():
             raise ConfigError(
-                f"The script must train with model.fit for {options.steps} steps. Received: exit "
-                f"code {done.returncode} with {groups} ranks. Its output is above."
+                "The script must train with model.fit for all steps of a probe. Received: exit "
+                f"code {done.returncode} with {ranks} ranks. Its output is above."
             )
         return json.loads(result.read_text())
+
+
+def _add_compression(tuners: argparse._SubParsersAction) -> None:
+    parser = tuners.add_parser(
+        "compression",
+        help="compare time, bytes and accuracy of compressions",
+        usage="tfscale tune compression [options] train.py ...",
+        description="Runs a training script with each compression and several seeds. The script "
+        "must train with model.fit and a DistributedOptimizer, whose compression is replaced.",
+    )
+    add = parser.add_argument
+    add("-np", "-n", "--np", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    add("-H", "--hosts", metavar="HOST:N,...", help="hosts and places")
+    add("--compressions", default=_COMPRESSIONS, metavar="C,...", help=f"default: {_COMPRESSIONS}")
+    add("--seeds", type=int, default=3, metavar="N", help="trainings with each (default: 3)")
+    add("--epochs", type=int, metavar="N", help="of each training (default: the script's)")
+    add("--start-step", type=int, default=50, metavar="N", help="of int4 and low_rank")
+    _add_script(parser, "compression")
+    parser.set_defaults(handler=_tune_compression)
+
+
+def _tune_compression(options: argparse.Namespace) -> int:
+    from tfscale.comm.compression import Compression
+    from tfscale.measure.compression import write_report
+
+    names = [name.strip() for name in options.compressions.split(",")]
+    known = [name for name in vars(Compression) if not name.startswith("_")]
+    fits = len({*names}) == len(names) and {*names} <= {*known}
+    require(fits, "--compressions", f"different ones of {', '.join(known)}", options.compressions)
+    require(options.seeds >= 1, "--seeds", "1 or more", options.seeds)
+    own = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
+    made = _made("compression", options, own)
+    probes: list[dict[str, Any]] = []
+    for seed, name in itertools.product(range(1, options.seeds + 1), names):
+        if not any(p["compression"] == name and "refused" in p for p in probes):
+            sys.stderr.write(f"Training with {name}, seed {seed} ...\n")
+            settings = {"start_step": options.start_step, "epochs": options.epochs}
+            settings |= {"compression": name, "seed": seed}
+            probes.append(_run_probe(options.np, settings, options))
+    text = write_report(probes, options.output, made)
+    sys.stdout.write(f"{text}Results are in {options.output}.\n")
+    return 0
 
 
 def _add_links(tuners: argparse._SubParsersAction) -> None:

@@ -2,7 +2,8 @@
 
 `measure_script` measures gradients at chosen epochs, in this process. As a program this module is
 one rank of `tfscale tune groups`: it trains for some steps of local SGD and writes the distances
-between the groups' models. Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
+between the groups' models; or one of `tfscale tune compression`, which writes steps and a metric.
+Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import rate_of, set_rate, update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
+from tfscale.measure.compression import read_steps
 from tfscale.measure.growth import RATE_RULES
 
 logger = logging.getLogger("tfscale")
@@ -247,11 +249,7 @@ class _GroupsProbe(ours.Callback):
 def _regroup(model: Any, settings: dict[str, Any]) -> None:
     """Replace the exchange of a model's optimizer by local SGD; its rule stays."""
     optimizer = model.optimizer
-    if type(optimizer) is not tfscale.DistributedOptimizer:
-        raise ConfigError(
-            "The script must use tfscale.DistributedOptimizer. Received: "
-            f"{type(optimizer).__name__}. Wrap the optimizer."
-        )
+    _require_distributed(optimizer)
     n = settings["groups"]
     factor = RATE_RULES[settings["rate_rule"]](n)
     inner: Any = update_rule(optimizer)
@@ -270,13 +268,79 @@ def _regroup(model: Any, settings: dict[str, Any]) -> None:
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 
+def _require_distributed(optimizer: Any) -> None:
+    if type(optimizer) is not tfscale.DistributedOptimizer:
+        raise ConfigError(
+            "The script must use tfscale.DistributedOptimizer. Received: "
+            f"{type(optimizer).__name__}. Wrap the optimizer."
+        )
+
+
 def _enlarge(data: Any, groups: int) -> None:
     """Give each group, which is one rank, batches as large as those of all ranks, as in [L]."""
     if isinstance(data, GlobalBatches):
         data.batch_size *= groups
 
 
+# Trainings with several compressions
+
+
+def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
+    """Train a script's model with a compression and a seed; rank 0 writes steps and a metric.
+
+    `settings` has "compression", "start_step" (of int4 and low_rank), "seed", "epochs" (or None:
+    the script's), and "output", a JSON file; also written where the compression is refused.
+    """
+    name, seed, output = settings["compression"], settings["seed"], Path(settings["output"])
+    compression = getattr(tfscale.Compression, name)
+    if getattr(compression, "start_step", 0) != 0:
+        compression = compression(start_step=settings["start_step"])
+    build, fit = tfscale.DistributedOptimizer.__init__, keras.Model.fit
+    set_seed = keras.utils.set_random_seed
+
+    def write(**found: Any) -> None:
+        if not runtime.is_initialized() or runtime.rank() == 0:
+            output.write_text(json.dumps({"compression": name, "seed": seed, **found}))
+
+    def compressed(*args: Any, **options: Any) -> None:
+        given = inspect.signature(build).bind(*args, **options)
+        given.arguments["compression"] = compression
+        build(*given.args, **given.kwargs)
+
+    def short_fit(model: Any, *args: Any, **options: Any) -> Any:
+        given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
+        epochs = settings["epochs"] or given.get("epochs", 1)
+        if isinstance(given.get("x"), GlobalBatches):
+            given["x"].restore(given["x"].state() | {"seed": seed})
+
+        def end(epoch: int, logs: dict[str, Any]) -> None:
+            if epoch + 1 < epochs:
+                return
+            _require_distributed(model.optimizer)
+            metric = min(logs, key=lambda n: (not n.startswith("val_"), n == "val_loss"))
+            value = float(tfscale.allreduce(np.float64(logs[metric])))
+            write(metric=metric, value=value, **read_steps(output.parent))
+            raise _Done
+
+        report = ours.CommunicationReport(output.parent, every_n_steps=2)
+        given["callbacks"] += [report, keras.callbacks.LambdaCallback(on_epoch_end=end)]
+        return fit(**given | {"initial_epoch": 0, "epochs": epochs})
+
+    with (
+        mock.patch.object(tfscale.DistributedOptimizer, "__init__", compressed),
+        mock.patch.object(keras.utils, "set_random_seed", lambda _: set_seed(seed)),
+    ):
+        set_seed(seed)
+        try:
+            _run(words, short_fit)
+        except ConfigError as error:
+            if f"Compression.{name}" not in str(error):
+                raise
+            write(refused=str(error))
+
+
 if __name__ == "__main__":
-    _run(sys.argv[2:], probed_fit(json.loads(sys.argv[1])))
+    own, words = json.loads(sys.argv[1]), sys.argv[2:]
+    _run(words, probed_fit(own)) if "groups" in own else train_compressed(words, own)
     if runtime.is_initialized():
         tfscale.shutdown()
