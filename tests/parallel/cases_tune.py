@@ -131,7 +131,7 @@ def case_a_script_trains_with_each_compression_and_seed():
         assert 0 < abs(few["value"] - none["value"]) < 0.1 and few["step_s"] > 0
         refused = found("low_rank", exchange="sharded")
         assert refused.keys() == {"compression", "seed", "refused"}
-        assert "Received: Compression.low_rank for exchange=Sharded" in refused["refused"]
+        assert "Received: Compression.low_rank for exchange='sharded'" in refused["refused"]
         text = outcome(lambda: found("int8", exchange="none"))
         assert "must use tfscale.DistributedOptimizer. Received: SGD." in text, text
 

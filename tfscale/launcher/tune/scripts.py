@@ -316,14 +316,16 @@ def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
         def end(epoch: int, logs: dict[str, Any]) -> None:
             if epoch + 1 < epochs:
                 return
-            _require_distributed(model.optimizer)
             metric = min(logs, key=lambda n: (not n.startswith("val_"), n == "val_loss"))
             value = float(tfscale.allreduce(np.float64(logs[metric])))
             write(metric=metric, value=value, **read_steps(output.parent))
             raise _Done
 
         report = ours.CommunicationReport(output.parent, every_n_steps=2)
-        given["callbacks"] += [report, keras.callbacks.LambdaCallback(on_epoch_end=end)]
+        watch = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: _require_distributed(model.optimizer), on_epoch_end=end
+        )
+        given["callbacks"] += [report, watch]
         return fit(**given | {"initial_epoch": 0, "epochs": epochs})
 
     with (
