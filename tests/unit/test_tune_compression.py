@@ -11,7 +11,8 @@ from tfscale.measure.compression import read_steps, write_report
 
 
 def probe(name, seed, value, metric="val_accuracy"):
-    numbers = {"step_s": 0.1 * seed, "bytes": 2e6 / seed, "metric": metric, "value": value}
+    numbers = {"ms per step": 100.0 * seed, "MB per step": 2 / seed}
+    numbers |= {"metric": metric, "value": value}
     return {"compression": name, "seed": seed, **numbers}
 
 
@@ -29,8 +30,8 @@ def cells(text):
 def test_losses_are_paired_and_refusals_are_rows(tmp_path):
     text = write_report(PROBES, str(tmp_path), {"command": "mine"})
     none, int8, low_rank, *_ = cells(text)
-    assert none == ["none", "2", "150", "1.5", "0.7", "0", "0"]
-    assert int8 == ["int8", "2", "150", "1.5", "0.65", "0.05", "0.05"]  # 0.1 and 0
+    assert none == ["none", "2", "150", "1.5", "0.7", "0.0000", "0.0000"]
+    assert int8 == ["int8", "2", "150", "1.5", "0.65", "0.0500", "0.0500"]  # 0.1 and 0
     assert low_rank == ["low_rank", "refused", *[""] * 5]
     assert "low_rank: Factors: a sentence." in text.splitlines()
     content = json.loads((tmp_path / "compression.json").read_text())
@@ -41,7 +42,7 @@ def test_losses_are_paired_and_refusals_are_rows(tmp_path):
 def test_a_higher_loss_is_lost_and_one_seed_has_no_error(tmp_path):
     probes = [probe("none", 1, 0.5, "val_loss"), probe("bf16", 1, 0.6, "val_loss")]
     rows = cells(write_report(probes, str(tmp_path), {}))
-    assert rows[1][-2:] == ["0.1", "nan"]
+    assert rows[1][-2:] == ["0.1000", "nan"]
     # Nothing was trained, or nothing to compare with.
     assert cells(write_report([REFUSED], str(tmp_path), {}))[0][1] == "refused"
     assert cells(write_report([REFUSED, probe("none", 1, 0.5)], str(tmp_path), {}))[1][-2] == "nan"
@@ -53,9 +54,9 @@ def test_steps_are_those_of_the_second_half(tmp_path):
 
     rows = [{"kind": "run"}, row(0, 9.0, 800), row(0, 9.0, 800), row(1, 5.0, 7)]
     write_json_lines(tmp_path / "communication.jsonl", [*rows, row(0, 3.0, 80), row(0, 5.0, 80)])
-    assert read_steps(tmp_path) == {"step_s": 2.0, "bytes": 40}
+    assert read_steps(tmp_path) == pytest.approx({"ms per step": 2000.0, "MB per step": 4e-5})
     write_json_lines(tmp_path / "communication.jsonl", rows[:1])
-    assert math.isnan(read_steps(tmp_path)["step_s"])
+    assert math.isnan(read_steps(tmp_path)["ms per step"])
 
 
 def test_each_seed_trains_with_each_compression_that_is_not_refused(tmp_path, monkeypatch, capsys):
