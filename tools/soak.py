@@ -208,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, nargs=2, default=(20.0, 60.0), metavar="S")
     parser.add_argument("--seed", type=int, default=None, help="of the disturbances; random")
     parser.add_argument("-np", type=int, default=2, choices=(2, 3, 4))
-    parser.add_argument("--exchange", default="allreduce", choices=("allreduce", "sharded"))
+    known = ("allreduce", "allreduce-int8", "sharded", "sharded-int8")
+    parser.add_argument("--exchange", default="allreduce", choices=known)
     parser.add_argument("--plain", action="store_true", help="not on an emulated cluster")
     options = parser.parse_args(arguments)
     if options.seed is None:

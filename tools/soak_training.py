@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tfscale import Compression
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.comm.process import discover
 from tfscale.data import GlobalBatches
@@ -50,7 +51,7 @@ def make_model() -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((16,)),
-            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(64, activation="relu"),  # large enough to be compressed
             keras.layers.Dropout(0.2, seed=3),
             keras.layers.Dense(1),
         ]
@@ -72,9 +73,9 @@ def main(folder: Path, n_steps: int, exchange: str) -> None:
     y = np.sin(x.sum(axis=1, keepdims=True))
     model = make_model()
     optimizer = keras.optimizers.Adam(0.001)
-    model.compile(
-        tfscale.DistributedOptimizer(optimizer, exchange=_EXCHANGES[exchange]()), loss="mse"
-    )
+    name, _, few = exchange.partition("-")
+    options = {"exchange": _EXCHANGES[name](), "compression": getattr(Compression, few or "none")}
+    model.compile(tfscale.DistributedOptimizer(optimizer, **options), loss="mse")
     model.fit(
         GlobalBatches(x, y, batch_size=_BATCH_SIZE, seed=5),
         epochs=n_steps // STEPS_PER_EPOCH,

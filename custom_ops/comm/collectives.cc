@@ -32,6 +32,8 @@ OperationHandle MakeSegmentGather(void* buffer, std::vector<size_t> cuts) {
   return Make<SegmentGather>(buffer, std::move(cuts));
 }
 
+OperationHandle MakeChangeGather(ChangesArgs args) { return Make<ChangeGather>(std::move(args)); }
+
 OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate) {
   return Make<Alltoall>(input, std::move(bytes), std::move(allocate));

@@ -59,6 +59,21 @@ struct QuantizedArgs {
   float* segment = nullptr;
 };
 
+// A gather of float32 segments that is sent as changes: see ChangeGather. Positions
+// are in values.
+struct ChangesArgs {
+  struct Vector {
+    size_t begin;  // in the buffer
+    size_t count;
+    const float* old;  // equal on all ranks, not in the buffer; null: sent as it is
+  };
+  int bits = 8;  // 16, 8 or 4
+  size_t block = 256;
+  float* buffer = nullptr;
+  std::vector<size_t> cuts;     // of the buffer, as for MakeSegmentGather
+  std::vector<Vector> vectors;  // all that the buffer holds
+};
+
 // Called once, on the communication thread, when the sizes are known: bytes
 // that arrive from each rank, in rank order. Returns where they are to be put,
 // one after another.
@@ -70,6 +85,7 @@ OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput al
 // `buffer` holds this rank's bytes [cuts[rank], cuts[rank + 1]) and receives all
 // others. One more cut than ranks, in ascending order from 0.
 OperationHandle MakeSegmentGather(void* buffer, std::vector<size_t> cuts);
+OperationHandle MakeChangeGather(ChangesArgs args);
 OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate);
 OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root);

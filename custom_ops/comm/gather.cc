@@ -1,5 +1,6 @@
 #include "comm/gather.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -58,12 +59,17 @@ void Allgather::ReceiveData(char* out, const std::vector<size_t>& cuts) {
   spread_->Receive(out, cuts);
 }
 
+namespace {
+void RequireCuts(size_t n_cuts, int size) {
+  if (n_cuts == static_cast<size_t>(size) + 1) return;
+  throw CommError("A gather needs a segment for each of the " + std::to_string(size) +
+                  " ranks. Received: " + std::to_string(n_cuts) +
+                  " cuts. Lay the buffer out for the ranks of the group.");
+}
+}  // namespace
+
 void SegmentGather::Begin() {
-  if (cuts_.size() != static_cast<size_t>(size()) + 1) {
-    throw CommError("A gather needs a segment for each of the " + std::to_string(size()) +
-                    " ranks. Received: " + std::to_string(cuts_.size()) +
-                    " cuts. Lay the buffer out for the ranks of the group.");
-  }
+  RequireCuts(cuts_.size(), size());
   spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, PieceBytes(), 0);
   spread_->Receive(buffer_, cuts_);
   const size_t own = cuts_[static_cast<size_t>(rank())];
@@ -72,6 +78,70 @@ void SegmentGather::Begin() {
 
 void SegmentGather::Advance(const std::vector<int>& completed) {
   for (int key : completed) spread_->OnCompleted(key);
+}
+
+ChangeGather::ChangeGather(ChangesArgs args)
+    : args_(std::move(args)), code_(args_.bits, args_.block) {
+  for (size_t r = 0; r + 1 < args_.cuts.size(); ++r) {
+    size_t byte = cuts_.back();
+    runs_.emplace_back();
+    for (const ChangesArgs::Vector& vector : args_.vectors) {
+      const size_t begin = std::max(vector.begin, args_.cuts[r]);
+      const size_t end = std::min(vector.begin + vector.count, args_.cuts[r + 1]);
+      if (begin >= end) continue;
+      const float* old = vector.old == nullptr ? nullptr : vector.old + (begin - vector.begin);
+      runs_.back().push_back({begin, end - begin, old, byte});
+      byte += old == nullptr ? (end - begin) * sizeof(float) : code_.Bytes(end - begin);
+    }
+    cuts_.push_back(byte);
+  }
+}
+
+void ChangeGather::Begin() {
+  RequireCuts(cuts_.size(), size());
+  codes_ = channel_.buffers->Get(cuts_.back());
+  spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, PieceBytes(), 0);
+  spread_->Receive(codes_.get(), cuts_);
+  const size_t own = static_cast<size_t>(rank());
+  for (const Run& run : runs_[own]) Encode(run);
+  spread_->SendAll(codes_.get() + cuts_[own], cuts_[own + 1] - cuts_[own]);
+}
+
+void ChangeGather::Encode(const Run& run) {
+  char* code = codes_.get() + run.byte;
+  const float* values = args_.buffer + run.begin;
+  if (run.old == nullptr) {
+    std::memcpy(code, values, run.count * sizeof(float));
+    return;
+  }
+  ForBlocks(run, [&](size_t begin, size_t end) {
+    code_.Encode(run.old + begin, -1.0f, values + begin, end - begin, code + code_.Bytes(begin),
+                 nullptr);
+  });
+}
+
+void ChangeGather::Advance(const std::vector<int>& completed) {
+  for (int key : completed) spread_->OnCompleted(key);
+}
+
+void ChangeGather::Decode(const Run& run, bool is_own) {
+  const char* code = codes_.get() + run.byte;
+  float* values = args_.buffer + run.begin;
+  if (run.old == nullptr) {
+    if (!is_own) std::memcpy(values, code, run.count * sizeof(float));
+    return;
+  }
+  ForBlocks(run, [&](size_t begin, size_t end) {
+    code_.DecodeOnto(code + code_.Bytes(begin), run.old + begin, end - begin, values + begin);
+  });
+}
+
+// One segment at a time: MPI must be asked for progress in between.
+void ChangeGather::Finish() {
+  for (const Run& run : runs_[n_decoded_]) {
+    Decode(run, n_decoded_ == static_cast<size_t>(rank()));
+  }
+  if (++n_decoded_ == runs_.size()) SetDone();
 }
 
 Alltoall::Alltoall(const void* input, std::vector<int64_t> bytes, AllocateOutput allocate)

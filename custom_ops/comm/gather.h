@@ -10,6 +10,7 @@
 
 #include "comm/collectives.h"
 #include "comm/operation.h"
+#include "comm/quantize.h"
 #include "comm/spread.h"
 
 namespace tfscale {
@@ -82,6 +83,50 @@ class SegmentGather : public Operation {
   char* buffer_;
   const std::vector<size_t> cuts_;
   std::optional<Spread> spread_;
+};
+
+// A SegmentGather with few bits per value, of vectors of which all ranks have an old
+// value. An owner encodes what its part of the new value differs by from the old one
+// (BlockCode, blocks are counted from the beginning of the part), and every rank, the
+// owner included, adds what the codes decode to to the old value. So ranks stay equal bit
+// by bit, and what is rounded off is part of the next difference as long as the owner
+// keeps the new value.
+class ChangeGather : public Operation {
+ public:
+  explicit ChangeGather(ChangesArgs args);
+  // Of all codes: see SegmentGather.
+  size_t bytes() const override { return cuts_.back(); }
+
+ protected:
+  void Begin() override;
+  void Advance(const std::vector<int>& completed) override;
+  void Finish() override;
+  bool has_computed() const override { return n_decoded_ > 0; }
+
+ private:
+  // One owner's part of a vector; positions in values, and of its code in bytes.
+  struct Run {
+    size_t begin;
+    size_t count;
+    const float* old;
+    size_t byte;
+  };
+  // Calls work(begin, end) for parts of a run, in parallel; parts begin with blocks.
+  template <typename Work>
+  void ForBlocks(const Run& run, Work work) {
+    constexpr size_t kGrain = 16 * 1024;  // values, a multiple of every block
+    channel_.workers->For(run.count, kGrain, work);
+  }
+  void Encode(const Run& run);
+  void Decode(const Run& run, bool is_own);
+
+  const ChangesArgs args_;
+  const BlockCode code_;
+  std::vector<std::vector<Run>> runs_;  // by owner
+  std::vector<size_t> cuts_{0};         // of the codes, in bytes
+  BufferPool::Buffer codes_{nullptr, {}};
+  std::optional<Spread> spread_;
+  size_t n_decoded_ = 0;  // segments
 };
 
 // Rank r receives part r of the input of every rank, in rank order.

@@ -179,7 +179,7 @@ struct Sum {
   double factor;
   size_t count;
   const float* error;
-  char* encoded;  // null: `out` receives the sum
+  char* encoded;  // null: `out` receives the sum, with the error
   float* out;     // where encoded, the new error
 };
 
@@ -240,8 +240,12 @@ TFSCALE_INLINE void SumAll(const Sum& s) {
       // In double: the mean of equal values is that value, which sum * (1/3) may miss.
       for (size_t i = 0; i < kBlock; ++i) sum[i] = static_cast<float>(sum[i] * s.factor);
     }
-    if (s.encoded == nullptr) {
+    if (s.encoded == nullptr && s.error == nullptr) {
       std::memcpy(s.out + begin, sum, n * sizeof(float));
+      continue;
+    }
+    if (s.encoded == nullptr) {
+      for (size_t i = 0; i < n; ++i) s.out[begin + i] = s.error[begin + i] + sum[i];
       continue;
     }
     const float* old_error = nullptr;
@@ -335,6 +339,10 @@ void BlockCode::Encode(const float* in, float factor, const float* error, size_t
 
 void BlockCode::Decode(const char* in, size_t count, float* out) const {
   kernels_->sum({&in, 1, 1.0, count, nullptr, nullptr, out});
+}
+
+void BlockCode::DecodeOnto(const char* in, const float* base, size_t count, float* out) const {
+  kernels_->sum({&in, 1, 1.0, count, base, nullptr, out});
 }
 
 void BlockCode::DecodeSum(const std::vector<const char*>& sources, double factor, size_t count,

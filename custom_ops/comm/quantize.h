@@ -35,6 +35,8 @@ class BlockCode {
   void Encode(const float* in, float factor, const float* error, size_t count, char* out,
               float* new_error) const;
   void Decode(const char* in, size_t count, float* out) const;
+  // out = base + what `in` decodes to.
+  void DecodeOnto(const char* in, const float* base, size_t count, float* out) const;
   // out = factor * the sum of what `sources` decode to, added in their order.
   void DecodeSum(const std::vector<const char*>& sources, double factor, size_t count,
                  float* out) const;

@@ -94,6 +94,8 @@ TEST(SentAndKeptAddUpBitByBit) {
             CHECK_TRUE(std::abs(kept[i]) <= std::max(bound, 1.1e-28f));
           }
         }
+        code.DecodeOnto(codes.data(), error.data(), count, sum.data());
+        for (size_t i = 0; i < count; ++i) CHECK_EQ(BitsOf(sum[i]), BitsOf(error[i] + out[i]));
         // Cut between blocks, it is the same code.
         const size_t half = count / 2 / kind.block * kind.block;
         Floats kept_again(count);

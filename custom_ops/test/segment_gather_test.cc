@@ -1,9 +1,14 @@
-// Gathers of segments, and what becomes of the variables whose values they bring.
+// Gathers of segments and of their changes, and what becomes of the variables whose values they
+// bring.
+#include <algorithm>
+#include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/c_api.h"
 #include "comm/pending.h"
+#include "comm/quantize.h"
 #include "test/job.h"
 
 namespace tfscale {
@@ -86,6 +91,72 @@ TEST(SegmentsOfAnyLengths) {
         CHECK_OK(Post(parts.Gather(), {}, parts.buffer));
         parts.Check();
       }
+    }
+  }
+}
+
+// Of three vectors, the second of which is sent as it is; cuts lie anywhere.
+TEST(ChangesLeaveRanksEqualAndAreNotLost) {
+  struct Vector {
+    size_t begin, count;
+    bool is_coded;
+  };
+  constexpr Vector kVectors[] = {{0, 1000, true}, {1008, 70, false}, {1088, 3001, true}};
+  constexpr size_t kLength = 4096;
+  for (const Layout& layout : kLayouts) {
+    Job job(OptionsWith(layout));
+    const std::vector<size_t> cuts = EvenCuts(job.size(), kLength);
+    for (const int bits : {16, 8, 4}) {
+      const size_t block = bits == 4 ? 64 : 256;
+      const BlockCode code(bits, block);
+      std::vector<float> old(kLength, 0.0f);
+      auto buffer = std::make_shared<std::vector<float>>(kLength);
+      float far = 0;
+      for (int step = 0; step < 20; ++step) {
+        // The new values of all ranks, of which this one writes its own.
+        std::vector<float> values(kLength), expected(kLength);
+        for (size_t i = 0; i < kLength; ++i) {
+          values[i] = std::sin(0.37f * static_cast<float>(i)) * static_cast<float>(i % 97 + 1);
+          values[i] *= static_cast<float>(std::min(step, 4));  // they stop to change
+        }
+        const size_t own = cuts[static_cast<size_t>(job.rank())];
+        const size_t end = cuts[static_cast<size_t>(job.rank()) + 1];
+        std::copy(values.begin() + static_cast<long>(own), values.begin() + static_cast<long>(end),
+                  buffer->begin() + static_cast<long>(own));
+        ChangesArgs args;
+        args.bits = bits;
+        args.block = block;
+        args.buffer = buffer->data();
+        args.cuts = cuts;
+        for (const Vector& v : kVectors) {
+          args.vectors.push_back({v.begin, v.count, v.is_coded ? old.data() + v.begin : nullptr});
+        }
+        CHECK_OK(Post(MakeChangeGather(std::move(args)), {}, buffer));
+        far = 0;
+        for (const Vector& v : kVectors) {
+          for (size_t r = 0; r + 1 < cuts.size(); ++r) {
+            const size_t begin = std::max(v.begin, cuts[r]);
+            const size_t stop = std::min(v.begin + v.count, cuts[r + 1]);
+            if (begin >= stop) continue;
+            std::copy(values.begin() + static_cast<long>(begin),
+                      values.begin() + static_cast<long>(stop),
+                      expected.begin() + static_cast<long>(begin));
+            if (!v.is_coded) continue;
+            std::vector<float> change(stop - begin);
+            for (size_t i = begin; i < stop; ++i) change[i - begin] = values[i] - old[i];
+            std::vector<char> codes(code.Bytes(stop - begin));
+            code.Encode(change.data(), 1, nullptr, stop - begin, codes.data(), nullptr);
+            code.Decode(codes.data(), stop - begin, change.data());
+            for (size_t i = begin; i < stop; ++i) expected[i] = old[i] + change[i - begin];
+          }
+          for (size_t i = v.begin; i < v.begin + v.count; ++i) {
+            CHECK_EQ((*buffer)[i], expected[i]);
+            far = std::max(far, std::abs(expected[i] - values[i]));
+          }
+        }
+        old = *buffer;
+      }
+      CHECK_TRUE(far <= 1e-4f);  // of values up to 388
     }
   }
 }

@@ -18,17 +18,21 @@ using tensorflow::TensorShape;
 // `after` are the variables that receive new values.
 REGISTER_OP("TfscalePostGather")
     .Input("pieces: piece_types")
+    .Input("bits: int32")
     .TFSCALE_COLLECTIVE_ATTRS.Attr("piece_types: list(type) >= 0")
     .Attr("dtype: {numbertype, bool}")
     .Attr("piece_offsets: list(int) >= 0")
     .Attr("cuts: list(int) >= 2")
     .Attr("variable_offsets: list(int) >= 1")
     .Attr("shapes: list(shape) >= 1")
+    .Attr("block: int")
+    .Attr("is_coded: list(bool) >= 1")
     .Attr("group_rank: int")
     .Doc(
         "Begins to gather new values of variables, of which each rank of a group has pieces, and "
         "does not wait: TfscaleAwait does. The values lie in a buffer of cuts[-1] elements, rank "
-        "r's pieces in [cuts[r], cuts[r + 1]).");
+        "r's pieces in [cuts[r], cuts[r + 1]). With 16, 8 or 4 bits, coded variables are sent as "
+        "changes of their values until now, see ChangeGather; with 32 all are sent as they are.");
 
 constexpr size_t kAlignment = 64;  // of every tensor, in bytes
 
@@ -39,6 +43,8 @@ struct Layout {
   std::vector<int64_t> cuts;
   std::vector<int64_t> variable_offsets;
   std::vector<TensorShape> shapes;
+  std::vector<bool> is_coded;  // variables
+  int block = 0;
   int rank = 0;
 
   int64_t length() const { return cuts.back(); }
@@ -58,6 +64,7 @@ absl::Status Layout::Check(int n_ranks) const {
     if (cuts[i] < cuts[i - 1]) return Wrong("cuts ascend");
   }
   if (shapes.size() != variable_offsets.size()) return Wrong("a shape for each variable");
+  if (shapes.size() != is_coded.size()) return Wrong("whether each variable is coded");
   for (size_t i = 0; i < shapes.size(); ++i) {
     const int64_t begin = variable_offsets[i];
     if (begin < 0 || begin + shapes[i].num_elements() > length()) {
@@ -106,6 +113,8 @@ class PostGatherOp : public CollectiveKernel {
     OP_REQUIRES_OK(context, context->GetAttr("cuts", &layout->cuts));
     OP_REQUIRES_OK(context, context->GetAttr("variable_offsets", &layout->variable_offsets));
     OP_REQUIRES_OK(context, context->GetAttr("shapes", &layout->shapes));
+    OP_REQUIRES_OK(context, context->GetAttr("block", &layout->block));
+    OP_REQUIRES_OK(context, context->GetAttr("is_coded", &layout->is_coded));
     OP_REQUIRES_OK(context, context->GetAttr("group_rank", &layout->rank));
     OP_REQUIRES_OK(context, layout->Check(group_size()));
     layout_ = std::move(layout);
@@ -157,19 +166,46 @@ class PostGatherOp : public CollectiveKernel {
       const size_t begin = static_cast<size_t>(layout_->piece_offsets[static_cast<size_t>(i)]);
       std::memcpy(data + begin * element, piece.data(), piece.TotalBytes());
     }
-    std::vector<size_t> cuts;
-    for (int64_t cut : layout_->cuts) cuts.push_back(static_cast<size_t>(cut) * element);
     for (size_t i = 0; i < layout_->shapes.size(); ++i) {
       const int64_t begin = layout_->variable_offsets[i];
       delivery->values.push_back(buffer.Slice(begin, begin + layout_->shapes[i].num_elements()));
     }
+    const Tensor* bits = nullptr;
+    TF_RETURN_IF_ERROR(context->input("bits", &bits));
+    // A gather that was given up may still write into the buffer, and read old values.
+    auto memory = std::make_shared<TensorList>(1, std::move(buffer));
+    OperationHandle operation = Make(data, bits->scalar<int32_t>()(), *delivery, memory.get());
     delivery->Begin();
     Call call = MakeCall();
-    // A gather that was given up may still write into the buffer.
-    call.memory = std::make_shared<Tensor>(std::move(buffer));
+    call.memory = std::move(memory);
     call.done = [delivery](const Status& status) { delivery->End(status); };
-    tfscale::Submit(MakeSegmentGather(data, std::move(cuts)), std::move(call));
+    tfscale::Submit(std::move(operation), std::move(call));
     return absl::OkStatus();
+  }
+
+  // The gather into the buffer at `data`; adds old values that it reads to `memory`.
+  OperationHandle Make(char* data, int bits, const Delivery& delivery, TensorList* memory) const {
+    const bool is_coded = bits < 32 && layout_->dtype == tensorflow::DT_FLOAT;
+    const size_t element = is_coded ? 1 : layout_->element();
+    std::vector<size_t> cuts;
+    for (int64_t cut : layout_->cuts) cuts.push_back(static_cast<size_t>(cut) * element);
+    if (!is_coded) return MakeSegmentGather(data, std::move(cuts));
+    ChangesArgs args;
+    args.bits = bits;
+    args.block = static_cast<size_t>(layout_->block);
+    args.buffer = reinterpret_cast<float*>(data);
+    args.cuts = std::move(cuts);
+    for (size_t i = 0; i < layout_->shapes.size(); ++i) {
+      const float* old = nullptr;
+      if (layout_->is_coded[i]) {
+        tensorflow::tf_shared_lock lock(*delivery.variables[i]->mu());
+        memory->push_back(*delivery.variables[i]->tensor());
+        old = memory->back().flat<float>().data();
+      }
+      args.vectors.push_back({static_cast<size_t>(layout_->variable_offsets[i]),
+                              static_cast<size_t>(layout_->shapes[i].num_elements()), old});
+    }
+    return MakeChangeGather(std::move(args));
   }
 
   std::shared_ptr<const Layout> layout_;

@@ -11,8 +11,9 @@ import pytest
 
 @pytest.mark.timeout(600)
 def test_a_disturbed_training_ends_as_an_undisturbed_one():
-    """Sharded, so that a checkpoint has parts that only one rank knows."""
-    options = ["--minutes", "1.2", "--every", "5", "15", "--seed", "3", "--exchange", "sharded"]
+    """Sharded and rounded, so that a checkpoint has parts that only one rank knows."""
+    options = ["--minutes", "1.2", "--every", "5", "15", "--seed", "3"]
+    options += ["--exchange", "sharded-int8"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.soak", *options],
         stdout=subprocess.PIPE,

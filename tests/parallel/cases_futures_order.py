@@ -73,10 +73,10 @@ def holding(kernel: keras.Variable | None, wait: Callable[[Any], Any]) -> Iterat
     backend = runtime.backend()
     post = backend.post_gather
 
-    def post_held(pieces, variables, layout, call):
-        if kernel is None or any(raw_variable(v) is raw_variable(kernel) for v in variables):
+    def post_held(pieces, *rest):
+        if kernel is None or any(raw_variable(v) is raw_variable(kernel) for v in rest[0]):
             pieces = [tf.py_function(wait, [piece], piece.dtype) for piece in pieces]
-        post(pieces, variables, layout, call)
+        post(pieces, *rest)
 
     backend.post_gather = post_held
     try:

@@ -225,7 +225,7 @@ def case_process_set():
 
 @sizes(2, 4, timeout_s=80)
 def case_compression_is_as_with_allreduce():
-    """Messages are rounded in the same way; parameters come back whole."""
+    """Gradients are rounded in the same way; parameters come near what their owners have."""
     results = []
     for exchange in (tfscale.Sharded(dense="weights"), "allreduce"):
         keras.utils.set_random_seed(3)
@@ -239,7 +239,7 @@ def case_compression_is_as_with_allreduce():
         fit(model, 0, N_STEPS)
         results.append([v.numpy() for v in model.variables])
         require_equal_ranks(model.variables)
-    require_close(*results, atol=1e-6)
+    require_close(*results, atol=1e-4)  # forward passes see changes in 16 bits
 
 
 LSO = keras.optimizers.LossScaleOptimizer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.helpers.ranks import (
     require_equal_ranks,
     require_error,
     require_identical,
+    shared_folder,
     values_of,
 )
 from tests.parallel.checkpoint_runs import forget_after
@@ -64,11 +66,22 @@ def train(optimizer, variables, steps, is_traced=True, gradients=own_gradients):
     return variables
 
 
-def pending(optimizer, variables):
+def require_near_masters(optimizer, variables, bound):
+    """Require variables that lack a little of what the owners have, and none for a bound of 0."""
+    shards, far = optimizer.executor.shards, 0.0
+    for i, piece in shards.pieces.items():
+        gap = np.abs(np.float64(piece.numpy()) - shards.part(i, variables[i].numpy()))
+        far = max(far, gap.max(initial=0.0))
+        assert math.prod(variables[i].shape) >= 1024 or not gap.any()  # small ones are sent as is
+    every = tfscale.allgather_object(far)
+    assert max(every) <= bound and (max(every) > 0 or not bound), every
+
+
+def pending(optimizer, variables, residuals=None):
     """Return the sum that is not applied yet, of each variable; in units of the mean."""
     totals = []
     for v in variables[:2]:
-        (kept,) = [r for r in optimizer.executor.residuals.all if r.parameter is v]
+        (kept,) = [r for r in (residuals or optimizer.executor.residuals).all if r.parameter is v]
         own = tfscale.allreduce(kept.own, op=tfscale.Average)
         owner = 0.0 if kept.owner is None else np.reshape(tfscale.allgather(kept.owner), own.shape)
         totals.append(np.float64(own) + owner)
@@ -77,13 +90,19 @@ def pending(optimizer, variables):
 
 def case_sums_over_steps_are_those_of_all_gradients():
     """With a learning rate of 1, what was applied and what is pending add up to the means."""
+    sharded = [{"exchange": tfscale.Sharded(mb, dense="weights")} for mb in (0, "auto")]
     for kind, compression in KINDS.items():
-        for options in ({"exchange": tfscale.Allreduce(bucket_mb=0)}, {"num_groups": 1}):
+        more = sharded if kind != "low_rank" else []
+        for options in ({"exchange": tfscale.Allreduce(bucket_mb=0)}, {"num_groups": 1}, *more):
             optimizer = DistributedOptimizer(SGD(1.0), compression=compression, **options)
             variables = new_variables()
             before = [np.float64(v.numpy()) for v in variables]
             train(optimizer, variables, range(20))
             require_equal_ranks(variables)
+            if options in more and tfscale.size() > 1:
+                require_near_masters(optimizer, variables, {"int8": 0.05, "int4": 1.0}[kind])
+                optimizer.full_state()  # from now on variables hold what the owners have
+                require_near_masters(optimizer, variables, 0.0)
             expected = [sum(column) for column in zip(*map(mean_gradients, range(20)), strict=True)]
             rest = pending(optimizer, variables) if tfscale.size() > 1 else [0.0] * 4
             for v, w, e, r in zip(variables, before, expected, rest, strict=True):
@@ -185,9 +204,20 @@ def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
         other = DistributedOptimizer(SGD(0.1), compression=compression)
         require_identical(variables, train(other, new_variables(), [0, 1, 2, 4]))
     # Without a policy the whole block is NaN, on all ranks.
-    other = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="ignore")
-    (w,) = train(other, new_variables(), [3], gradients=gradients)[1:2]
-    assert np.isnan(w.numpy().flat[:256]).all() and np.isfinite(w.numpy().flat[256:]).all()
+    for exchange in ("allreduce", tfscale.Sharded(bucket_mb=0, dense="weights")):
+        options = {"compression": compression, "exchange": exchange}
+        other = DistributedOptimizer(SGD(0.1), **options, nonfinite="ignore")
+        w = train(other, new_variables(), [3], gradients=gradients)[1].numpy()
+        assert np.isnan(w.flat[:256]).all() and np.isfinite(w.flat[256:]).all()
+        require_equal_ranks([tf.constant(w)])
+        # A skipped step changes nothing that an owner has; what is not sent yet is sent.
+        found = []
+        for steps in ([0, 1, 3, 4], [0, 1, 4]):
+            other = DistributedOptimizer(SGD(0.1), **options, nonfinite="skip")
+            found.append(train(other, new_variables(), steps, gradients=gradients))
+            require_equal_ranks(found[-1])
+            other.full_state()
+        require_identical(*found)
 
 
 def case_residuals_follow_the_scale_of_the_loss():
@@ -231,9 +261,9 @@ def case_only_exchanged_sums_are_compressed():
         assert least <= optimizer.memory_report()["residuals"] - 4 * FLOATS <= most
 
 
-def sent_bytes(optimizer, variables, steps):
+def sent_bytes(optimizer, variables, steps, **options):
     runtime.backend().take_events()
-    train(optimizer, variables, steps)
+    train(optimizer, variables, steps, **options)
     backend = runtime.backend()
     sent = [e for e in backend.take_events() if e.plan >= 0]
     return sum(e.bytes for e in sent if "w2" not in backend.slot_name(e.plan, e.slot))
@@ -245,6 +275,15 @@ def case_bytes_are_few_from_the_step_on_at_which_bits_are():
     n_bytes = 4 * FLOATS
     optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
     assert sent_bytes(optimizer, new_variables(), [0]) <= 0.26 * n_bytes
+    # Both halves of an exchange with sharded parameters.
+    sent = {}
+    for name in ("none", "bf16", "fp16", "int8"):
+        few, exchange = getattr(Compression, name), tfscale.Sharded(dense="weights")
+        optimizer = DistributedOptimizer(SGD(0.1), compression=few, exchange=exchange)
+        kernels = {"gradients": lambda step: own_gradients(step)[:2]}
+        sent[name] = sent_bytes(optimizer, new_variables()[:2], [0], **kernels)
+    assert sent["none"] == 2 * n_bytes and sent["bf16"] == sent["fp16"] == n_bytes, sent
+    assert sent["int8"] <= 0.26 * sent["none"], sent
     share = FACTORS / FLOATS
     for compression, first, least, most in (
         (Compression.int4(start_step=2), 0.5, 0.125, 0.14),
@@ -310,7 +349,7 @@ def case_four_bits_without_error_feedback_do_not_converge():
 def case_what_cannot_be_quantised_is_refused():
     if tfscale.size() == 1:
         return
-    few, local = Compression.int8, tfscale.LocalSGD(1, 2)
+    few, local = Compression.int8, tfscale.LocalSGD(1, 2, overlap=1)
     with dtype_policy("float64"):
         variable = keras.Variable(np.zeros((64, 64)), dtype="float64")
     optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
@@ -324,9 +363,12 @@ def case_what_cannot_be_quantised_is_refused():
     )
     for action, what in (
         (lambda: tfscale.DistributedGradientTape(tf.GradientTape(), compression=few), "a tape"),
-        (lambda: DistributedOptimizer(SGD(), compression=few, exchange=local), "LocalSGD"),
+        (
+            lambda: DistributedOptimizer(SGD(), compression=few, exchange=local),
+            "LocalSGD with fragments",
+        ),
     ):
-        require_error(action, f"Received: Compression.int8 for {what}.")
+        require_error(action, f"Received: Compression.int8 for {what}")
     for exchange in ("sharded", "auto", local):
         options = {"compression": Compression.low_rank, "exchange": exchange}
         require_error(
@@ -340,6 +382,94 @@ def case_what_cannot_be_quantised_is_refused():
     require_error(lambda: Compression.int8(steps=3), "Received: steps.")
 
 
+def case_gathers_of_changes_leave_ranks_equal_whatever_their_timing():
+    """1000 steps that end before the parameters have arrived."""
+    if (tfscale.size(), os.environ["TFSCALE_RANKS_PER_HOST"]) != (3, "1"):
+        return
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(48, "tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    options = {"compression": Compression.int8, "exchange": tfscale.Sharded(0, dense="weights")}
+    model.compile(DistributedOptimizer(SGD(0.05), **options), "mse", jit_compile=False)
+    tfscale.prepare(model)
+    rng = np.random.default_rng(tfscale.rank())
+    x, y = np.float32(rng.normal(size=(2, 4, 32))), np.float32(rng.normal(size=(2, 4, 48)))
+    for step in range(1000):
+        if rng.random() < 0.1:
+            time.sleep(0.01 * rng.random())  # ranks post and read at different times
+        model.train_on_batch(x[step % 2], y[step % 2])
+        if step % 100 == 99:
+            require_equal_ranks(model.trainable_variables)
+    require_near_masters(model.optimizer, model.trainable_variables, 1e-3)
+
+
+def case_saves_and_assignments_keep_what_owners_have():
+    """Files and the end of `fit` have exact weights; a broadcast of equal ones loses nothing."""
+    if tfscale.size() == 1:
+        return
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(70)])
+    options = {"compression": Compression.int4(start_step=0), "exchange": "sharded"}
+    optimizer = DistributedOptimizer(SGD(0.1), **options)
+    model.compile(optimizer, "mse", jit_compile=False)
+    tfscale.broadcast_variables(model.variables, 0)
+    tfscale.prepare(model)
+    rng = np.random.default_rng(tfscale.rank())
+    x, y = np.float32(rng.normal(size=(8, 40))), np.float32(rng.normal(size=(8, 70)))
+
+    def train_again():
+        for _ in range(3):
+            model.train_on_batch(x, y)
+        require_near_masters(optimizer, model.trainable_variables, 1.0)
+
+    train_again()
+    own = values_of(optimizer.executor.shards.pieces.values())
+    tfscale.broadcast_variables(model.variables, 0)
+    model.set_weights(model.get_weights())
+    require_identical(optimizer.executor.shards.pieces.values(), own)
+    with shared_folder() as folder:
+        model.save_weights(folder / "some.weights.h5")
+        tfscale.barrier()
+        require_near_masters(optimizer, model.trainable_variables, 0.0)
+        plain = keras.Sequential([keras.Input((40,)), keras.layers.Dense(70)])
+        plain.load_weights(folder / "some.weights.h5")
+        require_identical(plain.variables, model.variables)
+    train_again()
+    model.fit(x, y, batch_size=4, verbose=0)
+    require_near_masters(optimizer, model.trainable_variables, 0.0)
+    train_again()
+    model.set_weights([w + 1 for w in model.get_weights()])
+    require_near_masters(optimizer, model.trainable_variables, 0.0)
+
+
+def case_averages_of_groups_in_few_bits_lose_nothing():
+    """With a learning rate of 1, common weights and what is pending add up to all gradients."""
+    if tfscale.size() == 1:
+        return
+    for kind in ("int8", "int4"):
+        for average in ("parameters", "gradients"):
+            within = tfscale.Sharded(dense="weights")
+            local = tfscale.LocalSGD(tfscale.size(), 2, average=average, within=within)
+            optimizer = DistributedOptimizer(SGD(1.0), compression=KINDS[kind], exchange=local)
+            variables = new_variables()
+            before = [np.float64(v.numpy()) for v in variables]
+            optimizer.build(variables)
+            train(optimizer, variables, range(8))
+            require_equal_ranks(variables)
+            residuals = optimizer.group_average.residuals
+            rest = pending(optimizer, variables, residuals)
+            assert all(0 < np.abs(r).max() < 3.0 for r in rest[:2])
+            sign = 1.0 if average == "gradients" else -1.0  # changes are against the gradients
+            expected = [sum(column) for column in zip(*map(mean_gradients, range(8)), strict=True)]
+            for v, w, e, r in zip(variables, before, expected, rest, strict=True):
+                np.testing.assert_allclose(w - v.numpy() + sign * r, e, atol=3e-5)
+            share = sent_bytes(optimizer, variables, range(8, 10)) / (4 * FLOATS)
+            assert 0.125 < share < {"int8": 0.28, "int4": 0.16}[kind], share
+            owned = 4 * FLOATS // tfscale.size()
+            assert 4 * FLOATS < optimizer.memory_report()["residuals"] <= 4 * FLOATS + owned + 2048
+            optimizer.group_average.start_from_here()
+            assert not any(v.numpy().any() for v in residuals.variables)
+
+
 # Runs that stop and continue. Their gradients do not depend on the weights: with a learning rate
 # of 1, weights and what is pending are the sum of all gradients, at any number of ranks.
 
@@ -349,6 +479,8 @@ RUNS = {
     "int4": (Compression.int4(start_step=4), tfscale.Allreduce(bucket_mb=0)),
     "low_rank": (Compression.low_rank(rank=2, start_step=4), "allreduce"),
     "sharded": (Compression.int8, tfscale.Sharded(dense="weights")),
+    "sharded_int4": (Compression.int4(start_step=4), tfscale.Sharded(dense="weights")),
+    "local_sgd": (Compression.int8, tfscale.LocalSGD(2, 3)),
 }
 
 
@@ -363,7 +495,10 @@ def run(name, **options):
     x, y = run_data()
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     folder = Path(os.environ["RUNS_FOLDER"]) / name
-    model.fit(data, verbose=0, callbacks=[Checkpoint(folder, every_n_steps=1, keep=99, **options)])
+    callbacks = [Checkpoint(folder, every_n_steps=1, keep=99, **options)]
+    if name == "local_sgd":
+        callbacks.append(tfscale.callbacks.Synchronize())
+    model.fit(data, verbose=0, callbacks=callbacks)
     return model.layers[0].kernel, optimizer, folder
 
 
@@ -374,6 +509,8 @@ def run_data():
 
 
 def require_sum(kernel, optimizer):
+    if optimizer.groups is not None:
+        return
     x, y = map(np.float64, run_data())
     (rest, *_) = pending(optimizer, [kernel]) if tfscale.size() > 1 else [0.0]
     np.testing.assert_allclose(-kernel.numpy() + rest, x.T @ y / BATCH, atol=3e-5)
@@ -383,8 +520,7 @@ def begin_runs():
     for name in RUNS:
         kernel, optimizer, folder = run(name)
         require_sum(kernel, optimizer)
-        if tfscale.rank() == 0:
-            np.save(folder / "whole.npy", kernel.numpy())
+        np.save(folder / f"whole{tfscale.rank()}.npy", kernel.numpy())
         forget_after(folder, FIRST_STOP)
 
 
@@ -392,18 +528,18 @@ def continue_runs():
     """With the same ranks: bit by bit what it would have been without a stop."""
     for name in RUNS:
         kernel, _, folder = run(name)
-        require_identical([kernel], [np.load(folder / "whole.npy")])
+        require_identical([kernel], [np.load(folder / f"whole{tfscale.rank()}.npy")])
         forget_after(folder, FIRST_STOP)
 
 
 def continue_runs_with_fewer_ranks():
-    for name in RUNS:
+    for name in (name for name in RUNS if name != "local_sgd"):
         kernel, optimizer, folder = run(name)
         require_sum(kernel, optimizer)
         forget_after(folder, SECOND_STOP)
 
 
 def end_runs_on_one_rank():
-    for name in RUNS:
+    for name in (name for name in RUNS if name != "local_sgd"):
         kernel, optimizer, _ = run(name)
         require_sum(kernel, optimizer)

@@ -64,14 +64,20 @@ def test_copies_are_ordinary(duplicate):
 
 def test_assignments_are_told():
     v, told = variable(), []
-    futures.make_futures([v], lambda own, value: told.append((own is v, np.array(value).tolist())))
+
+    def tell(own, value, before):
+        assert own is v
+        told.append((np.array(before).tolist(), np.array(value).tolist()))
+
+    first = np.array(v).tolist()
+    futures.make_futures([v], tell)
     v.assign(np.full([3], 2.0))
     v.assign_add(np.ones([3], "float32"))
     v.assign_sub(np.ones([3], "float32"))
-    assert told == [(True, [2.0] * 3), (True, [3.0] * 3), (True, [2.0] * 3)]
+    assert told == [(first, [2.0] * 3), ([2.0] * 3, [3.0] * 3), ([3.0] * 3, [2.0] * 3)]
 
     traced = []
-    futures.make_futures([v], lambda own, value: traced.append(value))
+    futures.make_futures([v], lambda own, value, before: traced.append(value))
     tf.function(lambda: [v.assign(v + 1)])()
     assert len(traced) == 1 and isinstance(traced[0].graph, tf.Graph)
     np.testing.assert_array_equal(v.numpy(), [3, 3, 3])
@@ -87,7 +93,7 @@ def test_a_restored_checkpoint_is_told(tmp_path):
     model.set_weights([w + 1 for w in saved])
     told = {}
     futures.make_futures(
-        model.trainable_variables, lambda v, value: told.update({v.name: np.array(value)})
+        model.trainable_variables, lambda v, value, _: told.update({v.name: np.array(value)})
     )
     tf.train.Checkpoint(model=model).read(path).assert_existing_objects_matched()
     np.testing.assert_array_equal(told["kernel"], saved[0])

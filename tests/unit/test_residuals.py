@@ -21,10 +21,10 @@ def test_first_step_of_few_bits(compression, n_steps, first):
     residuals.expect(n_steps)
     found = {}
     for step in (0, first - 1, first):
-        found[step] = int(residuals._bits())
+        found[step] = int(residuals.bits())
         residuals.n_steps.assign(step + 1 if step == first - 1 else first - 1)
     assert found == {0: 16, first - 1: 16, first: compression.bits}
     residuals.n_steps.assign(first)
     residuals.expect(10**9)  # a later fit does not return to 16 bits
-    assert int(residuals._bits()) == compression.bits
-    assert int(Residuals(Compression.int8)._bits()) == 8  # from the first step on
+    assert int(residuals.bits()) == compression.bits
+    assert int(Residuals(Compression.int8).bits()) == 8  # from the first step on

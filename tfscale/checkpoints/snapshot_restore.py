@@ -6,7 +6,7 @@ import itertools
 import logging
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from tfscale.optimizer.state import KeptState
 logger = logging.getLogger("tfscale")
 
 Range = tuple[int, int]
+
+_MASTER = "weight"  # begins the names of exact parts of weights
 
 
 @dataclass
@@ -91,6 +93,9 @@ def take_snapshot(
         for i, (part, held) in parts.items():
             arrays[f"part{k}/{i}"] = _copy_of(part)
             info["ranges"][f"{k}/{i}"] = held
+        for name, _, piece, held in _masters_of(k, optimizer, variables.weights):
+            arrays[f"part{name}"] = _copy_of(piece).reshape(-1)
+            info["ranges"][name] = held
         distributed = distributed_of(optimizer)
         average = None if distributed is None else distributed.group_average
         if average is not None and (is_leader or _kept_state_of(optimizer) is not None):
@@ -145,6 +150,22 @@ def _slots_of(
     known = enumerate(optimizer.variables)
     whole = {i: v for i, v in known if i not in shared and id(v) not in ids}
     return whole, kept.own_parts() if kept else {}
+
+
+def _masters_of(
+    k: int, optimizer: Any, weights: Sequence[Any]
+) -> Iterator[tuple[str, Any, Any, Range]]:
+    """Yield names, weights, and this rank's exact parts of weights that are gathered rounded."""
+    distributed = distributed_of(optimizer)
+    shards = None if distributed is None else distributed.executor.shards
+    places = {id(v): i for i, v in enumerate(weights)}
+    if shards is None or not shards.rounds:
+        return
+    for index, piece in shards.pieces.items():
+        variable, owned = shards.variables[index], shards.owned(index)
+        if id(variable) in places:
+            held = (owned.start, owned.stop) if owned else (0, 0)
+            yield f"{k}/{_MASTER}{places[id(variable)]}", variable, piece, held
 
 
 def _kept_state_of(optimizer: Any) -> KeptState | None:
@@ -314,6 +335,7 @@ class Restore:
             self._restore_own()
             adapted_layers.settle(self._model)
             for k, optimizer in enumerate(self._optimizers):
+                self._restore_masters(k, optimizer)
                 self._restore_optimizer(k, optimizer)
                 self._restore_average(f"average{k}", optimizer)
                 self._restore_accumulator(k, optimizer)
@@ -370,6 +392,16 @@ class Restore:
             if source != self._rank:  # keep this rank's seed; restore the count of numbers drawn
                 seed = np.array([variable.numpy()[0], seed[1]], seed.dtype)
             variable.assign(seed)
+
+    def _restore_masters(self, k: int, optimizer: Any) -> None:
+        """Restore exact weights: this rank's parts, or all of them if they are not rounded now."""
+        weights, begin = self._variables.weights, f"{k}/{_MASTER}"
+        own = {name: rest for name, *rest in _masters_of(k, optimizer, weights)}
+        for name in {n for part in self._reader.parts for n in part.info["ranges"]}:
+            if name in own:
+                self._assign_slot(own[name][1], name, own[name][2])
+            elif name.startswith(begin):
+                self._assign_slot(weights[int(name.removeprefix(begin))], name, None)
 
     def _restore_optimizer(self, k: int, optimizer: Any) -> None:
         whole, parts = _slots_of(optimizer, self._variables.local)

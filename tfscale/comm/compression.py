@@ -17,6 +17,9 @@ class NoneCompressor:
     """Tensors are sent as they are."""
 
     wire: Any = None
+    # Of changes of parameters that ranks gather: bits per value, values that share a scale.
+    bits: int = 32
+    block: int = 256
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -37,12 +40,14 @@ class FP16Compressor(NoneCompressor):
     """
 
     wire = tf.float16
+    bits = 16
 
 
 class BF16Compressor(NoneCompressor):
     """Floats are sent as bfloat16: the range of float32, 8 bits of precision."""
 
     wire = tf.bfloat16
+    bits = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +189,7 @@ def refuse_quantized(compression: Any, where: str) -> None:
     refuse_low_rank(compression, where)
     if isinstance(compression, QuantizedCompressor):
         raise ConfigError(
-            "Sums of few bits need the residuals of earlier ones, which an optimizer with another "
-            f"exchange than LocalSGD keeps. Received: Compression.{compression.wire_dtype} for "
-            f"{where}. Use DistributedOptimizer, or Compression.bf16."
+            "Sums of few bits need the residuals of earlier ones, which an optimizer keeps between "
+            f"its steps. Received: Compression.{compression.wire_dtype} for {where}. Use "
+            "DistributedOptimizer without these options, or Compression.bf16."
         )

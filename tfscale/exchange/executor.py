@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
-from tfscale.comm.compression import LossyCompressor
+from tfscale.comm.compression import Compression, LossyCompressor
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError, PlanError, require
@@ -176,7 +176,10 @@ class Executor:
         ]
         plan = self._running().plan(Table(tuple(self._static)), group)
         whole = [i for i, parameter in enumerate(self._static) if parameter.is_whole]
-        self.shards = Shards(variables, plan.segments, whole, group)
+        given, compression = self._given[0], self.options.compression
+        if given.within_group() is not given:  # averaged groups must hold equal parameters
+            compression = Compression.none
+        self.shards = Shards(variables, plan.segments, whole, group, compression)
         return self.shards.targets
 
     # Without this, AutoGraph would read and convert the code in every traced function.
@@ -333,7 +336,8 @@ class Executor:
     def publish(self, updated: Collection[int] | None = None, waits: bool = True) -> None:
         """Send the pieces at some positions, or all; with `waits` until they arrive. Collective."""
         if self.shards is not None:
-            self.shards.publish(waits, updated)
+            bits = None if self.residuals is None else self.residuals.bits()
+            self.shards.publish(waits, updated, bits)
 
     def _running(self) -> Exchange:
         return self.strategy if self.may_shard else self.strategy.whole()

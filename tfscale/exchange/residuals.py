@@ -117,7 +117,7 @@ class Residuals:
             pairs = zip(parameters, cuts, strict=True)
             kept = [self.of(p, group, c, factor, rounds_sum) for p, c in pairs]
         return Quantization(
-            self._bits(),
+            self.bits(),
             self.compression.block,
             tuple(cuts),
             [residual.own.read_value() for residual in kept],
@@ -185,7 +185,7 @@ class Residuals:
                 self._start = tf.Variable(self._first_of_few, dtype=tf.int64, trainable=False)
         return self.n_steps >= self._start
 
-    def _bits(self) -> tf.Tensor:
+    def bits(self) -> tf.Tensor:
         """Return the bits per value in this step."""
         assert isinstance(self.compression, QuantizedCompressor)
         return tf.where(self.has_begun(), self.compression.bits, 16)

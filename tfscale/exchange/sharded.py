@@ -24,7 +24,8 @@ class Sharded(Exchange):
     Parameters lie in flat buffers that are cut into one segment for each rank. A rank receives the
     gradients of its own segment from all others, sums them, updates that segment (the optimizer's
     state exists for it alone) and sends the updated parameters to all. As many values are sent as
-    by an allreduce, but the second half overlaps with the next forward pass.
+    by an allreduce, but the second half overlaps with the next forward pass. With a compression
+    changes of the parameters are sent: owners keep exact ones, all ranks equal ones near them.
 
     Attributes:
         bucket_mb: Largest bucket in MiB; "auto" makes about eight buckets; 0 gives each

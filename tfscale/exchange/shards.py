@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call, Group
+from tfscale.comm.backends.base import Call, Changes, Group
+from tfscale.comm.compression import Compression, LossyCompressor
 from tfscale.config import ConfigError
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import piece_of
@@ -30,6 +31,8 @@ class Shards:
             the whole variable, of the variable's shape; the variable itself if it is not cut.
         pieces: The pieces among `targets`, by position.
         group: The ranks that share the variables.
+        rounds: Whether traced steps gather changes in fewer bits. Then a piece holds exact values,
+            of which the variable, equal on all ranks, lacks what is not sent yet.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Shards:
         segments: Sequence[SegmentedBucket],
         whole: Collection[int],
         group: Group,
+        compression: Any = Compression.none,
     ) -> None:
         """Copy this rank's pieces of variables that are equal on all ranks.
 
@@ -46,6 +50,8 @@ class Shards:
         self.variables = list(variables)
         self.group = group
         self.segments = segments
+        self._compression = compression
+        self.rounds = getattr(compression, "bits", 32) < 32
         self._places = {id(v): i for i, v in enumerate(self.variables)}
         self._owned = {p.variable: p for b in self.segments for p in b.pieces(group.rank)}
         cut = sorted(i for bucket in self.segments for i in bucket.indices)
@@ -98,12 +104,19 @@ class Shards:
             return flat
         return tf.reshape(flat, shape if self._owned.get(index) else (0, *shape[1:]))
 
-    def refresh(self, variable: keras.Variable, value: Any) -> None:
-        """Update this rank's piece after an assignment, equal on all ranks, to its variable."""
+    def refresh(self, variable: keras.Variable, value: Any, before: Any) -> None:
+        """Update this rank's piece after an assignment, equal on all ranks, to its variable.
+
+        Where a value is as it was `before`, what is not sent yet is kept; not for None.
+        """
         index = self.place(variable)
-        if self._owned.get(index):
-            value = tf.cast(value, self.pieces[index].dtype)
-            self.pieces[index].assign(self.part(index, value))
+        if not self._owned.get(index):
+            return
+        piece = self.pieces[index]
+        own = self.part(index, tf.cast(value, piece.dtype))
+        if self.rounds and before is not None:
+            own = tf.where(own == self.part(index, before), piece.value, own)
+        piece.assign(own)
 
     def call(self, what: str, indices: Sequence[int]) -> Call:
         """Return label and order of a collective for some variables' gradients or parameters."""
@@ -118,11 +131,14 @@ class Shards:
             b for b in self.segments if updated is None or not set(b.indices).isdisjoint(updated)
         ]
 
-    def publish(self, waits: bool, updated: Collection[int] | None = None) -> None:
+    def publish(
+        self, waits: bool = True, updated: Collection[int] | None = None, bits: Any = None
+    ) -> None:
         """Send this rank's pieces to all ranks and receive theirs, in forward order. Collective.
 
         Without `waits`, readers must wait (`optimizer.futures`). Buckets without a position in
-        `updated` are left out.
+        `updated` are left out. A traced step sends changes of the variables that the compression
+        fits, with `bits` per value or, for None, those of the compression; eager calls send values.
         """
         backend = runtime.backend()
         handles = []
@@ -132,11 +148,27 @@ class Shards:
             call = self.call("parameters", bucket.indices)
             if tf.executing_eagerly():
                 backend.gather_and_assign(own, raw, bucket, call)
-            else:
-                backend.post_gather(own, raw, bucket, call)
-                handles += [variable.handle for variable in raw]
+                continue
+            backend.post_gather(own, raw, bucket, call, self._changes(bucket, bits))
+            handles += [variable.handle for variable in raw]
         if waits and handles:
             backend.await_variables(handles)
+
+    def _changes(self, bucket: SegmentedBucket, bits: Any) -> Changes | None:
+        how = self._compression
+        if not self.rounds:
+            return None
+        fits = how.fits if isinstance(how, LossyCompressor) else lambda _, dtype: dtype == "float32"
+        return Changes(
+            how.bits if bits is None else bits,
+            how.block,
+            tuple(fits(s, bucket.dtype) for s in bucket.shapes),
+        )
+
+    def settle(self) -> None:
+        """Give the variables the exact values of all ranks' pieces. Collective, not in a step."""
+        if self.rounds:
+            self.publish()
 
 
 def name_of(variable: Any) -> str:

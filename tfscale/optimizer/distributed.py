@@ -150,8 +150,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             groups=groups,
         )
         strategy = resolve(exchange)
-        if isinstance(strategy, LocalSGD):
-            refuse_quantized(options.compression, "LocalSGD")
+        if isinstance(strategy, LocalSGD) and strategy.is_overlapped:
+            refuse_quantized(options.compression, "LocalSGD with fragments or overlap")
         if isinstance(strategy, LocalSGD) or strategy.is_sharding or strategy.may_shard_later:
             refuse_low_rank(options.compression, f"exchange={exchange!r}")
         self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
@@ -284,6 +284,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             own = [shards.targets[shards.place(v)] for v in var_list]
             self.__wrapped__.finalize_variable_values(own)
             executor.publish()
+        else:
+            shards.settle()
         if self.group_average is not None and has_averages:
             self.group_average.average_now()
 
@@ -670,13 +672,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """
         own = n_bytes(self.__wrapped__.variables)
         kept, accumulator = self._self_kept, self._self_accumulator
-        shards, residuals = self._self_executor.shards, self._self_executor.residuals
+        shards, average = self._self_executor.shards, self.group_average
+        lossy = [r for r in (self._self_executor.residuals, average and average.residuals) if r]
         return {
             "state": own,
             "complete_state": kept.n_bytes if kept else own,
             "parameters": n_bytes(shards.pieces.values()) if shards else 0,
             "accumulators": n_bytes(accumulator.variables) if accumulator else 0,
-            "residuals": n_bytes(residuals.variables) if residuals else 0,
+            "residuals": sum(n_bytes(residuals.variables) for residuals in lossy),
         }
 
     # Copies
@@ -780,7 +783,7 @@ def _follow(variables: Sequence[Any]) -> None:
     for variable in variables:
         on_assign = futures.assignment_hook(variable)
         if on_assign is not None:
-            on_assign(variable, raw_variable(variable).read_value())
+            on_assign(variable, raw_variable(variable).read_value(), None)
 
 
 def _check(optimizer: Any, passes: int) -> None:

@@ -27,7 +27,7 @@ from tfscale.config import ExchangeError
 from tfscale.internals.keras import raw_variable, set_class, wrap_once
 from tfscale.internals.trace import current_graph, drop_traces, is_compiled_by_xla, is_function
 
-OnAssign = Callable[[Any, Any], None]
+OnAssign = Callable[[Any, Any, Any], None]
 
 _FUTURE = "_tfscale_future"
 
@@ -56,16 +56,17 @@ class Awaited:
     def _direct_assign(self: Any, value: Any) -> None:
         on_assign = assignment_hook(self)
         _wait([self], is_write=True)
+        before = raw_variable(self).read_value()
         _base(self)._direct_assign(value)
         if on_assign is not None:
-            on_assign(self, value)
+            on_assign(self, value, before)
 
     def _restore_from_tensors(self: Any, restored_tensors: Any) -> Any:
         on_assign = assignment_hook(self)
         _wait([self], is_write=True)
         restored = _base(self)._restore_from_tensors(restored_tensors)
         if on_assign is not None:
-            on_assign(self, tf.convert_to_tensor(raw_variable(self)))
+            on_assign(self, tf.convert_to_tensor(raw_variable(self)), None)
         return restored
 
     def __repr__(self: Any) -> str:
@@ -87,9 +88,9 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
     """Let every read of some Keras variables wait for pending gathers.
 
     Functions that were traced before do not wait; `attach` lets them be traced again. `on_assign`
-    is called with a variable and its new value after each assignment through Keras (`assign`,
-    `set_weights`, `load_weights`, a restored checkpoint), eager or traced; it replaces an earlier
-    one.
+    is called with a variable, its new value, and that before or None, after each assignment through
+    Keras (`assign`, `set_weights`, `load_weights`, a restored checkpoint), eager or traced; it
+    replaces an earlier one.
     """
     future = _Future(runtime.backend(), on_assign)
     for variable in variables:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,14 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
-from tfscale.comm.compression import Compression
+from tfscale.comm.compression import Compression, QuantizedCompressor
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.local_sgd import DistanceGuard, GrowingInterval, LocalSGD
+from tfscale.exchange.plan import GradientOptions, Wire
+from tfscale.exchange.residuals import Residuals, keep
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+from tfscale.plan.segments import block_cuts
 
 
 class GroupAverage:
@@ -34,6 +39,7 @@ class GroupAverage:
         wants_to_stop: Set on a rank that wants to stop training; sent with the next average.
         must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
         n_averages: Averages taken in steps so far.
+        residuals: What averages in few bits have not sent yet; None for other averages.
     """
 
     def __init__(
@@ -85,6 +91,19 @@ class GroupAverage:
             summed = self.targets if sums_gradients else []
             self._sums = [like(v, np.zeros(v.shape)) for v in summed]
             self._outers = [self._outer_for(part) for part in self._parts_with_outer()]
+            self.residuals: Residuals | None = None
+            if isinstance(self._compression, QuantizedCompressor) and across.size > 1:
+                self._create_residuals(self._compression(start_step=0))
+
+    def _create_residuals(self, compression: QuantizedCompressor) -> None:
+        self.residuals, options = Residuals(compression), GradientOptions(compression=compression)
+        self._wire = Wire(self.across, options, self.targets, residuals=self.residuals)
+        shapes = [tuple(self._wholes[id(v)].shape) for v in self.targets]  # pieces are flat
+        pairs = enumerate(zip(self.targets, shapes, strict=True))
+        self._few = {i for i, (v, shape) in pairs if compression.fits(shape, v.dtype)}
+        for variable in (self.targets[i] for i in self._few if compression.error_feedback):
+            cuts = block_cuts(math.prod(variable.shape), compression.block, self.across.size)
+            self.residuals.of(variable, self.across, cuts, 1.0 / self.across.size, rounds_sum=True)
 
     def _first_of(self, variable: keras.Variable) -> np.ndarray:
         """Return the first group's value: all groups must start from the same one."""
@@ -111,7 +130,8 @@ class GroupAverage:
     def variables(self) -> list[Any]:
         """State that an exact resume needs: counters, common parameters, sums."""
         slots = [v for outer in self._outers if outer is not None for v in outer.variables]
-        own = [*self._common, *self._sums, *slots]
+        residuals = self.residuals.variables if self.residuals else []
+        own = [*self._common, *self._sums, *slots, *residuals]
         return [self.interval, self.since, self._n_intervals, *own]
 
     def start_from_here(self) -> None:
@@ -123,6 +143,8 @@ class GroupAverage:
             common.assign(variable.value)
         for total in self._sums:
             total.assign(tf.zeros(total.shape, total.dtype))
+        if self.residuals is not None:
+            self.residuals.restore((), 0)
 
     def average_now(self) -> list[np.ndarray]:
         """Set the model to the average over groups; return this rank's own values. Collective."""
@@ -193,8 +215,25 @@ class GroupAverage:
             return mean_over(self.across, own, "parameters")
         common = [self._common[i].value for i in part]
         changes = [o - c for o, c in zip(own, common, strict=True)]
-        means = mean_over(self.across, changes, "parameters", self._compression)
+        means = self._mean_changes(part, changes, "parameters")
         return [c + m for c, m in zip(common, means, strict=True)]
+
+    def _mean_changes(
+        self, part: Sequence[int], changes: Sequence[tf.Tensor], what: str
+    ) -> list[tf.Tensor]:
+        """Return means over the groups of changes of some targets, compressed. Collective."""
+        if self.residuals is None:
+            return mean_over(self.across, changes, what, self._compression)
+        few = [place for place, i in enumerate(part) if i in self._few]
+        rest = [place for place, i in enumerate(part) if i not in self._few]
+        exact = mean_over(self.across, [changes[place] for place in rest], what)
+        means = dict(zip(rest, exact, strict=True))
+        if few:
+            wire, call = replace(self._wire, updates=[]), Call(self.across, f"average of {what}")
+            own, indices = [changes[place] for place in few], [part[place] for place in few]
+            means |= zip(few, wire.quantized(own, call, indices), strict=True)
+            keep(wire.updates)
+        return [means[place] for place in range(len(part))]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
         """Give this rank's parameters the average; return the squared distance from it."""
@@ -236,7 +275,7 @@ class GroupAverage:
     def _move_by_gradients(self, part: Sequence[int]) -> list[tf.Tensor]:
         """Return the last common parameters, moved by the mean of the groups' sums."""
         sums = [self._sums[i].value for i in part]
-        means = mean_over(self.across, sums, "gradients", self._compression)
+        means = self._mean_changes(part, sums, "gradients")
         rate = self._rate_of_step()
         pairs = zip(part, means, strict=True)
         moved = [self._common[i].value - tf.cast(rate, m.dtype) * m for i, m in pairs]

@@ -152,10 +152,11 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
     return grid(head, body, ("best of the table", "exchange=", "plan"))
 
 
-def int8_s(scenario: Scenario) -> float:
-    """Return the step time of plain allreduce with `Compression.int8`.
+def int8_s(scenario: Scenario, plan: parts.LayerPlan | None = None) -> float:
+    """Return the step time of a plan, or plain allreduce, with `Compression.int8`.
 
-    Rounded gradients change the result of training, so the planner never chooses them by itself.
+    With sharded parameters their changes have as few bits as gradients. Rounded gradients change
+    the result of training, so the planner never chooses them by itself.
     """
     machine = scenario.machine
     sums_s = 1 / machine.reduce_bytes_per_s + _CODES_S_PER_BYTE
@@ -165,7 +166,7 @@ def int8_s(scenario: Scenario) -> float:
         host_bytes_per_s=machine.host_bytes_per_s or machine.bytes_per_s,
         reduce_bytes_per_s=1 / sums_s,
     )
-    return simulate(replace(scenario, machine=few), plain_plan(scenario)).step_s
+    return simulate(replace(scenario, machine=few), plan or plain_plan(scenario)).step_s
 
 
 # One plan
@@ -174,6 +175,7 @@ def int8_s(scenario: Scenario) -> float:
 def explain(scenario: Scenario, choice: Choice) -> str:
     """Return a page that explains a choice; docs/planner.md describes it."""
     table = scenario.table
+    sharded = parts.bucketed(table, auto_bucket_bytes(parts.specs_of(table)), "sharded")
     lines = [
         f"# {table.name}: {scenario.n_ranks} ranks of {scenario.machine.name}, "
         f"{scenario.global_batch} samples per step",
@@ -183,7 +185,8 @@ def explain(scenario: Scenario, choice: Choice) -> str:
         _line("chosen plan", scenario, choice.plan, choice.predicted),
         _line("plain allreduce", scenario, choice.plain, choice.plain_predicted),
         f"- plain allreduce with Compression.int8, which rounds gradients: "
-        f"{1e3 * int8_s(scenario):.2f} ms per step",
+        f"{1e3 * int8_s(scenario):.2f} ms per step; sharded: "
+        f"{1e3 * int8_s(scenario, sharded):.2f} ms",
         f"- no plan is faster than {1e3 * parts.lower_bound_s(scenario):.2f} ms",
         "",
     ]

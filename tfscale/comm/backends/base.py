@@ -118,6 +118,21 @@ class Quantized:
     owner_errors: list[tf.Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Changes:
+    """The format of a gather that sends changes of float32 variables with few bits.
+
+    Attributes:
+        bits: Bits per value: 32 for the values as they are, 16, 8 or 4; int32.
+        block: Values that share a scale.
+        is_coded: For each variable whether its changes are sent instead of its values.
+    """
+
+    bits: Any
+    block: int
+    is_coded: tuple[bool, ...]
+
+
 # Rows of all members, and the number of rows that came from each (int64).
 Rows = tuple[tf.Tensor, tf.Tensor]
 
@@ -200,9 +215,17 @@ class Backend(Protocol):
         return self.quantized_allreduce(tensors, quantization, call, reduction)  # refuses
 
     def post_gather(
-        self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call
+        self,
+        pieces: Tensors,
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+        changes: Changes | None = None,
     ) -> None:
         """Start gathering the members' pieces into the variables, without waiting.
+
+        With `changes` few bits may be sent of what pieces differ from the variables by: then these
+        come near the pieces, with equal bits on all members.
 
         Readers of a variable must call `await_variables` first, as `optimizer.futures` does. A
         failed gather leaves the values as they are, and readers get its error. `pieces` are those

@@ -20,6 +20,7 @@ from tfscale.comm import process
 from tfscale.comm.backends.base import (
     Backend,
     Call,
+    Changes,
     MarkKind,
     Quantization,
     Quantized,
@@ -326,7 +327,12 @@ class EngineBackend(Backend):
         return Quantized([segment], errors)
 
     def post_gather(
-        self, pieces: Tensors, variables: Sequence[Any], layout: SegmentedBucket, call: Call
+        self,
+        pieces: Tensors,
+        variables: Sequence[Any],
+        layout: SegmentedBucket,
+        call: Call,
+        changes: Changes | None = None,
     ) -> None:
         raw = [raw_variable(v) for v in variables]
         if any("GPU" in v.device.upper() for v in raw):
@@ -334,9 +340,13 @@ class EngineBackend(Backend):
             return
         after = tuple(v.handle for v in raw)
         call = dataclasses.replace(call, after=after, stream=call.stream or "parameters")
-        kind = f"gather {layout.dtype} {layout.offsets} {layout.cuts}"
+        how = changes or Changes(32, 256, (False,) * len(raw))
+        kind = f"gather {layout.dtype} {layout.offsets} {layout.cuts} {how.block} {how.is_coded}"
         self._ops.tfscale_post_gather(
             pieces=list(pieces),
+            bits=how.bits,
+            block=how.block,
+            is_coded=list(how.is_coded),
             dtype=layout.dtype,
             piece_offsets=[piece.offset for piece in layout.pieces(call.group.rank)],
             cuts=list(layout.cuts),
