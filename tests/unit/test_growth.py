@@ -45,7 +45,7 @@ def test_ladder():
     ("settings", "sizes"),
     [
         ({"interval": 2}, [32, 32, 64, 64, 128, 128, 128, 128]),
-        ({"interval": 2, "first": 10}, [32, 32, 64, 64, 128]),  # epochs from the run's first
+        ({"interval": 2, "first": 11}, [32, 32, 64, 64, 128]),  # epochs from the run's first
         ({"interval": 2, "warmup_epochs": 2}, [32] * 4 + [64] * 2 + [128]),
         ({"rule": IntervalRule(low=5)}, [32] * 5 + [64] * 5 + [128]),  # a smallest interval
     ],
