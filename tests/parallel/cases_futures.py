@@ -81,21 +81,6 @@ def case_functions_traced_before():
 
 
 @sizes(2, 3)
-def case_an_untouched_function_is_not_traced_again():
-    n_traces = []
-
-    @tf.function
-    def other(x):
-        n_traces.append(1)
-        return x + 1
-
-    other(tf.constant(1))
-    subject = Subject()
-    other(tf.constant(2))
-    assert len(n_traces) == 1 and "other" not in subject.names
-
-
-@sizes(2, 3)
 def case_reading_in_the_function_that_posts():
     subject = Subject()
     posts, variables = subject.posts, subject.posts.variables

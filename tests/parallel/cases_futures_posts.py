@@ -36,14 +36,17 @@ def require(posts: Posts, step: int) -> None:
 
 @sizes(1, 2, 3, 4, timeout_s=120)
 def case_types_and_sizes():
+    """As this backend gathers, and as one that waits, such as Horovod's."""
     for dtype in DTYPES:
         for bucket_bytes in (0, 300, 1 << 20):
             posts = Posts(variables_of(dtype), bucket_bytes)
             futures.make_futures(posts.variables)
-            posts.post(1)
-            require(posts, 1)
-            posts.run(tf.constant(2.0))
-            require(posts, 2)
+            for step, posts.gather in ((1, "post_gather"), (3, "gather_and_assign")):
+                posts.post(step)
+                require(posts, step)
+                posts.run = tf.function(posts.post)
+                posts.run(tf.constant(step + 1.0))
+                require(posts, step + 1)
 
 
 def cuts_of(length: int, size: int) -> list[list[int]]:
@@ -64,28 +67,6 @@ def case_any_cuts():
         posts.layouts = (dataclasses.replace(layout, cuts=tuple(cuts)),)
         posts.post(step)
         require(posts, step)
-
-
-@sizes(1, 2, 3, timeout_s=120)
-def case_backends_that_wait_do_the_same():
-    """What Horovod's backend is given, on the collectives of this one."""
-    for dtype in ("float32", "float64", "int32"):
-        posts = Posts(variables_of(dtype), 300)
-
-        def post_one(layout, step, posts=posts):
-            pieces = []
-            for piece in layout.pieces(tfscale.rank()):
-                flat = tf.constant(posts.base[piece.variable].reshape(-1)[piece.start : piece.stop])
-                pieces.append(flat + tf.cast(step, flat.dtype))
-            own = [posts.variables[i] for i in layout.indices]
-            call = Call(runtime.world(), own[0].path)
-            runtime.backend().gather_and_assign(pieces, own, layout, call)
-
-        posts.post_one = post_one
-        posts.post(3)
-        require(posts, 3)
-        posts.run(tf.constant(4.0))
-        require(posts, 4)
 
 
 @sizes(1, 2, 3, 4, timeout_s=120)

@@ -40,6 +40,8 @@ def build() -> keras.Model:
 class Posts:
     """Gathers of variables, one per bucket, in which each rank has its own pieces only."""
 
+    gather = "post_gather"
+
     def __init__(self, variables: list[Any], bucket_bytes: int = 150) -> None:
         self.variables = variables
         self.base = [np.array(v.numpy()) for v in variables]
@@ -49,10 +51,6 @@ class Posts:
 
     def expected(self, step: int) -> list[np.ndarray]:
         return [(base + step).astype(base.dtype) for base in self.base]
-
-    @property
-    def step_spec(self) -> tf.TensorSpec:
-        return tf.TensorSpec([], tf.float32)
 
     def post(self, step: Any) -> None:
         for layout in self.layouts:
@@ -64,7 +62,8 @@ class Posts:
             flat = tf.constant(self.base[piece.variable].reshape(-1)[piece.start : piece.stop])
             pieces.append(flat + tf.cast(step, flat.dtype))
         own = [self.variables[i] for i in layout.indices]
-        runtime.backend().post_gather(pieces, own, layout, Call(runtime.world(), own[0].path))
+        gather = getattr(runtime.backend(), self.gather)
+        gather(pieces, own, layout, Call(runtime.world(), own[0].path))
 
     def post_late(self, step: int, late: int, delay_s: float = DELAY_S) -> None:
         """Post on all ranks; on rank `late` a while after the others have found theirs pending."""

@@ -129,16 +129,3 @@ def test_functions_that_read_a_variable_are_traced_anew():
     assert "signed" in drop_traces([v.value])
     signed(x)
     assert n_traces["signed"] == 2
-
-
-def test_export_of_an_attached_model(tmp_path):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
-    model.predict(np.ones((1, 2)), verbose=0)
-    names = futures.attach(model, model.trainable_variables)
-    assert names
-    futures.attach(model, model.trainable_variables)
-    model.export(str(tmp_path / "saved"), verbose=False)
-    assert all(isinstance(v, futures.Awaited) for v in model.trainable_variables)
-    loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    x = np.ones((1, 2), "float32")
-    np.testing.assert_allclose(loaded.serve(x), model.predict(x, verbose=0), rtol=1e-6)
