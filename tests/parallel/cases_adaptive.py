@@ -27,6 +27,7 @@ from tfscale.internals.keras import replaced_call
 
 SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks
 SIZES = (48, 48, 96, 96, 192, 192, 384, 384, 384)
+SCALES = (*(size / START for size in SIZES[:-1]), 0.1)  # of the learning rate
 
 
 def arrays():
@@ -42,26 +43,40 @@ def build():
     return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.add([left, right])))
 
 
-def by_hand(make_optimizer, batch_sizes, scales):
-    """Train one plain model; return its variables, losses of epochs, and theta of each epoch."""
+def by_hand(make_optimizer, n_groups=1, interval=1):
+    """Train each group's part of the batches in this process and average; return model, thetas."""
     keras.utils.set_random_seed(3)
-    model = build()
-    model.compile(make_optimizer(), "mse")
-    model.optimizer.build(model.trainable_variables)
+    models = [build() for _ in range(n_groups)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+        model.compile(make_optimizer(), "mse")
+        model.optimizer.build(model.trainable_variables)
+    initial = float(models[0].optimizer.learning_rate)
     x, y = arrays()
-    initial = float(model.optimizer.learning_rate)
-    first, start, thetas = None, [v.numpy() for v in model.trainable_variables], []
-    for epoch, (size, scale) in enumerate(zip(batch_sizes, scales, strict=True)):
-        model.optimizer.learning_rate = initial * scale
+    start = [np.array(w) for w in models[0].get_weights()]
+    first, thetas, n_steps = None, [], 0
+    for epoch, (size, scale) in enumerate(zip(SIZES, SCALES, strict=True)):
         losses = []
         for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
-            losses.append(float(np.mean((model(x[rows]) - y[rows]) ** 2)))
-            first = losses[0] if first is None else first
-            model.train_on_batch(x[rows], y[rows])
-        pairs = zip(model.trainable_variables, start, strict=True)
-        distance = math.sqrt(sum(float(np.sum((v.numpy() - s) ** 2)) for v, s in pairs))
+            for model, own in zip(models, np.split(rows, n_groups), strict=True):
+                model.optimizer.learning_rate = initial * scale
+                losses.append(float(np.mean((model(x[own]) - y[own]) ** 2)))
+                model.train_on_batch(x[own], y[own])
+            first = float(np.mean(losses)) if first is None else first
+            n_steps += 1
+            if n_steps % interval == 0:
+                average = mean_weights(models)
+                for model in models:
+                    model.set_weights(average)
+        pairs = zip(mean_weights(models), start, strict=True)
+        distance = math.sqrt(sum(float(np.sum((w - s) ** 2)) for w, s in pairs))
         thetas.append((first - float(np.mean(losses))) / distance)
-    return model, thetas
+    models[0].set_weights(mean_weights(models))
+    return models[0], thetas
+
+
+def mean_weights(models):
+    return [np.mean(same, 0) for same in zip(*(m.get_weights() for m in models), strict=True)]
 
 
 def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
@@ -94,10 +109,9 @@ def close(model, other, exchange, tolerance=1e-10):
 
 
 def check_equality(make_optimizer, exchange):
-    scales = [*(size / START for size in SIZES[:-1]), 0.1]
     with float64(), shared_folder() as folder:
         model, history = fit(make_optimizer, folder / "adaptive.jsonl", exchange)
-        alone, thetas = by_hand(make_optimizer, SIZES, scales)
+        alone, thetas = by_hand(make_optimizer)
         lines = [json.loads(s) for s in (folder / "adaptive.jsonl").read_text().splitlines()]
     assert tuple(history["batch_size"]) == SIZES
     close(model, alone, exchange)
@@ -128,50 +142,13 @@ def case_growing_batches_equal_one_process_in_other_exchanges():
     check_equality(momentum, "sharded")
 
 
-def groups_by_hand(n_groups, interval, scales):
-    """Train each group's part of the batches in this process and average; return model, thetas."""
-    keras.utils.set_random_seed(3)
-    models = [build() for _ in range(n_groups)]
-    for model in models:
-        model.set_weights(models[0].get_weights())
-        model.compile(momentum(), "mse")
-        model.optimizer.build(model.trainable_variables)
-    initial = float(models[0].optimizer.learning_rate)
-    x, y = arrays()
-    start = [np.array(w) for w in models[0].get_weights()]
-    first, thetas, n_steps = None, [], 0
-    for epoch, (size, scale) in enumerate(zip(SIZES, scales, strict=True)):
-        losses = []
-        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
-            for model, own in zip(models, np.split(rows, n_groups), strict=True):
-                model.optimizer.learning_rate = initial * scale
-                losses.append(float(np.mean((model(x[own]) - y[own]) ** 2)))
-                model.train_on_batch(x[own], y[own])
-            first = float(np.mean(losses)) if first is None else first
-            n_steps += 1
-            if n_steps % interval == 0:
-                average = mean_weights(models)
-                for model in models:
-                    model.set_weights(average)
-        pairs = zip(mean_weights(models), start, strict=True)
-        distance = math.sqrt(sum(float(np.sum((w - s) ** 2)) for w, s in pairs))
-        thetas.append((first - float(np.mean(losses))) / distance)
-    models[0].set_weights(mean_weights(models))
-    return models[0], thetas
-
-
-def mean_weights(models):
-    return [np.mean(same, 0) for same in zip(*(m.get_weights() for m in models), strict=True)]
-
-
 @sizes(2, 4, timeout_s=180)
 def case_growing_batches_inside_of_groups():
     """Theta: the loss over all groups, the distance of their average; the batch: that of all."""
-    scales = [*(size / START for size in SIZES[:-1]), 0.1]
     groups = tfscale.LocalSGD(groups=2, interval=5)
     with float64(), shared_folder() as folder:
         model, history = fit(momentum, folder / "adaptive.jsonl", groups)
-        alone, thetas = groups_by_hand(2, 5, scales)
+        alone, thetas = by_hand(momentum, 2, 5)
     assert tuple(history["batch_size"]) == SIZES
     np.testing.assert_allclose(history["theta"], thetas, rtol=1e-9)
     require_close(model.trainable_variables, alone.trainable_variables, atol=1e-10)

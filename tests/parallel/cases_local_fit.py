@@ -11,7 +11,7 @@ from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
 from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, own_fit, start
 from tests.parallel.cases_local_sgd import agree, compare, train
-from tests.parallel.local_sgd_reference import BATCH, STEPS, by_hand_for_steps, samples
+from tests.parallel.local_sgd_reference import BATCH, STEPS, samples, train_by_hand
 from tfscale.comm import runtime
 
 
@@ -222,7 +222,7 @@ def ends_at(interval, n_steps, callback):
     strategy = tfscale.LocalSGD(2, interval, within())
     model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[callback])
     assert set(tfscale.allgather_object(callback.steps)) == {n_steps}
-    compare(model, by_hand_for_steps(n_steps, interval, 2))
+    compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval, n_steps))
     forget_the_stop()
 
 
@@ -244,5 +244,5 @@ def case_one_rank_stops_between_epochs():
         strategy = tfscale.LocalSGD(2, 7, within())
         model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[counted])
         assert counted.steps == STEPS + (tfscale.rank() != 0)  # Keras counts what is given up
-        compare(model, by_hand_for_steps(STEPS, 7, 2))
+        compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, 7))
         forget_the_stop()

@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.parallel.cases_equality import OPTIMIZERS, dense_model, inputs_of
+import tfscale
+from tests.parallel.cases_equality import dense_model, inputs_of
 
 BATCH, STEPS = 24, 10
 
@@ -26,38 +27,9 @@ def own_part(step, group, groups):
     return slice(begin, begin + part)
 
 
-def set_all(models, values, of=lambda model: model.trainable_variables):
-    for model in models:
-        for variable, value in zip(of(model), values, strict=True):
-            variable.assign(value)
-
-
-def train_by_hand(make, groups, interval, *, gradients=False, average_state=False):
-    """Train each group's model in this process and average them; return the average."""
-    x, y = samples()
-    models = models_for(groups, make)
-    common = [np.array(v.numpy()) for v in models[0].trainable_variables]
-    sums = [0.0] * len(common)  # over groups and steps
-    for step in range(STEPS):
-        for i, model in enumerate(models):
-            own = own_part(step, i, groups)
-            if gradients:
-                new = gradients_of(model, x[own], y[own])
-                sums = [total + g for total, g in zip(sums, new, strict=True)]
-            model.train_on_batch(x[own], y[own])
-        if (step + 1) % interval:
-            continue
-        if gradients:
-            rate = float(models[0].optimizer.learning_rate.numpy())
-            common = [c - rate * t / groups for c, t in zip(common, sums, strict=True)]
-            sums = [0.0] * len(common)
-        else:
-            common = mean_of([m.trainable_variables for m in models])
-        if average_state:
-            state = mean_of([m.optimizer.variables for m in models])
-            set_all(models, state, lambda model: model.optimizer.variables)
-        set_all(models, common)
-    return mean_of([m.trainable_variables for m in models])
+def train_by_hand(make, groups, interval, n_steps=STEPS, **options):
+    """Return the average of the groups' models."""
+    return ByHand(make, groups, tfscale.LocalSGD(groups, interval, **options)).train(n_steps)
 
 
 def gradients_of(model, x, y):
@@ -78,30 +50,6 @@ def samples():
     return x, np.random.default_rng(8).normal(size=(len(x), 3))
 
 
-def by_hand_over_epochs(epochs, first_local, interval, groups):
-    """Train together for some epochs, then apart; return the average."""
-    return by_hand_for_steps(epochs * STEPS, interval, groups, first_local)
-
-
-def by_hand_for_steps(n_steps, interval, groups, first_local=0):
-    """Train for some steps, of which those of the first epochs are together; return the average."""
-    x, y = samples()
-    models = models_for(groups, OPTIMIZERS["momentum"])
-    since = 0
-    for n in range(n_steps):
-        epoch, step = divmod(n, STEPS)
-        is_local = epoch >= first_local
-        for i, model in enumerate(models):
-            batch = slice(step * BATCH, (step + 1) * BATCH)
-            own = own_part(step, i, groups) if is_local else batch
-            model.train_on_batch(x[own], y[own])
-        since = since + 1 if is_local else 0
-        if since == interval:
-            since = 0
-            set_all(models, mean_of([m.trainable_variables for m in models]))
-    return mean_of([m.trainable_variables for m in models])
-
-
 class ByHand:
     """Single processes, one for each group, whose models are averaged in NumPy."""
 
@@ -114,7 +62,8 @@ class ByHand:
         self.places = fragments_of(own[0], strategy.fragments)
         self.outers = [self.outer_for(places) for places in self.places]
         self.under_way = {}  # step of the merge and what was sent, by fragment
-        self.square, self.distances = np.zeros(groups), []
+        self.square, self.distances, self.steps = np.zeros(groups), [], []
+        self.gradients = [[] for _ in range(groups)]  # since the last average
 
     def outer_for(self, places):
         given = self.strategy.outer
@@ -124,21 +73,43 @@ class ByHand:
         return given
 
     def train(self, n_steps):
+        """Train for some steps, together in the epochs before `start`; return the average."""
         x, y = samples()
-        n, interval = len(self.places), self.strategy.interval
-        for step in range(n_steps):
+        together = self.strategy.start * STEPS if self.strategy.start != "immediately" else 0
+        for step in range(-together, n_steps - together):
             for g, model in enumerate(self.models):
-                own = own_part(step % STEPS, g, self.groups)
+                own = own_part(step % STEPS, *((g, self.groups) if step >= 0 else (0, 1)))
+                if self.strategy.average == "gradients":
+                    self.gradients[g].append(gradients_of(model, x[own], y[own]))
                 model.train_on_batch(x[own], y[own])
-            for f, places in enumerate(self.places):
+            for f, places in enumerate(self.places if step >= 0 else ()):
                 if self.under_way.get(f, [None])[0] == step:
                     self.merge(f)
-                if (step + 1) % interval == f * interval // n:
-                    sent = {i: [v.numpy() for v in self.variables[i]] for i in places}
-                    self.under_way[f] = step + self.strategy.overlap, sent
+                if self.is_due(f, step + 1):
+                    self.steps.append(step + 1)
+                    self.under_way[f] = step + self.strategy.overlap, self.sent(places)
                     if self.strategy.overlap == 0:
                         self.merge(f)
         return mean_of([m.trainable_variables for m in self.models])
+
+    def is_due(self, f, step):
+        rule, since = self.strategy.interval, step - max(self.steps, default=0)
+        if isinstance(rule, int):
+            return step % rule == f * rule // len(self.places)
+        if isinstance(rule, tfscale.GrowingInterval):
+            return since >= min(rule.most, int(rule.start * (1 + rule.growth * len(self.steps))))
+        changes = [[v - c for v in own] for own, c in zip(self.variables, self.common, strict=True)]
+        squares = np.sum([[np.sum(change**2) for change in own] for own in changes], axis=0)
+        is_apart = np.mean(np.sqrt(squares)) > rule.limit
+        return since == rule.most or (since % rule.every == 0 and is_apart)
+
+    def sent(self, places):
+        if self.strategy.average != "gradients":
+            return {i: [v.numpy() for v in self.variables[i]] for i in places}
+        rate = float(self.models[0].optimizer.learning_rate.numpy())
+        sums = [[sum(same) for same in zip(*own, strict=True)] for own in self.gradients]
+        self.gradients = [[] for _ in sums]
+        return {i: [self.common[i].numpy() - rate * own[i] for own in sums] for i in places}
 
     def merge(self, f):
         sent = self.under_way.pop(f)[1]
@@ -150,7 +121,7 @@ class ByHand:
         else:
             for variable, mean in zip(common, means.values(), strict=True):
                 variable.assign(mean)
-        weight = self.strategy.merge
+        weight = 0 if self.strategy.average == "gradients" else self.strategy.merge
         for i, values in sent.items():
             new = self.common[i].numpy()
             for g, variable in enumerate(self.variables[i]):
@@ -161,6 +132,11 @@ class ByHand:
         if f == len(self.places) - 1:
             self.distances.append(np.mean(np.sqrt(self.square)))
             self.square[:] = 0.0
+        if self.strategy.average_state:
+            states = [model.optimizer.variables for model in self.models]
+            for mean, *same in zip(mean_of(states), *states, strict=True):
+                for variable in same:
+                    variable.assign(mean)
 
 
 def fragments_of(variables, n):
