@@ -171,3 +171,4 @@ def case_a_checkpoint_between_two_steps():
                 plain.train_on_batch(x[step], y[step])
             for one in (model, other):
                 require_close(one.get_weights(), plain.get_weights())
+                require_close([one.predict(x[0], verbose=0)], [plain.predict(x[0], verbose=0)])
