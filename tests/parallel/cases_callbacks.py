@@ -134,33 +134,6 @@ def case_metrics_equal_one_process():
     assert alone == pytest.approx(expected_alone, rel=5e-6)
 
 
-def case_metrics_that_are_arrays_equal_one_process():
-    """The harmonic mean of precision and recall, for each class."""
-
-    def model_of(wrap):
-        keras.utils.set_random_seed(4)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, "softmax")])
-        f1 = keras.metrics.F1Score(average=None, name="f1")
-        model.compile(wrap(keras.optimizers.SGD(0.0)), "categorical_crossentropy", metrics=[f1])
-        return model
-
-    samples = 24 * tfscale.size()
-    x, _ = data(samples, 0)
-    y = np.eye(3, dtype="float32")[np.random.default_rng(1).integers(0, 3, samples)]
-    plain = model_of(lambda optimizer: optimizer)
-    expected = fit(plain, (x, y), [], validation_data=(x, y))
-    mine = slice(24 * tfscale.rank(), 24 * (tfscale.rank() + 1))
-    share = x[mine], y[mine]
-    average = MetricAverageCallback()
-    callbacks = [BroadcastGlobalVariablesCallback(0), average]
-    model = model_of(tfscale.DistributedOptimizer)
-    history = fit(model, share, callbacks, validation_data=share)
-    for key in ("f1", "val_f1"):
-        np.testing.assert_allclose(history[key], expected[key], rtol=5e-6)
-    alone = model.evaluate(*share, verbose=0, callbacks=[average])
-    np.testing.assert_allclose(alone[1], expected["val_f1"][-1], rtol=5e-6)
-
-
 class Scores(keras.callbacks.Callback):
     """Gives each rank scores of its own, whose mean falls until the third epoch.
 

@@ -84,27 +84,22 @@ def case_train_on_batch():
 
 
 def case_frozen_layers():
+    """And trained on, after they were."""
     model = new_model()
-    model.get_layer("hidden").trainable = False
-    model.compile(DistributedOptimizer(Adam(0.01)), "mse")
-    before = values_of(model.get_layer("hidden").variables)
-    fit(model)
-    require_equal_ranks([*model.variables, *model.optimizer.variables])
-    require_identical(model.get_layer("hidden").variables, before)
-    assert len(model.optimizer.variables) == 2 + 2 * 2
-
-
-def case_layer_unfrozen_after_training():
-    model = new_model()
-    model.get_layer("hidden").trainable = False
-    model.compile(DistributedOptimizer(SGD(0.01)), "mse")
-    fit(model)
-    model.get_layer("hidden").trainable = True
-    model.compile(DistributedOptimizer(SGD(0.01)), "mse")
-    before = values_of(model.variables)
-    fit(model)
-    require_equal_ranks(model.variables)
-    assert all((v != b).any() for v, b in zip(values_of(model.variables), before, strict=True))
+    hidden = model.get_layer("hidden")
+    for trainable in (False, True):
+        hidden.trainable = trainable
+        model.compile(DistributedOptimizer(Adam(0.01)), "mse")
+        before, frozen = values_of(model.variables), values_of(hidden.variables)
+        fit(model)
+        require_equal_ranks([*model.variables, *model.optimizer.variables])
+        if trainable:
+            assert all(
+                (v != b).any() for v, b in zip(values_of(model.variables), before, strict=True)
+            )
+        else:
+            require_identical(hidden.variables, frozen)
+            assert len(model.optimizer.variables) == 2 + 2 * 2
 
 
 def run_tape(is_traced, **options):

@@ -135,8 +135,11 @@ def test_numbers_of_callbacks_are_averaged_and_objects_left_alone():
 
 
 def test_multi_output_losses_and_metrics():
+    """Also of a metric that is an array."""
+
     def multi():
         keras.utils.set_random_seed(5)
+        precisions = keras.metrics.Precision([0.3, 0.6], name="precisions")
         inputs = keras.Input((3,))
         outputs = {n: keras.layers.Dense(1, "sigmoid", name=n)(inputs) for n in "ab"}
         model = keras.Model(inputs, outputs)
@@ -144,13 +147,16 @@ def test_multi_output_losses_and_metrics():
             keras.optimizers.SGD(0.0),
             {"a": "binary_crossentropy", "b": "mse"},
             loss_weights={"a": 1.0, "b": 0.5},
-            metrics={"a": ["accuracy", "auc"], "b": ["mae"]},
+            metrics={"a": ["accuracy", "auc", precisions], "b": ["mae"]},
         )
         return model
 
     def run(model, x, y, callbacks):
-        options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0}
-        return model.fit(x, {"a": y, "b": y}, callbacks=callbacks, **options).history
+        targets = {"a": y, "b": y}
+        options = {"batch_size": len(x) // 2, "verbose": 0, "callbacks": callbacks}
+        history = model.fit(x, targets, shuffle=False, **options).history
+        alone = model.evaluate(x, targets, return_dict=True, **options)
+        return history | {f"{key} alone": [value] for key, value in alone.items()}
 
     x, y, _ = data(30, 2)
     expected = run(multi(), x, y, [])
@@ -162,9 +168,10 @@ def test_multi_output_losses_and_metrics():
             lambda rank: run(models[rank], *parts[rank], [MetricAverageCallback()])
         )
     assert set(expected) >= {"loss", "a_loss", "b_loss", "a_accuracy", "a_auc", "b_mae"}
+    assert np.shape(expected["a_precisions"]) == np.shape(expected["a_precisions alone"]) == (1, 2)
     for history in results:
         for key, values in expected.items():
-            assert history[key] == pytest.approx(values, rel=2e-6), key
+            np.testing.assert_allclose(history[key], values, rtol=2e-6, err_msg=key)
 
 
 def test_a_metric_that_returns_its_variable():
