@@ -89,7 +89,7 @@ class Subject:
         self.names = futures.attach(
             self.model,
             self.model.trainable_variables,
-            lambda variable, value: self.assigned.append(variable.path),
+            lambda variable, *_: self.assigned.append(variable.path),
         )
         self.posts = Posts(self.model.trainable_variables)
         self.step = 0
