@@ -10,32 +10,18 @@ import tfscale
 from tests.helpers.ranks import shared_folder
 from tests.helpers.spawn import sizes
 from tests.helpers.versions import HAS_MUON
-from tests.parallel.cases_equality import BATCH, float64
+from tests.parallel.cases_equality import float64
 from tests.parallel.sharded_model import (
     N_STEPS,
     Adam,
     compiled,
-    data,
     fit,
     require_near,
+    require_state,
     sharded,
+    single_steps,
     state_of,
 )
-
-
-def single_steps(model, first, stop):
-    """Train plain Keras on the global batches that `fit` gives the ranks."""
-    x, y = data()
-    for step in range(first, stop):
-        model.train_on_batch(x[step * BATCH :][:BATCH], y[step * BATCH :][:BATCH])
-    return model
-
-
-def require_same(model, single, first_slot=0):
-    n = len(single.variables)
-    expected = state_of(single)
-    require_near([v.numpy() for v in model.variables], expected[:n])
-    require_near(model.optimizer.full_state()[first_slot:], expected[n + first_slot :])
 
 
 @sizes(2, timeout_s=80)
@@ -74,7 +60,7 @@ def case_exclusion_from_weight_decay_after_prepare():
                     model.optimizer.exclude_from_weight_decay(**named)
                     models.append(model)
                 fit(models[0], 0, N_STEPS)
-                require_same(models[0], single_steps(models[1], 0, N_STEPS))
+                require_state(models[0], state_of(single_steps(models[1], 0, N_STEPS)))
 
 
 @sizes(2, timeout_s=80)
@@ -91,7 +77,7 @@ def case_a_schedule_in_place_of_a_rate():
             model.make_train_function(force=True)  # Keras itself would continue with the old rate
         start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
         fit(models[0], 3, N_STEPS, callbacks=[start])
-        require_same(models[0], single_steps(models[1], 3, N_STEPS))
+        require_state(models[0], state_of(single_steps(models[1], 3, N_STEPS)))
         with shared_folder() as folder:
             model = models[0]
             model.save(folder / "model.keras")
@@ -125,7 +111,7 @@ def case_numbers_that_are_trained():
         for rule in (keras.optimizers.Lamb, keras.optimizers.Adafactor):
             model, single = scaled(sharded(rule(0.01))), scaled(rule(0.01))
             fit(model, 0, N_STEPS)
-            require_same(model, single_steps(single, 0, N_STEPS))
+            require_state(model, state_of(single_steps(single, 0, N_STEPS)))
             path = folder / f"{rule.__name__}.keras"
             model.save(path)
             tfscale.barrier()
@@ -134,7 +120,7 @@ def case_numbers_that_are_trained():
             require_near(state_of(again), state_of(single))
             back = tfscale.load_model(path, custom_objects=objects, exchange=tfscale.Sharded())
             fit(back, 0, 2)
-            require_same(back, single_steps(single, 0, 2))
+            require_state(back, state_of(single_steps(single, 0, 2)))
             tfscale.barrier()
 
 

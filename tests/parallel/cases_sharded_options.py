@@ -27,6 +27,7 @@ from tests.parallel.sharded_model import (
     require_near,
     require_state,
     sharded,
+    single_steps,
     state_of,
 )
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
@@ -89,7 +90,6 @@ def case_backward_passes_per_step():
 @sizes(2, 3, timeout_s=80)
 def case_frozen_layers():
     with float64():
-        x, y = data()
 
         def frozen(optimizer):
             keras.utils.set_random_seed(3)
@@ -98,29 +98,22 @@ def case_frozen_layers():
             model.compile(optimizer, "mse")
             return model
 
-        single, model = frozen(Adam(0.01)), frozen(sharded(Adam(0.01)))
-        for step in range(N_STEPS):
-            rows = slice(step * BATCH, (step + 1) * BATCH)
-            single.train_on_batch(x[rows], y[rows])
+        model = frozen(sharded(Adam(0.01)))
         fit(model, 0, N_STEPS)
-        require_state(model, state_of(single))
+        require_state(model, state_of(single_steps(frozen(Adam(0.01)))))
 
 
 @sizes(2, 3, timeout_s=80)
 def case_two_optimizers():
     """Each has a layer; the callback of rank 0 saves the state of both."""
     with float64():
-        x, y = data()
         keras.utils.set_random_seed(3)
-        models = [TwoOptimizers(), TwoOptimizers()]
-        single, model = models
+        single, model = TwoOptimizers(), TwoOptimizers()
         for each, wrap in ((single, lambda o: o), (model, sharded)):
             each.set_weights(single.get_weights())
             each.compile(wrap(Adam(0.01)), "mse")
             each.second = wrap(keras.optimizers.SGD(0.02, momentum=0.9))
-        for step in range(N_STEPS):
-            rows = slice(step * BATCH, (step + 1) * BATCH)
-            single.train_on_batch(x[rows], y[rows])
+        single_steps(single)
         with shared_folder() as folder:
             path = str(folder / "two.weights.h5")
             saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)

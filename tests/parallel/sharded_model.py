@@ -33,15 +33,22 @@ def state_of(model):
     return [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
 
 
+def single_steps(model, first=0, stop=N_STEPS):
+    """Train plain Keras on the global batches that `fit` gives the ranks."""
+    x, y = data()
+    for step in range(first, stop):
+        model.train_on_batch(x[step * BATCH :][:BATCH], y[step * BATCH :][:BATCH])
+    return model
+
+
 def alone(steps):
     """Train plain Keras on global batches; return the model and its state before each step."""
-    x, y = data()
     model = compiled(Adam(0.01))
     model.optimizer.build(model.trainable_variables)
     states = []
     for step in range(steps):
         states.append(state_of(model))
-        model.train_on_batch(x[step * BATCH :][:BATCH], y[step * BATCH :][:BATCH])
+        single_steps(model, step, step + 1)
     return model, [*states, state_of(model)]
 
 
