@@ -12,11 +12,13 @@ from tests.helpers.ranks import (
     require_identical,
 )
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_equality import BATCH, dense_model, float64
+from tests.parallel import sharded_model
+from tests.parallel.cases_equality import BATCH, float64
+from tests.parallel.sharded_model import N_STEPS, compiled, single_steps, state_of
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
 
-STEPS, BAD = 5, 2  # of these steps this one is bad on the last rank
+BAD = 2  # this step is bad on the last rank
 EXCHANGES = {
     "allreduce": Allreduce(bucket_mb=0),
     "chunked": Chunked(first_chunk_layers=1, replicated_dense=0),
@@ -27,17 +29,9 @@ EXCHANGES = {
 }
 
 
-def compiled(optimizer, **options):
-    keras.utils.set_random_seed(3)
-    model = dense_model()
-    model.compile(optimizer, "mse", **options)
-    return model
-
-
 def data():
     """All global batches; in the bad step the last rank's part, the last one, holds a NaN."""
-    random = np.random.default_rng(7)
-    x, y = random.normal(size=(BATCH * STEPS, 6)), random.normal(size=(BATCH * STEPS, 3))
+    x, y = sharded_model.data()
     bad = x.copy()
     bad[BATCH * (BAD + 1) - 1] = np.nan
     return bad, x, y
@@ -51,25 +45,17 @@ def fit(optimizer, **options):
     return model
 
 
-def alone(steps):
-    _, x, y = data()
-    model = compiled(keras.optimizers.Adam(0.01))
-    for step in steps:
-        rows = slice(step * BATCH, (step + 1) * BATCH)
-        model.train_on_batch(x[rows], y[rows])
-    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
-
-
 def check_skipped(names, **options):
     """Training has continued without the bad step, exactly as one process without it."""
     with float64():
-        expected = alone([step for step in range(STEPS) if step != BAD])
+        alone = single_steps(compiled(keras.optimizers.Adam(0.01)), 0, BAD)
+        expected = state_of(single_steps(alone, BAD + 1))
         for name in names:
             inner = keras.optimizers.Adam(0.01, global_clipnorm=1e6)
             optimizer = DistributedOptimizer(inner, exchange=EXCHANGES[name], nonfinite="skip")
             model = fit(optimizer, **options)
             assert optimizer.n_skipped_steps == 1, name
-            assert int(optimizer.iterations) == STEPS - 1, name
+            assert int(optimizer.iterations) == N_STEPS - 1, name
             require_equal_ranks(model.variables)
             mine = [*(v.numpy() for v in model.variables), *optimizer.full_state()]
             require_close(mine, expected, message=name)
@@ -111,15 +97,15 @@ def case_a_group_of_local_sgd_skips_alone():
         group, n = tfscale.rank() // (tfscale.size() // 2), BATCH // 2
         _, x, y = data()
         reference = compiled(keras.optimizers.SGD(0.1))
-        for step in range(STEPS):
+        for step in range(N_STEPS):
             rows = slice(step * BATCH + group * n, step * BATCH + (group + 1) * n)
             if (step, group) != (BAD, 1):
                 reference.train_on_batch(x[rows], y[rows])
-            if step % 2 or step == STEPS - 1:  # where an interval ends, and training
+            if step % 2:  # where an interval ends
                 for variable in reference.variables:
                     variable.assign(tfscale.allreduce(variable.value))
         assert optimizer.n_skipped_steps == group
-        assert int(optimizer.iterations) == STEPS - group
+        assert int(optimizer.iterations) == N_STEPS - group
         require_close(model.variables, reference.variables)
 
 
@@ -127,7 +113,7 @@ def case_a_group_of_local_sgd_skips_alone():
 def case_local_variables_and_passes():
     """A variable that is not exchanged tells the others too; so does a cycle of batches."""
     optimizer = DistributedOptimizer(
-        keras.optimizers.SGD(0.1), nonfinite="skip", backward_passes_per_step=5
+        keras.optimizers.SGD(0.1), nonfinite="skip", backward_passes_per_step=N_STEPS
     )
     model = compiled(optimizer)
     before = [v.numpy() for v in model.variables]

@@ -21,10 +21,10 @@ def data(n_steps=N_STEPS, seed=7):
     return random.normal(size=(BATCH * n_steps, 6)), random.normal(size=(BATCH * n_steps, 3))
 
 
-def compiled(optimizer, seed=3):
+def compiled(optimizer, seed=3, **options):
     keras.utils.set_random_seed(seed)
     model = dense_model()
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", **options)
     return model
 
 
