@@ -4,28 +4,8 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.models import Deferred, functional  # noqa: F401
 from tests.helpers.ranks import outcome
-
-
-class Deferred(keras.Model):
-    """A subclassed model that knows its shapes from the first batch only."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = keras.layers.Dense(3, activation="tanh")
-        self.normalize = keras.layers.BatchNormalization()
-        self.out = keras.layers.Dense(1, activation="sigmoid")
-
-    def call(self, x, training=False):
-        return self.out(self.normalize(self.hidden(x), training=training))
-
-
-def functional(has_statistics=True):
-    inputs = keras.Input((3,))
-    x = keras.layers.Dense(3, activation="tanh", name="hidden")(inputs)
-    if has_statistics:
-        x = keras.layers.BatchNormalization(name="normalize")(x)
-    return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="out")(x))
 
 
 def compiled(model, optimizer=None, metrics=()):

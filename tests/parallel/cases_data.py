@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.models import Recorder, classifier
 from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tfscale.callbacks import Callback
@@ -18,21 +19,6 @@ from tfscale.data.slices import epoch_order
 
 SAMPLES = 96
 BATCH_SIZES = (12, 24, 48, 48)  # per epoch; multiples of 1, 2, 3 and 4 ranks
-
-
-class Recorder(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.trained, self.tested = [], []
-        self.compile(run_eagerly=True)
-
-    def train_step(self, data):
-        self.trained.append(data[0].numpy().astype(int).tolist())
-        return {"loss": 0.0}
-
-    def test_step(self, data):
-        self.tested.append(data[0].numpy().astype(int).tolist())
-        return {"loss": 0.0}
 
 
 class Grow(keras.callbacks.Callback):
@@ -113,23 +99,14 @@ def arrays():
     return rng.normal(size=(SAMPLES, 4)), rng.integers(0, 3, SAMPLES), rng.uniform(size=SAMPLES)
 
 
-def make_model(wrap):
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), loss)
-    return model
-
-
 def check_equal_to_one_process(own_weights, fit_weights, by_hand):
     """Fit with growing batches; the weights must be those of training by hand, alone."""
     x, y, _ = arrays()
     with float64():
         data = GlobalBatches(x, y, batch_size=12, seed=7, sample_weight=own_weights)
-        model = make_model(tfscale.DistributedOptimizer)
+        model = classifier(tfscale.DistributedOptimizer)
         model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)], class_weight=fit_weights)
-        alone = make_model(lambda optimizer: optimizer)
+        alone = classifier()
         for epoch, batch_size in enumerate(BATCH_SIZES):
             for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, batch_size):
                 alone.train_on_batch(x[rows], y[rows], None if by_hand is None else by_hand[rows])

@@ -4,26 +4,7 @@ import keras
 import numpy as np
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-
-
-class Deferred(keras.Model):
-    """A subclassed model that knows its shapes from the first batch only."""
-
-    def __init__(self, units=2):
-        super().__init__()
-        self.hidden = keras.layers.Dense(units, name="hidden")
-        self.normalize = keras.layers.BatchNormalization(name="normalize")
-        self.out = keras.layers.Dense(1, name="out")
-
-    def call(self, x, training=False):
-        return self.out(self.normalize(self.hidden(x), training=training))
-
-
-def functional():
-    inputs = keras.Input((3,))
-    x = keras.layers.Dense(2, name="hidden")(inputs)
-    x = keras.layers.BatchNormalization(name="normalize")(x)
-    return keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
+from tests.helpers.models import Deferred, functional  # noqa: F401
 
 
 def compiled(model, rate=0.1, optimizer=None):

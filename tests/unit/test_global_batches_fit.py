@@ -5,27 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.models import Recorder, classifier
 from tests.helpers.ranks import float64
 from tests.unit.test_global_batches import as_rank, make, served
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 
 pytestmark = pytest.mark.filterwarnings("error:.*ran out of data", "error:.*shuffle=True")
-
-
-class Recorder(keras.Model):
-    def __init__(self, **compile_options):
-        super().__init__()
-        self.trained, self.tested = [], []
-        self.compile(run_eagerly=True, **compile_options)
-
-    def train_step(self, data):
-        self.trained.append(tuple(data[0].numpy().astype(int)))
-        return {"loss": 0.0}
-
-    def test_step(self, data):
-        self.tested.append(tuple(data[0].numpy().astype(int)))
-        return {"loss": 0.0}
 
 
 class At(keras.callbacks.Callback):
@@ -209,15 +195,6 @@ def test_predict_needs_each_sample_in_order(options, received):
 # Numbers: a real model in float64 against batches cut by hand.
 
 
-def make_model():
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
-    return model
-
-
 def make_arrays():
     rng = np.random.default_rng(0)
     return rng.normal(size=(30, 4)), rng.integers(0, 3, 30), rng.uniform(size=30)
@@ -227,13 +204,13 @@ def test_class_weight_with_sample_weight_is_an_error():
     x, y, weight = make_arrays()
     data = as_rank(GlobalBatches(x, y, batch_size=10, sample_weight=weight))
     with pytest.raises(ValueError, match="class_weight"):
-        make_model().fit(data, class_weight={0: 1.0, 1: 1.0, 2: 2.0}, verbose=0)
+        classifier().fit(data, class_weight={0: 1.0, 1: 1.0, 2: 2.0}, verbose=0)
 
 
 def test_growing_batches_do_not_retrace():
     with float64():
         x, y, _ = make_arrays()
-        data, model, traces = as_rank(GlobalBatches(x, y, batch_size=2)), make_model(), []
+        data, model, traces = as_rank(GlobalBatches(x, y, batch_size=2)), classifier(), []
         layer_call = model.layers[0].call
         model.layers[0].call = lambda *a, **k: traces.append(1) or layer_call(*a, **k)
         grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (2, 6, 30)[epoch]))
