@@ -16,6 +16,7 @@ from tests.helpers.ranks import (
     shared_folder,
 )
 from tests.helpers.spawn import sizes
+from tests.parallel.cases_equality import dense_model
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
@@ -36,17 +37,10 @@ def arrays():
     return x, np.tanh(x @ random.normal(size=(6, 3))) + 0.1 * random.normal(size=(SAMPLES, 3))
 
 
-def build():
-    inputs = keras.Input((6,))
-    left = keras.layers.Dense(16, activation="tanh")(inputs)
-    right = keras.layers.Dense(16, activation="relu")(inputs)
-    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.add([left, right])))
-
-
 def by_hand(make_optimizer, n_groups=1, interval=1):
     """Train each group's part of the batches in this process and average; return model, thetas."""
     keras.utils.set_random_seed(3)
-    models = [build() for _ in range(n_groups)]
+    models = [dense_model() for _ in range(n_groups)]
     for model in models:
         model.set_weights(models[0].get_weights())
         model.compile(make_optimizer(), "mse")
@@ -82,7 +76,7 @@ def mean_weights(models):
 def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
     averages = [MetricAverageCallback()] if options.pop("metrics_are_averaged", True) else []
     keras.utils.set_random_seed(seed + runtime.rank())
-    model = build()
+    model = dense_model()
     model.compile(tfscale.DistributedOptimizer(make_optimizer(), exchange=exchange), "mse")
     x, y = arrays()
     data = tfscale.data.GlobalBatches(x, y, batch_size=START, seed=7)
