@@ -2,14 +2,12 @@
 
 from fractions import Fraction
 
-import keras
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
 from tfscale.config import ConfigError
-from tfscale.exchange import dense
 from tfscale.plan.layers import is_partial_cheaper
 
 COUNTS = st.integers(1, 5000)
@@ -32,20 +30,3 @@ def test_layers_of_vgg_a():
 def test_global_batch_is_a_number_of_samples(batch):
     with pytest.raises(ConfigError, match="global_batch must be 1 or more. Received"):
         tfscale.Sharded(global_batch=batch)
-
-
-def test_a_kernel_of_two_layers_is_left_alone():
-    class Transposed(keras.layers.Layer):
-        def __init__(self, other: keras.layers.Dense):
-            super().__init__()
-            self.kernel = other.kernel
-
-        def call(self, inputs):
-            return inputs @ keras.ops.transpose(self.kernel)
-
-    layer, other = keras.layers.Dense(4), keras.layers.Dense(4)
-    layer.build((None, 4))
-    model = keras.Sequential([keras.Input((4,)), layer, Transposed(layer), other])
-    shared = dense.shared_weights(model)
-    assert dense.why_not(layer, shared).startswith("another layer has its weights too")
-    assert dense.why_not(other, shared) == ""

@@ -3,21 +3,12 @@
 import gc
 import weakref
 
-import keras
-import numpy as np
 import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.unit.test_callbacks_rank_zero import X, compiled
 from tfscale.callbacks import Callback, MetricAverageCallback, Synchronize
 from tfscale.fit.session import running_session, session_of
-
-X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
-
-
-def compiled():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
 
 
 class Look(Callback):
