@@ -224,6 +224,7 @@ def cells_of(suites: Sequence[str], choice: Choice) -> list[Cell]:
     """
     everything = replace(choice, systems=())
     known = dict.fromkeys(cell.system for suite in suites for cell in SUITES[suite](everything))
+    known |= dict.fromkeys(TORCH_SYSTEMS if has_ddp() and "step" in suites else ())
     unknown = [system for system in choice.systems if system not in known]
     if unknown:
         raise ValueError(

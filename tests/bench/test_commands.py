@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import cells
 from benchmarks.cells import Choice, cells_of
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,15 @@ def test_systems_may_be_of_any_suite_and_of_other_exchanges():
         cells_of(["step"], Choice(systems=["tfscale-sharded"], places=["memory"]))
     choice = Choice(systems=["tfscale-sharded"], places=["memory"], exchanges=["sharded"])
     assert {cell.system for cell in cells_of(["step"], choice)} == {"tfscale-sharded"}
+
+
+def test_systems_of_pytorch_are_measured_where_they_are_asked_for(monkeypatch):
+    choice = Choice(systems=["compute", "ddp"], places=["1gbit"], models=["resnet50"])
+    monkeypatch.setattr(cells, "has_ddp", lambda: True)
+    assert [cell.system for cell in cells_of(["step"], choice)] == ["compute", "ddp"]
+    monkeypatch.setattr(cells, "has_ddp", lambda: False)
+    with pytest.raises(ValueError, match="ddp"):
+        cells_of(["step"], choice)
 
 
 FAKE_PYTHON = """#!/bin/sh
