@@ -29,7 +29,7 @@ def three_digits(seconds: float) -> str:
 
 
 def megabytes(row: Row, systems: Sequence[str]) -> str:
-    """Return what the link of a host sent per call, for each system; nothing in memory."""
+    """Return the bytes that the link of a host sent per call by system; nothing in memory."""
     sent = {s: statistics.median(row.sent_bytes[s]) / 1e6 for s in systems if s in row.sent_bytes}
     if len(systems) == 1:
         return "".join(f"{found:.3g}" for found in sent.values())

@@ -57,7 +57,7 @@ def simulated_s(sent: tuple[int, float]) -> float:
 
 
 def count(n_ranks: int) -> dict[int, tuple[int, int]]:
-    """Return what rank 0 sends, for each size, by the engine itself.
+    """Return messages and bytes that rank 0 sends, for each size, by the engine itself.
 
     Raises:
         subprocess.CalledProcessError: The ranks failed; their output is in `stdout`.

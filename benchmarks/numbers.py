@@ -104,12 +104,12 @@ class Weights:
 
 
 def allreduce_bytes(layers: Sequence[Weights], n_hosts: int) -> float:
-    """Return what each host sends at least to sum up all gradients in float32."""
+    """Return the bytes that each host sends at least to sum up all gradients in float32."""
     return 2 * (n_hosts - 1) / n_hosts * 4 * sum(layer.n_parameters for layer in layers)
 
 
 def least_bytes(layers: Sequence[Weights], n_hosts: int, local_batch: int) -> float:
-    """Return what each host sends at least if dense layers may do it another way.
+    """Return the bytes that each host sends at least if dense layers may do it another way.
 
     A dense layer's gradient is (activations)^T (errors), so hosts may instead gather each
     other's activations and errors: (n - 1) (n_in + n_out) numbers per picture. The cheaper way

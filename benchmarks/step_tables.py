@@ -119,7 +119,7 @@ def compute_of(system: str) -> str:
 
 
 def _exposed_columns(row: Row, system: str) -> list[str]:
-    """Return what a step takes longer than computing alone, and its ratio to the limit.
+    """Return the time that a step takes longer than computing alone, and its ratio to the limit.
 
     Frameworks compute at different speeds, so each is compared with itself; the limit is that of
     summing up all gradients in float32.

@@ -153,7 +153,7 @@ def parse_exchange(text: str) -> Any:
 
 
 def parse_compression(text: str) -> Any:
-    """Return what a flag names: an attribute of `tfscale.Compression`, with its options."""
+    """Return the compression, with its options, that a flag names."""
     name, _, options = text.partition(":")
     compression = vars(tfscale.Compression).get(name)
     if compression is None or name.startswith("_"):

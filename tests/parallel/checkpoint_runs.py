@@ -59,7 +59,7 @@ def model_of(rate: float) -> keras.Model:
 
 @dataclass
 class Run:
-    """How a run is made; `train` may be called again and again, as restarts of one program."""
+    """Settings of a run; `train` may be called again and again, as restarts of one program."""
 
     optimizer: Callable[[], Any] = field(default=lambda: keras.optimizers.Adam(0.01))
     exchange: Any = "allreduce"
