@@ -1,0 +1,64 @@
+"""Rules that let the batch grow, in an hour: theta, the noise scale, fixed intervals (LeNet-5)."""
+
+_small, _large, _images, _epochs = 64, 512, 20000, 30
+
+
+def _steps(epochs):
+    return sum(_images // int(line["batch_size"]) for line in epochs)
+
+
+def _share_at_largest(epochs):
+    """Percentage of all samples that were trained on in batches of the largest size."""
+    seen = [_images // int(e["batch_size"]) * e["batch_size"] for e in epochs]
+    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
+    return 100 * sum(largest) / sum(seen)
+
+
+def _first_growth(epochs):
+    """Epoch, from 1, that is the first with a larger batch; None if the batch never grows."""
+    grown = (e["epoch"] for e in epochs if e["batch_size"] > epochs[0]["batch_size"])
+    return next(grown, None)
+
+
+TITLE = "Rules for growing batches: LeNet-5 on Fashion-MNIST"
+SHOWS = f"""
+`growth_rules` with a network that takes minutes: LeNet-5 (no batch normalization) on {_images}
+pictures of Fashion-MNIST, tested with all 10000, {_epochs} epochs for all, so that all see as many
+samples. Batches go from {_small} to {_large}, with a rate of 0.02 for {_small} that follows the
+batch linearly; {_large} throughout, with five epochs of warm-up, loses more than a point. Growing
+batches double, at most once in an interval of K epochs: K is given ("every K epochs"), or read off
+theta, without a limit; the noise scale needs two ranks and decides by itself. Decays to a tenth of
+the first rate come after 60 % and to a hundredth after 90 % of the epochs; a batch grows no more
+after the first one. Theta only determines K, so it helps if the K that it finds is better than
+another one that costs as many steps.
+"""
+RECIPE = "lenet"
+FLAGS = {
+    "data": "fashion_mnist",
+    "images": _images,
+    "epochs": _epochs,
+    "patience": 0,
+    "scaling": "linear",
+    "learning_rate": 0.005,  # for a batch of 16
+    "decay_epochs": f"{_epochs * 60 // 100},{_epochs * 90 // 100}",
+}
+_growing = {"batch_size": _small, "adaptive_batch": _large}
+CONFIGURATIONS = {
+    "small batch": {"batch_size": _small},
+    "large batch": {"batch_size": _large, "warmup_epochs": 5},
+    **{
+        f"every {k} epoch{'s' * (k > 1)}": {**_growing, "adaptive_interval": k}
+        for k in (1, 2, 3, 5, 8)
+    },
+    "theta, 10 % once": {**_growing, "adaptive_rule": "thesis"},
+    "theta, 10 % twice": {**_growing, "adaptive_rule": "robust"},
+    "theta, peak": {**_growing, "adaptive_rule": "peak"},
+    "noise scale": {**_growing, "adaptive_signal": "noise_scale", "ranks": 2},
+}
+SEEDS = (1, 2, 3)
+METRIC = "val_accuracy"
+COLUMNS = {
+    "steps": _steps,
+    f"% of samples in batches of {_large}": _share_at_largest,
+    "first epoch with a larger batch": _first_growth,
+}
