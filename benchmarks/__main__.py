@@ -6,7 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.cells import EXCHANGES, FULL, MODELS, QUICK, SUITES, TABLE, Choice, cells_of
+from benchmarks.cells import (
+    EXCHANGES,
+    FULL,
+    MODELS,
+    QUICK,
+    SUITES,
+    TABLE,
+    TRAINED_MODELS,
+    Choice,
+    cells_of,
+)
 from benchmarks.harness import measure
 from benchmarks.provenance import ROOT
 from tools.cluster.running import leave_on_sigterm
@@ -26,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="fewer sizes, models and rounds")
     extent.add_argument("--full", action="store_true", help="every cell, however long it takes")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=())
+    parser.add_argument("--models", nargs="+", choices=(*MODELS, *TRAINED_MODELS), default=())
     ours = f"tfscale's; default: {' '.join(EXCHANGES)}"
     parser.add_argument("--exchanges", nargs="+", default=(), help=ours)
     known = "compute, horovod, mwms, ddp, tfscale-auto, ..."

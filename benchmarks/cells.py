@@ -14,6 +14,8 @@ QUICK, TABLE, FULL = "quick", "table", "full"
 SMALL_MODELS = ("resnet20", "edsr16")
 LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
 MODELS = (*LARGE_MODELS, *SMALL_MODELS)
+# Only where they are asked for: for the times of recipes/time_to_accuracy.py.
+TRAINED_MODELS = ("resnet8_64", "resnet8_512")
 EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 # Steps from one average over the groups to the next; only whole intervals are measured.
 _INTERVALS = {
@@ -26,7 +28,7 @@ _INTERVALS = {
 }
 
 # Steps and steps for warming up of models whose steps are so short that a few of them tell little.
-_SHORT = {"resnet20": (40, 5), "edsr16": (10, 2)}
+_SHORT = {"resnet20": (40, 5), "edsr16": (10, 2), "resnet8_64": (100, 5), "resnet8_512": (100, 5)}
 
 # PyTorch's, which `make ddp` installs into an environment of their own.
 TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")

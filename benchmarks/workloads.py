@@ -21,6 +21,7 @@ from models.vgg import VGG_A, vgg
 
 # Three thin stages that leave 4x4x128 = 2048 numbers to the dense layers.
 VGG_LIKE = ((32,), (64,), (128,))
+FASHION = (28, 28, 1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ WORKLOADS = {
     "resnet50_128": Workload(lambda: resnet50((64, 64, 3)), 128, (64, 64, 3), 1000),
     "resnet50_256": Workload(lambda: resnet50((64, 64, 3)), 256, (64, 64, 3), 1000),
     "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
+    # What the recipes train on Fashion-MNIST, with the first and the last batch of a growing one.
+    "resnet8_64": Workload(lambda: resnet(8, FASHION), 64, FASHION, 10),
+    "resnet8_512": Workload(lambda: resnet(8, FASHION), 512, FASHION, 10),
     # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
     "fc1": Workload(fc1, 256, (25088,), 4096),
     "edsr16": Workload(lambda: edsr(), 16, (48, 48, 1), 0),

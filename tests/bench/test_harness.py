@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import harness, worker
-from benchmarks.cells import FULL, QUICK, SUITES, TABLE, Choice
+from benchmarks.cells import FULL, QUICK, SUITES, TABLE, TRAINED_MODELS, Choice
 from benchmarks.harness import merge
 from benchmarks.places import parse_place
 from tests.bench.fakes import CELLS
@@ -42,6 +42,8 @@ def test_a_choice_of_cells():
     assert {c.place for c in SUITES["step"](Choice(places=["memory"]))} == {"memory"}
     chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
     assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
+    trained = SUITES["step"](Choice(models=TRAINED_MODELS, places=["250mbit"]))
+    assert {c.group for c in trained} == {"resnet8_64 250mbit", "resnet8_512 250mbit"}
     only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
     assert {c.system for c in only} == {"compute"}
 
