@@ -13,7 +13,7 @@
 namespace tfscale {
 
 // Runs the scheduler. While transfers move it polls without pause; once nothing
-// has moved for a while it sleeps between polls (50 to 500 us), so that waiting
+// has moved for a while it sleeps between polls (up to 500 us), so that waiting
 // for a slower rank costs the computation next to it no core.
 class CommThread {
  public:
@@ -35,8 +35,8 @@ class CommThread {
   WorkQueue& queue_;
   Scheduler& scheduler_;
   Clock::time_point last_moved_ = Clock::now();
-  std::chrono::microseconds sleep_{0};
-  bool is_leaving_ = false;  // set by a command on the thread itself
+  Clock::time_point shared_until_;  // a thread that computes is on the same core
+  bool is_leaving_ = false;         // set by a command on the thread itself
   std::thread thread_;
 };
 
