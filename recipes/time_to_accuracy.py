@@ -226,9 +226,11 @@ def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Pat
     places = list(dict.fromkeys(row.place for row in rows))
     figure = Figure(figsize=(6.0 * len(places), 4.6), layout="constrained")
     every: list[Any] = [*figure.subplots(1, len(places), squeeze=False, sharey=True).ravel()]
-    n_seeds, late = 0, list[float]()
+    names = list(dict.fromkeys(row.configuration for row in rows))
+    systems = list(dict.fromkeys(row.system for row in rows))
+    targets, top, n_seeds = [float(target) for target in FLAGS.targets], 0.0, 0
     for axes, place in zip(every, places, strict=True):
-        for number, row in enumerate(row for row in rows if row.place == place):
+        for row in (row for row in rows if row.place == place):
             runs = trajectories(results, row.configuration, FLAGS.samples)
             steps = Measured({b: ms / 1e3 for b, ms in row.step_ms.items()}, {})
             ends = [minutes_after(run, steps) for run in runs]
@@ -238,14 +240,18 @@ def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Pat
                 [pick(of) for of in zip(*values, strict=True)]
                 for pick in (min, statistics.mean, max)
             )
-            colour, label = f"C{number}", f"{row.configuration}: {row.system}"
-            axes.plot(at, mean, color=colour, lw=1.4, label=label)
-            axes.fill_between(at, low, high, color=colour, alpha=0.15)
-            n_seeds, late = len(runs), [*late, *low[len(low) // 3 :], *high]
-        for target in map(float, FLAGS.targets):
-            axes.axhline(target, color="0.5", lw=0.8, ls=":")
+            colour, dashes = (
+                f"C{names.index(row.configuration)}",
+                "-:"[systems.index(row.system) % 2],
+            )
+            label = f"{row.configuration}: {row.system}"
+            axes.plot(at, mean, dashes, color=colour, lw=1.5, label=label)
+            axes.fill_between(at, low, high, color=colour, alpha=0.1)
+            n_seeds, top = len(runs), max(top, *high)
+        for target in targets:
+            axes.axhline(target, color="0.5", lw=0.8)
         axes.set(title=place, xlabel="Minutes of training", xlim=(0, None))
-        axes.set_ylim(min(late), max(max(late), *map(float, FLAGS.targets)) + 0.005)
+        axes.set_ylim(min(targets) - 0.05, max(top, *targets) + 0.005)
         axes.grid(alpha=0.3)
     every[0].set_ylabel(results["metric"])
     every[0].legend(fontsize=8, loc="lower right")
