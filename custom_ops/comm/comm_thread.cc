@@ -27,6 +27,9 @@ constexpr microseconds kLongSleep{500};
 constexpr microseconds kTurn{1000};
 constexpr microseconds kSharedFor{50000};
 constexpr microseconds kNap{20};
+// While computation needs the cores and nothing waits: each look takes what the buffers of sockets
+// hold by then, and moves the computation's data out of the core's cache.
+constexpr microseconds kRelaxedSleep{8000};
 // Marks of other ranks are looked for this often when there is nothing to do.
 constexpr microseconds kIdle{20000};
 
@@ -93,7 +96,7 @@ microseconds CommThread::NextWait(bool has_moved) {
   const Clock::time_point now = Clock::now();
   if (has_moved) last_moved_ = now;
   if (!scheduler_.is_busy()) return kIdle;
-  if (scheduler_.is_relaxed()) return kLongSleep;  // computation needs the core
+  if (scheduler_.is_relaxed()) return has_moved ? microseconds(0) : kRelaxedSleep;
   if (now - last_moved_ < kHot) {
     if (now < shared_until_) return kNap;
     std::this_thread::yield();

@@ -1,5 +1,6 @@
 #include "comm/pending.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace tfscale {
@@ -83,6 +84,13 @@ int64_t PendingVariables::n_pending() {
   return n_pending_;
 }
 
+bool PendingVariables::is_awaited() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (n_blocked_ > 0) return true;
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const auto& entry) { return !entry.second.waiting.empty(); });
+}
+
 int64_t PendingVariables::n_failed() {
   std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<int64_t>(entries_.size()) - n_pending_;
@@ -90,7 +98,9 @@ int64_t PendingVariables::n_failed() {
 
 void PendingVariables::WaitForAll() {
   std::unique_lock<std::mutex> lock(mutex_);
+  ++n_blocked_;
   all_ended_.wait(lock, [this] { return n_pending_ == 0; });
+  --n_blocked_;
 }
 
 }  // namespace tfscale

@@ -43,6 +43,8 @@ class PendingVariables {
   // Nothing is pending and no failure is remembered; takes no lock.
   bool is_empty() const { return n_entries_.load(std::memory_order_acquire) == 0; }
   int64_t n_pending();
+  // Something waits for values that are on their way.
+  bool is_awaited();
   // Variables of which a failure is remembered.
   int64_t n_failed();
   // Blocks until nothing is pending.
@@ -70,6 +72,7 @@ class PendingVariables {
   std::condition_variable all_ended_;
   std::unordered_map<Key, Entry> entries_;  // guarded by mutex_
   int64_t n_pending_ = 0;                   // variables; guarded by mutex_
+  int n_blocked_ = 0;                       // threads in WaitForAll; guarded by mutex_
   std::atomic<size_t> n_entries_{0};
 };
 

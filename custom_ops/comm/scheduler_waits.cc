@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "comm/pending.h"
 #include "comm/scheduler.h"
 
 namespace tfscale {
@@ -20,10 +21,14 @@ bool Scheduler::is_urgent() const {
 }
 
 bool Scheduler::is_relaxed() const {
-  const auto is_waiting = [](const auto& entry) { return entry.second->is_waiting(); };
-  return std::all_of(active_.begin(), active_.end(),
-                     [](const Task& task) { return task.is_awaited_later; }) &&
-         std::none_of(queues_.begin(), queues_.end(), is_waiting);
+  const auto is_later = [](const Task& task) { return task.is_awaited_later; };
+  if (!std::all_of(active_.begin(), active_.end(), is_later)) return false;
+  bool is_relaxed = !PendingVariables::Get().is_awaited();
+  for (const auto& [id, queue] : queues_) {
+    if (!queue->is_waiting()) continue;
+    queue->ForEachWaiting([&](const Task& task) { is_relaxed = is_relaxed && is_later(task); });
+  }
+  return is_relaxed;
 }
 
 std::string Scheduler::PlaceOf(const Task& task) const {

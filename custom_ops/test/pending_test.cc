@@ -46,12 +46,15 @@ TEST(AWaiterWaitsForAllItsVariables) {
   const Keys keys = {&variables[0], &variables[1], &variables[2]};
   Pending().Begin({keys[0], keys[1]});
   CHECK_EQ(Pending().n_pending(), int64_t{2});
+  CHECK_TRUE(!Pending().is_awaited());
   const Waiter first({keys[0]}), all(keys), other({keys[2]});
   CHECK_TRUE(!first.has_ended() && !all.has_ended() && other.has_ended());
+  CHECK_TRUE(Pending().is_awaited());
   Pending().End({keys[0]}, Status::Ok());
   CHECK_TRUE(first.has_ended() && !all.has_ended());
   Pending().End({keys[1]}, Status::Ok());
   CHECK_TRUE(all.has_ended() && all.message->empty());
+  CHECK_TRUE(!Pending().is_awaited());
   CHECK_TRUE(Pending().is_empty());
 }
 

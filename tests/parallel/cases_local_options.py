@@ -53,18 +53,20 @@ def case_an_outer_optimizer_where_a_rank_owns_nothing():
 @sizes(2, timeout_s=60)
 def case_an_outer_optimizer_of_several_dtypes():
     """One that goes all the way changes nothing."""
-    results = []
-    for outer in (SGD(1.0), None):
-        keras.utils.set_random_seed(5)
-        layers = [keras.layers.Dense(3), keras.layers.Dense(1, dtype="float64")]
-        model = keras.Sequential([keras.Input((2,)), *layers])
-        own_fit(model, distributed(SGD(0.05), LocalSGD(2, 3, "allreduce", outer=outer)), start())
-        results.append(model.get_weights())
-    assert {w.dtype for w in results[0]} == {np.dtype("float32"), np.dtype("float64")}
-    require_close(*results, rtol=1e-6, atol=0)
+    for overlap in (0, 1):
+        results = []
+        for outer in (SGD(1.0), None):
+            keras.utils.set_random_seed(5)
+            layers = [keras.layers.Dense(3), keras.layers.Dense(1, dtype="float64")]
+            model = keras.Sequential([keras.Input((2,)), *layers])
+            strategy = LocalSGD(2, 3, "allreduce", outer=outer, overlap=overlap)
+            own_fit(model, distributed(SGD(0.05), strategy), start())
+            results.append(model.get_weights())
+        assert {w.dtype for w in results[0]} == {np.dtype("float32"), np.dtype("float64")}
+        require_close(*results, rtol=1e-6, atol=0)
 
 
-@sizes(2, timeout_s=100)
+@sizes(2, timeout_s=160)
 def case_constraints_hold_behind_averages():
     """An outer step and a step by summed gradients may go where no rule lets a parameter be."""
 
@@ -79,6 +81,9 @@ def case_constraints_hold_behind_averages():
         (unit, {"outer": outer}),
         (positive, {"outer": outer}),
         (positive, {"average": "gradients"}),
+        (unit, {"overlap": 2}),
+        (positive, {"overlap": 1, "merge": 0.5}),
+        (positive, {"overlap": 1, "outer": outer}),
     ):
         kernels = []
         keras.utils.set_random_seed(5)

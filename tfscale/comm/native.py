@@ -138,12 +138,7 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
     macros = _read_macros(compiler, compile_flags)
     return Toolchain(
-        compiler,
-        wrapper,
-        compile_flags,
-        (*link, *rpaths),
-        _name_mpi(macros),
-        macros["__VERSION__"],
+        compiler, wrapper, compile_flags, (*link, *rpaths), _name_mpi(macros), macros["__VERSION__"]
     )
 
 

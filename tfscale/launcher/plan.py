@@ -128,11 +128,7 @@ def _plan(options: argparse.Namespace) -> int:
                 machine, ranks_per_host=options.ranks_per_host, host_bytes_per_s=inside
             )
         scenario = Scenario(
-            _find_table(options),
-            machine,
-            options.explain or 1,
-            options.global_batch,
-            options.slots,
+            _find_table(options), machine, options.explain or 1, options.global_batch, options.slots
         )
         if options.explain:
             sys.stdout.write(explain(scenario, choose(scenario)))

@@ -367,11 +367,7 @@ def rows(
 
 
 def _step(
-    window: Window,
-    record: RankRecord,
-    times: Sequence[SlotTimes],
-    waits: Waits,
-    origin_ns: int,
+    window: Window, record: RankRecord, times: Sequence[SlotTimes], waits: Waits, origin_ns: int
 ) -> dict[str, Any]:
     duration = window.end - window.begin
     row: dict[str, Any] = {

@@ -103,10 +103,7 @@ def _memory_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-_TIMES = (
-    *("step_s", "input_s", "compute_s", "forward_wait_s", "exposed_s", "waiting_s"),
-    "t_c_s",
-)
+_TIMES = (*("step_s", "input_s", "compute_s", "forward_wait_s", "exposed_s", "waiting_s"), "t_c_s")
 
 
 def _ranks_grid(steps: Sequence[Row]) -> list[str]:

@@ -141,9 +141,7 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def attach(
-    model: keras.Model,
-    variables: Sequence[Any],
-    on_assign: OnAssign | None = None,
+    model: keras.Model, variables: Sequence[Any], on_assign: OnAssign | None = None
 ) -> list[str]:
     """Make variables futures, and have the functions of a built model wait for them.
 

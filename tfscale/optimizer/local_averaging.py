@@ -20,7 +20,7 @@ from tfscale.exchange.local_sgd import DistanceGuard, GrowingInterval, LocalSGD
 from tfscale.exchange.plan import GradientOptions, Wire
 from tfscale.exchange.residuals import Residuals, keep
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
-from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, owner_of
 from tfscale.plan.segments import block_cuts
 
 
@@ -63,7 +63,7 @@ class GroupAverage:
         self._wholes = dict(zip(map(id, targets), targets, strict=True))  # the model's variables
         if shards is not None:
             self._wholes = {id(piece): shards.variables[i] for i, piece in shards.pieces.items()}
-        self.layers = list(dict.fromkeys(_layer_of(whole) for whole in self._wholes.values()))
+        self.layers = list(dict.fromkeys(owner_of(whole.path) for whole in self._wholes.values()))
         states = _shared_state(rule, executor.is_local) if strategy.average_state else []
         self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         # For changes of parameters and sums of gradients: a change since the last common parameters
@@ -258,11 +258,13 @@ class GroupAverage:
         """
         wide = [c if c.dtype.size >= tf.float32.size else tf.cast(c, tf.float32) for c in changes]
         squares = [2.0 * tf.cast(tf.nn.l2_loss(change), tf.float64) for change in wide]
-        names = [_layer_of(self._wholes[id(self.targets[i])]) for i in part]
-        numbers = [self.layers.index(name) for name in names]
-        if not squares:
-            return tf.zeros([len(self.layers)], tf.float64)
-        return tf.math.unsorted_segment_sum(tf.stack(squares), numbers, len(self.layers))
+        return self._by_layer(part, squares)
+
+    def _by_layer(self, part: Sequence[int], squares: Any) -> tf.Tensor:
+        names = [owner_of(self._wholes[id(self.targets[i])].path) for i in part]
+        numbers = tf.constant([self.layers.index(name) for name in names], tf.int32)
+        squares = tf.convert_to_tensor(squares, tf.float64)
+        return tf.math.unsorted_segment_sum(squares, numbers, len(self.layers))
 
     def _move_common(self, outer: Any, common: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
         """Set the common parameters to means, or let an outer optimizer move them there."""
@@ -328,11 +330,6 @@ def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     """Return a variable of another's dtype, for a value of its own."""
     # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
-
-
-def _layer_of(variable: keras.Variable) -> str:
-    """Return the path of the layer that owns a variable."""
-    return variable.path.rpartition("/")[0] or variable.path
 
 
 def _distances(squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

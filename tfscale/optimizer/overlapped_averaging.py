@@ -14,17 +14,12 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
-from tfscale.exchange.executor import Executor, Reduced
+from tfscale.exchange.executor import Reduced
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals.keras import raw_variable
-from tfscale.optimizer.local_averaging import (
-    GroupAverage,
-    like,
-    set_constrained,
-    when,
-)
+from tfscale.optimizer.local_averaging import GroupAverage, set_constrained, when
 from tfscale.optimizer.state import n_bytes
-from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, layers_of
 
 logger = logging.getLogger("tfscale")
 
@@ -33,27 +28,37 @@ _NOTHING = 0  # steps left where nothing is on its way
 
 
 @dataclass
-class Fragment:
-    """Some of this rank's variables, averaged together.
+class Message:
+    """Variables that are sent together, as vectors of all their elements.
 
     Attributes:
         places: Their positions among the targets of the average.
-        outer: The outer optimizer of their common parameters, or None.
-        left: Steps until the average on its way is merged; 0 where none is on its way.
+        variables: TensorFlow's variables.
+        common: Their common parameters, if there are any.
         sent: The parameters as they were when they were sent.
         means: What arrives: means of parameters or, with common parameters, of changes since then.
     """
 
     places: list[int]
+    variables: list[tf.Variable]
+    common: list[keras.Variable]
+    sent: tf.Variable
+    means: tf.Variable
+
+
+@dataclass
+class Fragment:
+    """Some of this rank's variables, averaged together.
+
+    Attributes:
+        messages: What is sent.
+        outer: The outer optimizer of their common parameters, or None.
+        left: Steps until the average on its way is merged; 0 where none is on its way.
+    """
+
+    messages: list[Message]
     outer: Any
     left: tf.Variable
-    sent: list[keras.Variable]
-    means: list[keras.Variable]
-
-    @property
-    def handles(self) -> list[tf.Tensor]:
-        """Resource handles of the variables that receive means."""
-        return [raw_variable(mean).handle for mean in self.means]
 
 
 class OverlappedAverage(GroupAverage):
@@ -75,16 +80,9 @@ class OverlappedAverage(GroupAverage):
     Source: Douillard et al.: Streaming DiLoCo with overlapping communication, 2025.
     """
 
-    def __init__(
-        self,
-        strategy: LocalSGD,
-        across: Group,
-        executor: Executor,
-        rule: Any,
-        targets: Sequence[keras.Variable],
-    ) -> None:
+    def __init__(self, strategy: LocalSGD, across: Group, *others: Any) -> None:
         """Create counters and copies, in the state just after an average. Collective."""
-        super().__init__(strategy, across, executor, rule, targets)
+        super().__init__(strategy, across, *others)
         self._waits = strategy.overlap == 0
         first = strategy.least_interval - 1 if strategy.overlap == "auto" else strategy.overlap
         with tf.init_scope():
@@ -105,29 +103,28 @@ class OverlappedAverage(GroupAverage):
         return [[i for i, number in enumerate(own) if number == n] for n in range(n_fragments)]
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
-        zeros = [np.zeros(self.targets[i].shape) for i in places]
-        sent = [like(self.targets[i], zero) for i, zero in zip(places, zeros, strict=True)]
-        packed = [self._compression.compress(copy.value)[0] for copy in sent]
-        means = [
-            keras.Variable(zero, dtype=own.dtype.name, trainable=False, name="mean")
-            for zero, own in zip(zeros, packed, strict=True)
-        ]
-        left = tf.Variable(_NOTHING, dtype=tf.int64, trainable=False)
-        return Fragment(places, outer, left, sent, means)
+        targets = [self.targets[i] for i in places]
+        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in targets]
+        messages = []
+        for bucket in build_buckets(specs, auto_bucket_bytes(specs))[::-1]:
+            own = [raw_variable(targets[i]) for i in bucket]
+            sent = tf.zeros([sum(v.shape.num_elements() for v in own)], own[0].dtype)
+            both = (sent, self._compression.compress(sent)[0])
+            copies = [tf.Variable(vector, trainable=False) for vector in both]
+            numbers = [places[i] for i in bucket]
+            common = [self._common[i] for i in numbers if self._common]
+            messages.append(Message(numbers, own, common, *copies))
+        return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
 
     @property
     def variables(self) -> list[Any]:
         """State that an exact resume needs. Waits for what is on its way."""
-        own: list[Any] = [
-            self.overlap,
-            self._is_measured,
-            self._squares,
-            self._has_report,
-            self._reported,
-        ]
+        own: list[Any] = [self.overlap, self._is_measured, self._has_report]
+        own += [self._squares, self._reported]
         for fragment in self.fragments:
-            own += [fragment.left, *fragment.sent, *fragment.means]
-        self._await([raw_variable(v).handle for v in own])
+            own.append(fragment.left)
+            own += [vector for m in fragment.messages for vector in (m.sent, m.means)]
+        self._await(own)
         return [*super().variables, *own]
 
     # In the traced step
@@ -154,50 +151,44 @@ class OverlappedAverage(GroupAverage):
 
     def _send(self, fragment: Fragment) -> tf.Tensor:
         when(self._has_report, self._read_report)
-        now = [tf.identity(self.targets[i].value) for i in fragment.places]
-        for copy, value in zip(fragment.sent, now, strict=True):
-            copy.assign(value)
-        if self._common:
-            common = [self._common[i].value for i in fragment.places]
-            now = [own - last for own, last in zip(now, common, strict=True)]
-        packed = [self._compression.compress(value)[0] for value in now]
-        specs = [GradientSpec("", tuple(t.shape), t.dtype.name) for t in packed]
-        call = Call(self.across, LABEL)
-        for bucket in build_buckets(specs, auto_bucket_bytes(specs))[::-1] if specs else ():
-            runtime.backend().post_allreduce(
-                [packed[i] for i in bucket],
-                [fragment.means[i] for i in bucket],
-                call,
-                Reduction(postscale=1.0 / self.across.size),
-            )
+        call, mean = Call(self.across, LABEL), Reduction(postscale=1.0 / self.across.size)
+        for message in fragment.messages:
+            now = _vector(message.variables)
+            message.sent.assign(now)
+            now = now - _vector(message.common) if self._common else now
+            packed = self._compression.compress(now)[0]
+            runtime.backend().post_allreduce([packed], [message.means], call, mean)
         return tf.zeros([], tf.float64)
 
     def _merge(self, fragment: Fragment) -> tf.Tensor:
-        self._await(fragment.handles)
-        targets = [self.targets[i] for i in fragment.places]
-        sent = [copy.value for copy in fragment.sent]
-        means = [tf.cast(m.value, s.dtype) for m, s in zip(fragment.means, sent, strict=True)]
+        self._await([message.means for message in fragment.messages])
+        means = new = [tf.cast(m.means.value(), m.sent.dtype) for m in fragment.messages]
         if self._common:  # changes have arrived
-            common = [self._common[i] for i in fragment.places]
-            means = [c.value + m for c, m in zip(common, means, strict=True)]
-        changes = [mean - before for mean, before in zip(means, sent, strict=True)]
-        if self._common:
-            self._move_common(fragment.outer, common, means)
-            moved = [c.value - before for c, before in zip(common, sent, strict=True)]
-        else:
-            moved = changes
-        for variable, before, change in zip(targets, sent, moved, strict=True):
-            if self._strategy.merge is not None:
-                rest = self._strategy.merge * (variable.value - before - change)
-                set_constrained(variable, before + change + rest)
-            elif variable.constraint is not None:
-                set_constrained(variable, variable.value + change)
-            else:
-                raw_variable(variable).assign_add(change)  # in place
-        self._squares.assign_add(self._squares_by_layer(fragment.places, changes))
+            pairs = zip(fragment.messages, means, strict=True)
+            means = [_vector(message.common) + change for message, change in pairs]
+            self._move_common_to(means, fragment)
+            new = [_vector(message.common) for message in fragment.messages]
+        weight = self._strategy.merge
+        for message, mean, after in zip(fragment.messages, means, new, strict=True):
+            sent = message.sent.value()
+            vectors = mean, sent, after, sent if weight is None else after
+            kept = 1.0 if weight is None else weight
+            squares = runtime.backend().merge(message.variables, vectors, kept)
+            self._squares.assign_add(self._by_layer(message.places, squares))
+            for variable in (self.targets[i] for i in message.places):
+                if variable.constraint is not None:
+                    set_constrained(variable, variable.value)
         if fragment is self.fragments[-1]:
             self._post_report()
         return tf.zeros([], tf.float64)
+
+    def _move_common_to(self, means: Sequence[tf.Tensor], fragment: Fragment) -> None:
+        common = [c for message in fragment.messages for c in message.common]
+        parts: list[tf.Tensor] = []
+        for message, mean in zip(fragment.messages, means, strict=True):
+            parts += tf.split(mean, [v.shape.num_elements() for v in message.variables])
+        pairs = zip(parts, common, strict=True)
+        self._move_common(fragment.outer, common, [tf.reshape(p, c.shape) for p, c in pairs])
 
     def _post_report(self) -> None:
         call = Call(runtime.world(), "posted distances of models")
@@ -207,13 +198,13 @@ class OverlappedAverage(GroupAverage):
         self._has_report.assign(True)
 
     def _read_report(self) -> tf.Tensor:
-        self._await([self._reported.handle])
+        self._await([self._reported])
         self._has_report.assign(False)
         return self._take_report(self._reported.value())
 
-    def _await(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        if handles:
-            runtime.backend().await_variables(handles, is_write)
+    def _await(self, variables: Sequence[tf.Variable], is_write: bool = False) -> None:
+        if variables:
+            runtime.backend().await_variables([v.handle for v in variables], is_write)
 
     # Between steps
 
@@ -235,12 +226,17 @@ class OverlappedAverage(GroupAverage):
     def _drop(self) -> None:
         """Forget what is on its way, and begin an interval."""
         for fragment in self.fragments:
-            self._await(fragment.handles, is_write=True)
+            self._await([message.means for message in fragment.messages], is_write=True)
             fragment.left.assign(_NOTHING)
-        self._await([self._reported.handle], is_write=True)
+        self._await([self._reported], is_write=True)
         self._has_report.assign(False)
         self._squares.assign(tf.zeros_like(self._squares))
         self.since.assign(0)
+
+
+def _vector(variables: Sequence[Any]) -> tf.Tensor:
+    """Return all elements of variables, one after another."""
+    return tf.concat([tf.reshape(raw_variable(v), [-1]) for v in variables], 0)
 
 
 def _fragment_of(variables: Sequence[keras.Variable], n_fragments: int) -> dict[str, int]:
@@ -248,12 +244,10 @@ def _fragment_of(variables: Sequence[keras.Variable], n_fragments: int) -> dict[
 
     Each layer, in the order of the model, joins the fragment that has the fewest bytes so far.
     """
-    layers: dict[str, list[keras.Variable]] = {}
-    for variable in variables:
-        layers.setdefault(variable.path.rpartition("/")[0], []).append(variable)
     sizes = [0] * n_fragments
     numbers: dict[str, int] = {}
-    for own in layers.values():
+    for places in layers_of([variable.path for variable in variables]):
+        own = [variables[i] for i in places]
         smallest = sizes.index(min(sizes))
         sizes[smallest] += n_bytes(own)
         numbers |= {variable.path: smallest for variable in own}

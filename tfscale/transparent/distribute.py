@@ -34,21 +34,12 @@ from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import layers_of, wrap_once
 from tfscale.internals.optimizers import is_wrapped, optimizers_of, update_rule
 from tfscale.optimizer.distributed import DistributedOptimizer
-from tfscale.optimizer.saving import (
-    is_alone,
-    make_saves_safe,
-    on_first_rank,
-    write_on_first_rank,
-)
+from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.transparent import steps
 
 BatchNorm = Literal["global", "local"]
 
-_WRITING = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.RemoteMonitor,
-)
+_WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 # Packages whose callbacks write or send, and leave the model as it is.
 _WRITING_PACKAGES = ("wandb", "mlflow", "tqdm", "comet_ml", "neptune", "clearml", "dvclive", "aim")
 # Of ranks other than 0: `wandb.init` in a script starts no run there.

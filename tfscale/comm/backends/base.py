@@ -175,6 +175,21 @@ class Backend(Protocol):
         for variable, value in zip(raw, reduced, strict=True):
             variable.assign(value)
 
+    def merge(self, variables: Sequence[Any], vectors: Tensors, weight: float) -> Any:
+        """Set each variable to `new + weight * (variable - origin)`.
+
+        The four vectors, of all variables' elements, are two, whose squared distance is returned
+        in float64, for each variable its part; `new`; and `origin`.
+        """
+        sizes = [math.prod(variable.shape) for variable in variables]
+        cut = zip(*(tf.split(vector, sizes) for vector in vectors), strict=True)
+        squares = []
+        for variable, (first, second, new, origin) in zip(variables, cut, strict=True):
+            kept = weight * (tf.reshape(variable, [-1]) - origin)
+            variable.assign(tf.reshape(new + kept, variable.shape))
+            squares.append(tf.reduce_sum(tf.square(tf.cast(first - second, tf.float64))))
+        return squares
+
     def allgather(self, tensor: tf.Tensor, call: Call) -> Rows:
         """Put the members' tensors one after another; also return rows per member (int64)."""
 

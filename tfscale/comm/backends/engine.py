@@ -187,6 +187,10 @@ def pinned_core(rule: str, place: HostPlace, usable: Sequence[int]) -> int:
     return int(cores[place.local_rank])
 
 
+def _on_gpu(variables: Sequence[Any]) -> bool:
+    return any("GPU" in variable.device.upper() for variable in variables)
+
+
 class EngineBackend(Backend):
     """Starts the engine on construction; see custom_ops/comm/engine.h."""
 
@@ -335,7 +339,7 @@ class EngineBackend(Backend):
         changes: Changes | None = None,
     ) -> None:
         raw = [raw_variable(v) for v in variables]
-        if any("GPU" in v.device.upper() for v in raw):
+        if _on_gpu(raw):
             self.gather_and_assign(pieces, raw, layout, call)
             return
         after = tuple(v.handle for v in raw)
@@ -360,7 +364,7 @@ class EngineBackend(Backend):
         self, tensors: Tensors, variables: Sequence[Any], call: Call, reduction: Reduction
     ) -> None:
         raw = [raw_variable(v) for v in variables]
-        if tf.executing_eagerly() or any("GPU" in v.device.upper() for v in raw):
+        if tf.executing_eagerly() or _on_gpu(raw):
             super().post_allreduce(tensors, variables, call, reduction)
             return
         call = dataclasses.replace(
@@ -368,6 +372,12 @@ class EngineBackend(Backend):
         )
         attributes = self._reduction(call, "posted allreduce", reduction, tensors)
         self._ops.tfscale_post_allreduce(tensors=list(tensors), **attributes)
+
+    def merge(self, variables: Sequence[Any], vectors: Tensors, weight: float) -> Any:
+        if _on_gpu(variables):
+            return super().merge(variables, vectors, weight)
+        handles, factor = [v.handle for v in variables], repr(float(weight))
+        return self._ops.tfscale_merge(variables=handles, vectors=list(vectors), weight=factor)
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
         self._ops.tfscale_await(variables=list(handles), is_write=is_write)
