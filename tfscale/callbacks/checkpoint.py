@@ -268,7 +268,7 @@ class BackupAndRestore(Checkpoint):
 
     A `tfscale.callbacks.Checkpoint` with Keras's arguments: rank 0 writes and reads the parts of
     all ranks, so only rank 0 needs the folder, and a run may resume with another number of ranks.
-    A backup is written when the next step begins, after the last epoch's callbacks have ended.
+    A backup is written when the next step begins, after all callbacks of the epoch before.
     A resumed run continues with the next step, bit for bit if operations are deterministic.
 
     Collective: all ranks must pass it to `fit`, before other callbacks of tfscale and those with a

@@ -59,12 +59,12 @@ class _OverlapChoice:
 
 
 class LocalModels(BeforeValidation):
-    """Show validation, callbacks and files the average of the groups' models.
+    """Put the average of the groups' models into the model for validation, callbacks and files.
 
     Before `fit` validates, the groups' parameters are averaged, and the model holds the average
     until the next epoch begins, when each group resumes with its own parameters. After training all
-    ranks hold the average. It also starts groups that begin later (`LocalSGD(start=...)`) and sets
-    an adaptive interval. Without local SGD it does nothing.
+    ranks hold the average. It also starts local SGD where that begins later (`LocalSGD(start=...)`)
+    and sets `AdaptiveInterval` and `overlap="auto"`. Without local SGD it does nothing.
     """
 
     shows_averages = True
@@ -146,7 +146,7 @@ class LocalModels(BeforeValidation):
             self._own = self.session.group_average.average_now()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adapt the interval."""
+        """Adapt the steps between two averages to the loss (`AdaptiveInterval`)."""
         super().on_epoch_end(epoch, logs)
         strategy, average = self._strategy, self.session.group_average
         if strategy is not None:  # the highest rate in use so far: during a warm-up it rises

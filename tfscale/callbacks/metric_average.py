@@ -94,7 +94,7 @@ class MetricAverageCallback(Callback):
             self._snapshots[VALIDATION] = _Snapshot.of(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Put the metrics of all ranks into the logs."""
+        """Replace this rank's metrics in the logs by those of all ranks together."""
         super().on_epoch_end(epoch, logs)
         self._is_fitting = False
         if runtime.size() == 1 or logs is None:

@@ -28,7 +28,7 @@ _NAMES_SHOWN = 3
 
 
 class Synchronize(Container):
-    """Synchronize weights, statistics and metrics of the ranks of a `fit`: `Synchronize()`.
+    """Synchronize weights, moving statistics and metrics of all ranks during a `fit`.
 
     * Before the first update it copies all weights and the optimizer's state from one rank to the
       others. A model that is not built yet is built from the data first.
@@ -44,8 +44,8 @@ class Synchronize(Container):
 
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
-        metrics: Whether to average metrics.
-        check: Whether to compare weights.
+        metrics: Whether to combine metrics, as `MetricAverageCallback` does.
+        check: Whether to compare weights, as `ConsistencyCheck` does.
         local_variables: A model variable, or several, that stay different on every rank. They and
             their optimizer slots are neither copied nor checked, like those of local layers
             (`PartialDistributedOptimizer`) and of `register_local_var`.

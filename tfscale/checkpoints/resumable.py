@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A callback with a state that checkpoints contain.
+    """A callback whose state is saved in checkpoints.
 
     Arrays of the state must be equal on ranks whose models are equal.
     """

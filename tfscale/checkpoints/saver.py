@@ -148,7 +148,7 @@ class Saver:
             files.prune(self.directory, self.keep, self.runs)
 
     def wait(self) -> str:
-        """Wait for the last job and drop it; return its error as text, empty without one."""
+        """Wait until the last write has ended; return its error as text, or an empty text."""
         job, self._job = self._job, None
         error = None if job is None else job.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
@@ -252,7 +252,7 @@ class Schedule:
         return self._n_steps is not None and after // self._n_steps > before // self._n_steps
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Return whether an interval of epochs ended with this one."""
+        """Return whether a checkpoint is due after an epoch, counted from 0."""
         return self._n_epochs is not None and (epoch + 1) % self._n_epochs == 0
 
     def end_step(self, stops: bool, has_failed: bool) -> Requests:

@@ -51,7 +51,7 @@ class Listener:
             self._listeners.discard(self)
 
     def add(self, events: np.ndarray) -> None:
-        """Keep events until they are taken."""
+        """Append an array of events, for the next `take`."""
         self._parts.append(events)
 
 

@@ -197,7 +197,7 @@ _state: _State | None = None
 
 
 def enter(backend: Backend) -> None:
-    """Make a started backend the job of this process."""
+    """Begin the job of this process, on a backend that the caller has started."""
     global _state
     _state = _State(backend)
     global_process_set.ranks, global_process_set.process_set_id = list(range(backend.size)), 0

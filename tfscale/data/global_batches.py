@@ -444,7 +444,7 @@ class _Rest(keras.utils.PyDataset):
 def read_batches(
     data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
 ) -> Iterator[Any]:
-    """Yield whole batches of one epoch, independently of the epoch that the data serves."""
+    """Yield the global batches of an epoch shuffled by `seed`; `fit` on `data` is not affected."""
     slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
     read = data._source.open_epoch(seed, 0, slices)
     for step in range(slices.steps):

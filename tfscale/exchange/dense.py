@@ -315,7 +315,7 @@ class DenseCalls:
         """Choose the exchange of each Dense layer, and replace the layer's `call` accordingly.
 
         `is_local` returns whether a variable stays on its rank, `why_uncut` why it must not be cut
-        (or an empty string). Returns whether functions must be traced again.
+        between ranks (or an empty string). Returns whether functions must be traced again.
         """
         self._global_batch = strategy.global_batch or global_batch or self._global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]

@@ -122,9 +122,9 @@ class Executor:
         )
 
     def has_own_gradients(self, variables: Sequence[Any]) -> bool:
-        """Return whether the other ranks do not have some of this rank's reduced gradients.
+        """Return whether this rank has reduced gradients that other ranks lack.
 
-        These are gradients of its pieces, and of local variables.
+        These are gradients of its segments (`Sharded`), and of local variables.
         """
         group = self.process_set.group()
         is_alone = group.size == 1 or group.rank < 0

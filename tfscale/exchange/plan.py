@@ -153,7 +153,7 @@ class Wire:
         return Call(group or self.group, label_of(names), after, names=tuple(names))
 
     def reduction(self, tensors: Sequence[tf.Tensor]) -> Reduction:
-        """Return the sum of all ranks' tensors, with the factors before and after it."""
+        """Return op and factors that reduce tensors; ConfigError if a dtype cannot be summed."""
         require_reducible(tensors)
         return self.options.reduction(self.group.size)
 

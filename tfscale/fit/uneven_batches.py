@@ -240,11 +240,11 @@ class Progress:
 def ask(own: Answer, step: int) -> set[Answer]:
     """Send the next action of this rank to all ranks, and return those of all. Collective.
 
-    A step cannot be given up once it has begun if it is not traced, or if its backend has no marks;
-    so all ranks begin it or none. `own` is "run" before a step, "end" at the end of an epoch,
-    "stop" if training ends early. `step` counts the steps of this epoch with the one to begin.
-    "run" may come with "stop" (then no rank runs), never with "end". Unequal steps, and another
-    collective of a rank, are errors on every rank.
+    Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
+    `Progress`. `own` is "run" before a step, "end" at the end of an epoch, "stop" if training ends
+    early; `step` counts the steps of the epoch, with the one to begin. The result may hold "run"
+    with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
+    have unequal numbers of steps, or if a rank calls another collective.
     """
     headers = exchange_headers(Header(_ASKED, [own, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):

@@ -51,7 +51,7 @@ class Patches:
     # Places of Keras.
 
     def wrap_model(self, **wraps: Wrap) -> None:
-        """Wrap methods of all models."""
+        """Wrap methods of `keras.Model`, so of all models, by name."""
         vars_of_model = vars(keras.Model)
         if "fit" in vars_of_model:  # a warning of the first `fit` waits there
             del keras.Model.fit

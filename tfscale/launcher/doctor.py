@@ -48,7 +48,7 @@ _GPU_TEST = "import tensorflow as tf; print(len(tf.config.list_physical_devices(
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's answer.
+    """One line of the output of `tfscale doctor`.
 
     `status` is "ok", "info" (nothing is needed), "warning" (works, but badly) or "missing".
     """

@@ -420,7 +420,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Strategies that change
 
     def after_step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> bool:
-        """Let a strategy that measures steps, such as "auto", observe a step. Collective.
+        """Let an exchange that measures steps, such as "auto", observe a step. Collective.
 
         `fit` calls this after each step; a custom training loop with `exchange="auto"` must do the
         same.

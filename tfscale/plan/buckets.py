@@ -78,10 +78,10 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
 def group_buckets(
     specs: Sequence[GradientSpec], groups: Sequence[Sequence[int]]
 ) -> tuple[Bucket, ...]:
-    """Turn groups of positions into buckets, in the order in which they become ready.
+    """Turn groups of positions in `specs` into buckets, in the order in which they become ready.
 
     Each spec is in exactly one bucket: gradients in no group are sent alone, and a group of several
-    dtypes is split by dtype.
+    dtypes is split by dtype. Groups that overlap are a PlanError.
     """
     chosen = [index for group in groups for index in group]
     if len(set(chosen)) < len(chosen):

@@ -58,8 +58,8 @@ def forecast(
 ) -> list[Point]:
     """Predict a model's step for each number of ranks and each exchange, with its best options.
 
-    Exchanges of dense layers are left out for models that have none. Local SGD is left out for 0
-    groups, and where the groups do not divide the number of ranks or samples.
+    Exchanges of dense layers are left out for models without any; local SGD for 0 groups, and where
+    groups do not divide the ranks or samples. 1 group, or an interval of 0, is a ConfigError.
     """
     check_groups(n_groups, interval)
     alone = replace(scenario, n_ranks=1)
@@ -153,10 +153,10 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
 
 
 def int8_s(scenario: Scenario, plan: parts.LayerPlan | None = None) -> float:
-    """Return the step time of a plan, or plain allreduce, with `Compression.int8`.
+    """Return the seconds of a step with `Compression.int8`, by a plan or by plain allreduce.
 
-    With sharded parameters their changes have as few bits as gradients. Rounded gradients change
-    the result of training, so the planner never chooses them by itself.
+    Changes of sharded parameters are sent as int8, too. Rounding changes the result of training, so
+    the planner never chooses int8 by itself.
     """
     machine = scenario.machine
     sums_s = 1 / machine.reduce_bytes_per_s + _CODES_S_PER_BYTE

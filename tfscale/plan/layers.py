@@ -103,11 +103,11 @@ def is_replicated_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -
 
 
 def is_partial_cheaper(n_in: int, n_out: int, global_batch: int, size: int) -> bool:
-    """Return whether sending activations and output gradients moves less than the gradient.
+    """Return whether sending activations and output gradients moves less than weight gradients.
 
-    For the whole batch, a rank receives n_in / size columns of the activations and all columns of
-    the output gradients, instead of all ranks' gradients of its part of the kernel. Without the
-    rank's own values, both are (size - 1) / size of that. Arguments: see `is_replicated_cheaper`.
+    A rank receives (size - 1) / size * (n_in / size + n_out) * global_batch values (activations for
+    its rows of the kernel, all output gradients) instead of (size - 1) / size * n_in * n_out.
+    Arguments: see `is_replicated_cheaper`.
 
     Source: [T] eq. 4.8: N_in K / n + N_out K < N_in N_out.
     """

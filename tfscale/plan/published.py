@@ -24,7 +24,7 @@ def dense(name: str, n_in: int, n_out: int) -> Layer:
 def conv(
     name: str, size: int, channels: tuple[int, int], rows: int, has_bias: bool = True
 ) -> Layer:
-    """Return a convolution with a square kernel, (in, out) channels and `rows` x `rows` outputs."""
+    """Return a convolution: `size` x `size` kernel, (in, out) channels, `rows` x `rows` outputs."""
     n_in, n_out = channels
     kernel = size * size * n_in * n_out
     bias = ((f"{name}/bias", n_out),) if has_bias else ()
