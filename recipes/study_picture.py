@@ -89,8 +89,7 @@ def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> N
             axes.fill_between(at, low, high, color=colour, alpha=0.15)
         late += [*values[:, count // 2 :].ravel()]
     if name not in _SHOWN:  # the first epochs would hide the differences in question
-        low, high = np.nanmin(late), np.nanmax(late)
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        axes.set_ylim(*_range(late))
     if name == "batch_size":
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
@@ -109,7 +108,28 @@ def _last(axes: Axes, *, metric: str, own: Mapping[str, Sequence[Outcome]]) -> N
     axes.set_yticks(range(len(own)), list(own), fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
+    _show(axes, [outcome.epochs[-1][metric] for runs in own.values() for outcome in runs])
     axes.set_xlabel(f"{metric}, last epoch: each seed, mean and standard error")
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range to draw: one run that broke down must not hide what the others differ in."""
+    low, q1, q3, high = np.nanpercentile(values, [0, 25, 75, 100])
+    reach = 5 * (q3 - q1)
+    if reach > 0:
+        low, high = max(low, q1 - reach), min(high, q3 + reach)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+
+def _show(axes: Axes, values: Sequence[float]) -> None:
+    """Limit the axis of x to the range of most values, and name those outside."""
+    low, high = _range(values)
+    if low < high:
+        axes.set_xlim(low, high)
+    outside = [f"{value:.3g}" for value in values if low < high and not low <= value <= high]
+    if outside:
+        text = f"outside: {', '.join(outside)}"
+        axes.text(0.02, 0.02, text, transform=axes.transAxes, fontsize=8, color="0.3")
 
 
 def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> None:
@@ -123,6 +143,7 @@ def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> N
     axes.set_yticks(range(1, len(rows) + 1), [row.name for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
+    _show(axes, [*(p for row in rows for p in row.points), *(study.may_lose or ())])
     axes.legend(fontsize=7, framealpha=0.6)
     base = next(iter(study.configurations))
     axes.set_xlabel(f"Points of {study.metric} lost against {base}: seeds, mean, 95 % upper bound")

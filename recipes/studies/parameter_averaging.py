@@ -28,7 +28,8 @@ CONFIGURATIONS = {
 SERIES = {
     "averaged each epoch": {
         1: "1 process", 2: "averaged each epoch", 4: "4 ranks, each epoch", 8: "8 ranks, each epoch"
-    }
+    },
+    "lambda 1": {2: "2 ranks, lambda 1", 4: "4 ranks, lambda 1"},
 }  # fmt: skip
 X_LABEL = "Ranks"
 SEEDS = (1, 2, 3)
