@@ -114,7 +114,7 @@ def _last(axes: Axes, *, metric: str, own: Mapping[str, Sequence[Outcome]]) -> N
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Return the range to draw: one run that broke down must not hide what the others differ in."""
-    low, q1, q3, high = np.nanpercentile(values, [0, 25, 75, 100])
+    low, q1, q3, high = map(float, np.nanpercentile(values, [0, 25, 75, 100]))
     reach = 5 * (q3 - q1)
     if reach > 0:
         low, high = max(low, q1 - reach), min(high, q3 + reach)
