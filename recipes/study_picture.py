@@ -53,8 +53,14 @@ def _panels(
 ) -> list[Draw]:
     panels: list[Draw] = [partial(_curves, name=study.metric, own=own)]
     if study.series:
-        last = [lambda epochs: epochs[-1][study.metric], *study.columns.values()]
-        titles = [f"{study.metric}, last epoch", *study.columns]
+        drawn = {name for points in study.series.values() for name in points.values()}
+        known = {
+            title: value
+            for title, value in study.columns.items()
+            if any(value(o.epochs) is not None for name in drawn for o in own.get(name, ()))
+        }
+        last = [lambda epochs: epochs[-1][study.metric], *known.values()]
+        titles = [f"{study.metric}, last epoch", *known]
         panels += [
             partial(_against, study=study, own=own, title=title, value=value)
             for title, value in zip(titles, last, strict=True)
