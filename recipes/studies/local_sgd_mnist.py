@@ -1,4 +1,4 @@
-"""The training of `local_sgd_groups` on other data, to verify what `tfscale tune groups` advises."""
+"""`local_sgd_groups` on other data, to verify what `tfscale tune groups` advises."""
 
 import runpy
 from pathlib import Path

@@ -78,8 +78,8 @@ def _add_groups(tuners: argparse._SubParsersAction) -> None:
         usage="tfscale tune groups [options] recipe.py ...",
         description="Runs a training script for some steps with as many ranks as groups, first "
         "one, and measures how far the groups' models part, and how fast the loss falls. The "
-        "script must train with model.fit and a DistributedOptimizer, whose exchange is replaced. Its "
-        "batch size and learning rate are those of one group.",
+        "script must train with model.fit and a DistributedOptimizer, whose exchange is replaced. "
+        "Its batch size and learning rate are those of one group.",
     )
     add = parser.add_argument
     add("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
