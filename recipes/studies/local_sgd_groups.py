@@ -35,7 +35,7 @@ FLAGS = {
     "dropout": 0.0,
     "epochs": _epochs,
     "schedule": "constant",
-    "learning_rate": 0.04,  # for a batch of 256
+    "learning_rate": 0.02,  # for a batch of 256
     "warmup_epochs": _warmup,
     "decay_epochs": f"{_decay},{_epochs - 1}",
     "interval": 8,

@@ -20,7 +20,13 @@ from tfscale.launcher.tune.scripts import (
     _regroup,
     arguments_of,
 )
-from tfscale.measure.groups import GroupProbe, advise, loss_ratio, write_report
+from tfscale.measure.groups import (
+    GroupProbe,
+    advise,
+    draw_distances,
+    loss_ratio,
+    write_report,
+)
 
 
 def probes(*distances):
@@ -65,6 +71,17 @@ def test_a_training_that_diverges_is_not_recommended(tmp_path):
         assert advise([dataclasses.replace(broken, groups=2)]).groups == 1
         write_report(measured, tmp_path)
         assert "NaN" not in (tmp_path / "groups.json").read_text()
+
+
+@pytest.mark.parametrize("later", [(None, None), (2.0, 1.0)])
+def test_distances_of_a_training_that_diverged_are_drawn(later, tmp_path):
+    """NaN is null in the record of `ModelDistance`."""
+    rows = [
+        {"step": 8 * i, "distance": distance, "layers": {"dense": layer, "frozen": 0.0}}
+        for i, (distance, layer) in enumerate([(1.0, 0.5), (None, None), later], 1)
+    ]
+    draw_distances(rows, tmp_path / "distance.png")
+    assert (tmp_path / "distance.png").exists()
 
 
 @pytest.mark.parametrize("script", ["batch sizes", "groups"])

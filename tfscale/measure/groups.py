@@ -183,7 +183,8 @@ def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None
 def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw distances over steps: of the whole model, and of each layer in colours.
 
-    `rows` are the lines of `ModelDistance`; those of an earlier version have no layers.
+    `rows` are the lines of `ModelDistance`; those of an earlier version have no layers. Distances
+    of a training that diverged are None, and are left out.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -193,13 +194,16 @@ def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
     steps = [row["step"] for row in rows]
     known = [row for row in rows if row.get("layers")]
     names = list(known[-1]["layers"]) if known else []
-    table = np.array([[row["layers"].get(name, 0.0) for row in known] for name in names])
-    largest = np.sort(np.argsort(table.max(axis=1))[::-1][:_MOST_LAYERS]) if names else []
+    table = np.array(  # None becomes NaN
+        [[row["layers"].get(name, 0.0) for row in known] for name in names], dtype=float
+    )
+    sizes = np.nan_to_num(table).max(axis=1, initial=0.0) if names else []
+    largest = np.sort(np.argsort(sizes)[::-1][:_MOST_LAYERS]) if names else []
     height = 2.6 + 0.16 * len(largest)
     figure = Figure(figsize=(7.2, height), layout="constrained")
     ratios = [2.6, max(0.16 * len(largest), 0.1)]
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=ratios)
-    upper.plot(steps, [row["distance"] for row in rows], marker=".", lw=1.0)
+    upper.plot(steps, np.array([row["distance"] for row in rows], float), marker=".", lw=1.0)
     upper.set(ylabel="D", title="Mean distance of the groups' models from their average")
     upper.set_ylim(bottom=0.0)
     upper.grid(alpha=0.3)
@@ -208,8 +212,9 @@ def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
         upper.set_xlabel("Step")
     else:
         shown = table[largest]
-        least = shown[shown > 0].min(initial=shown.max(initial=1.0))
-        norm = LogNorm(least, max(shown.max(), least * 1.01))
+        positive = shown[shown > 0]
+        most = positive.max(initial=0.0) or 1.0
+        norm = LogNorm(positive.min(initial=most), most * 1.01)
         edges = [row["step"] for row in known]
         mesh = lower.pcolormesh(edges, range(len(shown)), shown, norm=norm, shading="nearest")
         lower.set_yticks(range(len(shown)), [names[i] for i in largest], fontsize=6)
