@@ -5,7 +5,7 @@ from pathlib import Path
 
 _same = runpy.run_path(str(Path(__file__).with_name("local_sgd_groups.py")))
 
-TITLE = "Local SGD by the number of groups: a small VGG on 12000 pictures of MNIST"
+TITLE = "Local SGD by the number of groups: a small VGG on 30000 pictures of MNIST"
 SHOWS = """
 The training of `local_sgd_groups` on MNIST, on which the rule of `tfscale tune groups` is verified.
 """
