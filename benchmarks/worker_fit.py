@@ -57,8 +57,8 @@ def main() -> None:
         shuffle=False,
     )
     clock = Clock()
-    # First: what others do after the last batch, such as averages of moving statistics, is done once
-    # per epoch, and an epoch has few steps here.
+    # First: what others do after the last batch, such as averages of moving statistics, is done
+    # once per epoch, and an epoch has few steps here.
     callbacks = [clock, tfscale.callbacks.BroadcastGlobalVariablesCallback(0)]
 
     def on_batches() -> float:
