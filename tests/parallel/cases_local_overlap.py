@@ -55,14 +55,15 @@ def bad_samples():
 
 
 def compare_with_single_processes(options, make, epochs=2, data=None, passes=1, mean=None, **more):
-    groups = 2 if tfscale.size() == 4 else tfscale.size()
+    # Within groups of several ranks gradients would have 16 bits, too.
+    groups = 2 if tfscale.size() == 4 and mean is None else tfscale.size()
     strategy, record = tfscale.LocalSGD(groups, **options), ModelDistance()
     model = train(make, strategy, epochs, [record], data, **more)
     by_hand = ByHand(make, groups, strategy, data, passes, mean)
     require_close(model.trainable_variables, by_hand.train(epochs * STEPS // passes))
     require_equal_ranks(model.trainable_variables)
     found = [distance for _, distance in record.distances]
-    assert len(found) >= 2, found
+    assert len(found) >= 3, found
     np.testing.assert_allclose(found, by_hand.distances[: len(found)], rtol=1e-9)
     require_layers(model, by_hand.layer_distances[len(found) - 1])
     return by_hand
