@@ -117,12 +117,14 @@ def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> N
 def _staircase(axes: Axes, *, own: Mapping[str, Sequence[Outcome]]) -> None:
     """Draw the batch of each epoch, a line per seed: a mean would be no batch of any run."""
     for number, (configuration, runs) in enumerate(own.items()):
-        look = {"color": f"C{number % 10}", "ls": _LINES[number // 10 % len(_LINES)]}
+        colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
         for outcome in runs:
             batches = [line.get("batch_size", np.nan) for line in outcome.epochs]
             at = np.arange(1, len(batches) + 1)
             label = configuration if outcome is runs[0] else None
-            axes.plot(at, batches, **look, lw=1.3, alpha=0.7, drawstyle="steps-mid", label=label)
+            axes.plot(
+                at, batches, dashes, color=colour, drawstyle="steps-mid", alpha=0.7, label=label
+            )
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="Epoch", ylabel=f"{_SHOWN['batch_size']}, each seed")
