@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,20 +16,12 @@ SMALL_MODELS = ("resnet20", "edsr16")
 LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
 MODELS = (*LARGE_MODELS, *SMALL_MODELS)
 # Only where they are asked for: for the times of recipes/time_to_accuracy.py.
-TRAINED_MODELS = ("resnet8_64", "resnet8_512")
+TRAINED_MODELS = ("resnet8_64", "resnet8_512", "vgg_small_128", "vgg_small_256", "vgg_small_512")
 EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
-# Steps from one average over the groups to the next; only whole intervals are measured.
-_INTERVALS = {
-    "local8": 8,
-    "local16": 16,
-    "local8-bf16": 8,
-    "local16-bf16": 16,
-    "local4-overlap": 4,
-    "local8-overlap": 8,
-}
+LOCAL = ("local8", "local16", "local8-bf16", "local16-bf16", "local4-overlap", "local8-overlap")
 
 # Steps and steps for warming up of models whose steps are so short that a few of them tell little.
-_SHORT = {"resnet20": (40, 5), "edsr16": (10, 2), "resnet8_64": (100, 5), "resnet8_512": (100, 5)}
+_SHORT = {"resnet20": (40, 5), "edsr16": (10, 2), **dict.fromkeys(TRAINED_MODELS, (100, 5))}
 
 # PyTorch's, which `make ddp` installs into an environment of their own.
 TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")
@@ -37,7 +30,7 @@ COMPUTE_ONLY = ("compute", "ddp-compute")
 
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take about an hour.
-_ONCE = ("mwms", *(f"tfscale-{name}" for name in _INTERVALS))
+_ONCE = ("mwms", *(f"tfscale-{name}" for name in LOCAL))
 _SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
 _QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
@@ -59,6 +52,31 @@ class Choice:
     models: Sequence[str] = ()
     exchanges: Sequence[str] = ()
     systems: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local SGD: groups of ranks, steps between averages, and steps that an average may take."""
+
+    groups: int
+    interval: int
+    overlap: int
+
+
+def parse_local(exchange: str, n_ranks: int) -> Local | None:
+    """Read the name of an exchange that is local SGD, or return None.
+
+    Args:
+        exchange: As "local8", an interval of 8 and one group per rank; "local8-g2", two groups;
+            "local8-g2-overlap3", whose averages may take 3 steps, without a number 7, the most.
+        n_ranks: Of all groups together.
+    """
+    found = re.fullmatch(r"local(\d+)(?:-g(\d+))?(-overlap(\d*))?(?:-bf16)?", exchange)
+    if found is None:
+        return None
+    interval = int(found[1])
+    overlap = int(found[4] or interval - 1) if found[3] else 0
+    return Local(int(found[2] or n_ranks), interval, overlap)
 
 
 def has_horovod() -> bool:
@@ -109,8 +127,11 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
     group, n_ranks = f"{model} {place}", 2 if place == MEMORY else parse_place(place).n_ranks
     cells = []
     for system in _systems(model, place, choice):
-        block = _INTERVALS.get(system.removeprefix("tfscale-"), 1)
-        repeats, warmup = (3, 1) if block > 1 else counts
+        local = parse_local(system.removeprefix("tfscale-"), n_ranks)
+        block = local.interval if local else 1  # only whole intervals are measured
+        repeats, warmup = counts
+        if block > 1:
+            repeats, warmup = max(3, -(-repeats // block)), 1
         arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
         where = MEMORY if system in COMPUTE_ONLY else place
         blocks = ("--block", str(block)) if block > 1 else ()
@@ -131,7 +152,7 @@ def _systems(model: str, place: str, choice: Choice) -> list[str]:
     elif choice.extent == TABLE and model == "resnet20":
         others = []
     elif not exchanges and model == "resnet50" and choice.extent != QUICK:
-        exchanges = (*EXCHANGES, *_INTERVALS)
+        exchanges = (*EXCHANGES, *LOCAL)
     ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
     alone = ["compute", *(["in-step"] if model in SMALL_MODELS else [])]
     found = [*([] if is_in_memory else alone), *ours, *_baselines(*others)]

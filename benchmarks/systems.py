@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from benchmarks.cells import parse_local
 from benchmarks.multi_worker import MultiWorker
 from benchmarks.workloads import Workload
 
@@ -143,11 +144,11 @@ class Tfscale:
             ),
             "auto": lambda: self.tfscale.Auto(global_batch=case.workload.global_batch),
         }
-        if self.exchange.startswith("local"):  # local8, or local8-overlap
-            text, _, overlap = self.exchange.removeprefix("local").partition("-")
-            interval = int(text)
-            steps = interval - 1 if overlap else 0  # the most; "auto" is measured in `fit`
-            return self.tfscale.LocalSGD(self.size, interval, "allreduce", overlap=steps)
+        local = parse_local(self.exchange, self.size)
+        if local:
+            return self.tfscale.LocalSGD(
+                local.groups, local.interval, "allreduce", overlap=local.overlap
+            )
         return named.get(self.exchange, lambda: self.exchange)()
 
     def settle(self, step: TracedStep) -> None:

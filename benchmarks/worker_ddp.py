@@ -60,7 +60,7 @@ def resnet50() -> nn.Module:
 
 
 def vgg_like() -> nn.Module:
-    """Return the network of `workloads.VGG_LIKE`."""
+    """Return the network of `workloads' vgg_like`."""
     layers: list[nn.Module] = []
     for channels, filters in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]

@@ -57,7 +57,9 @@ def main() -> None:
         shuffle=False,
     )
     clock = Clock()
-    callbacks = [tfscale.callbacks.BroadcastGlobalVariablesCallback(0), clock]
+    # First: what others do after the last batch, such as averages of moving statistics, is done
+    # once per epoch, and an epoch has few steps here.
+    callbacks = [clock, tfscale.callbacks.BroadcastGlobalVariablesCallback(0)]
 
     def on_batches() -> float:
         model.train_on_batch(*own)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import tensorflow as tf
 
 from benchmarks import worker
 from benchmarks.numbers import allreduce_bytes, least_bytes
-from benchmarks.systems import Case, System, TracedStep, start
+from benchmarks.systems import Case, System, Tfscale, TracedStep, start
 from benchmarks.workloads import WORKLOADS, Workload, make_batch, make_loss, weights_of
 
 
@@ -28,6 +31,33 @@ def make_step(workload: Workload, model: keras.Model, system: System) -> TracedS
     return TracedStep(step)
 
 
+def wire_seconds(step: Callable[[], Any], n_steps: int) -> dict[str, float]:
+    """Return how long this rank's collectives are under way in a step, averages of models apart.
+
+    Collectives that are under way at the same time count once. Waiting for other ranks counts.
+
+    Args:
+        step: Runs a step.
+        n_steps: To run, whole intervals of local SGD.
+    """
+    from tfscale.comm import runtime
+    from tfscale.comm.events import Listener
+    from tfscale.measure.analysis import length, merged
+
+    listener = Listener()
+    for _ in range(n_steps):
+        step()
+    engine: Any = runtime.backend()
+    spans: dict[str, list[tuple[int, int]]] = {"averages": [], "gradients": []}
+    for event in listener.take():
+        if event["slot"] >= 0:
+            name = engine.slot_name(int(event["plan"]), int(event["slot"]))
+            kind = "averages" if "average of" in name else "gradients"
+            spans[kind].append((int(event["started_ns"]), int(event["ended_ns"])))
+    listener.close()
+    return {kind: length(merged(found)) / 1e9 / n_steps for kind, found in spans.items()}
+
+
 def main() -> None:
     """Measure the steps of one model."""
     parser = worker.parser()
@@ -45,6 +75,9 @@ def main() -> None:
     system.barrier()
     samples = worker.sample(step, options.warmup, options.repeats, options.block)
     weights, hosts = weights_of(model), worker.n_hosts()
+    facts = system.facts()
+    if isinstance(system, Tfscale) and system.size > 1:
+        facts["wire_s"] = wire_seconds(step, 4 * options.block)
     worker.write(
         options.output,
         system.rank,
@@ -53,7 +86,7 @@ def main() -> None:
         n_parameters=sum(layer.n_parameters for layer in weights),
         allreduce_bytes=allreduce_bytes(weights, hosts),
         least_bytes=least_bytes(weights, hosts, workload.global_batch // hosts),
-        **system.facts(),
+        **facts,
     )
     system.end()
 

@@ -17,10 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 from models.edsr import edsr
 from models.resnet import resnet
 from models.resnet50 import resnet50
-from models.vgg import VGG_A, vgg
+from models.vgg import VGG_A, VGG_SMALL, vgg
 
-# Three thin stages that leave 4x4x128 = 2048 numbers to the dense layers.
-VGG_LIKE = ((32,), (64,), (128,))
 FASHION = (28, 28, 1)
 
 
@@ -46,8 +44,14 @@ def fc1() -> keras.Model:
     return keras.Sequential([keras.Input((25088,)), keras.layers.Dense(4096)])
 
 
+def small_vgg() -> keras.Model:
+    """Return the network of 0.7 million parameters that studies train on Fashion-MNIST."""
+    return vgg(VGG_SMALL, FASHION, (512,), 10, dropout=0.0)
+
+
 WORKLOADS = {
-    "vgg_like": Workload(lambda: vgg(VGG_LIKE, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
+    # The dense layers take 4x4x128 = 2048 numbers.
+    "vgg_like": Workload(lambda: vgg(VGG_SMALL, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
     "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
     "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
     # Forward passes that are long enough to hide the gather of parameters at 1 Gbit/s.
@@ -57,6 +61,7 @@ WORKLOADS = {
     # What the recipes train on Fashion-MNIST, with the first and the last batch of a growing one.
     "resnet8_64": Workload(lambda: resnet(8, FASHION), 64, FASHION, 10),
     "resnet8_512": Workload(lambda: resnet(8, FASHION), 512, FASHION, 10),
+    **{f"vgg_small_{n}": Workload(small_vgg, n, FASHION, 10) for n in (128, 256, 512)},
     # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
     "fc1": Workload(fc1, 256, (25088,), 4096),
     "edsr16": Workload(lambda: edsr(), 16, (48, 48, 1), 0),

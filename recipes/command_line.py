@@ -80,6 +80,8 @@ def check_flags() -> None:
         refuse(reason, none)
     else:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
+    if FLAGS.groups == 1:
+        refuse("--overlap needs --groups.", {"overlap": 0})
     if not FLAGS.adaptive_batch:
         refuse("--adaptive-interval needs --adaptive-batch.", {"adaptive_interval": 0})
         refuse("--adaptive-rule needs --adaptive-batch.", {"adaptive_rule": "robust"})

@@ -122,15 +122,14 @@ def measured(
     Raises:
         SystemExit: One of them was not measured.
     """
-    samples = {
-        batch: [
-            seconds
-            for run in runs
-            if (run["suite"], run["group"], run["system"]) == ("step", f"{case} {place}", system)
-            for seconds in run.get("samples", {}).get(case, ())
-        ]
-        for batch, case in cases.items()
-    }
+    samples: dict[int, list[float]] = {batch: [] for batch in cases}
+    n_steps = dict.fromkeys(cases, 0)
+    for batch, case in cases.items():
+        for run in runs:
+            if (run["suite"], run["group"], run["system"]) == ("step", f"{case} {place}", system):
+                values = run.get("samples", {}).get(case, ())
+                samples[batch] += values
+                n_steps[batch] += len(values) * _block(run["arguments"])
     missing = [cases[batch] for batch, values in samples.items() if not values]
     if missing:
         sys.exit(
@@ -140,8 +139,13 @@ def measured(
         )
     return Measured(
         {batch: statistics.median(values) for batch, values in samples.items()},
-        {batch: len(values) for batch, values in samples.items()},
+        n_steps,
     )
+
+
+def _block(arguments: Sequence[str]) -> int:
+    """Return the steps whose mean is one sample: whole intervals of local SGD."""
+    return int(arguments[arguments.index("--block") + 1]) if "--block" in arguments else 1
 
 
 def step_seconds(batch: int, of: Measured) -> float:

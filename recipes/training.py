@@ -51,6 +51,9 @@ flags.DEFINE_integer(
     lower_bound=1,
 )  # fmt: skip
 flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
+flags.DEFINE_integer(
+    "overlap", 0, "Local SGD: steps that an average may take while training goes on.", lower_bound=0
+)
 flags.DEFINE_string(
     "compression", "none",
     "Format of values between ranks: none, fp16, bf16, int8, ..., with options as in "
@@ -134,7 +137,9 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
         return optimizer
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
-        exchange = tfscale.LocalSGD(FLAGS.groups, FLAGS.interval, within=exchange)
+        exchange = tfscale.LocalSGD(
+            FLAGS.groups, FLAGS.interval, within=exchange, overlap=FLAGS.overlap
+        )
     compression = parse_compression(FLAGS.compression)
     return hvd.DistributedOptimizer(optimizer, exchange=exchange, compression=compression)
 

@@ -8,6 +8,8 @@ from keras import layers
 # Filters of the convolutions between two poolings.
 VGG_A = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+# Of no paper: for small pictures, and minutes instead of hours.
+VGG_SMALL = ((32,), (64,), (128,))
 
 
 def vgg_a_of_width(filters: int) -> tuple[tuple[int, ...], ...]:

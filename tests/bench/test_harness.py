@@ -6,7 +6,16 @@ import json
 import pytest
 
 from benchmarks import harness, worker
-from benchmarks.cells import FULL, QUICK, SUITES, TABLE, TRAINED_MODELS, Choice
+from benchmarks.cells import (
+    FULL,
+    QUICK,
+    SUITES,
+    TABLE,
+    TRAINED_MODELS,
+    Choice,
+    Local,
+    parse_local,
+)
 from benchmarks.harness import merge
 from benchmarks.places import parse_place
 from tests.bench.fakes import CELLS
@@ -43,7 +52,7 @@ def test_a_choice_of_cells():
     chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
     assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
     trained = SUITES["step"](Choice(models=TRAINED_MODELS, places=["250mbit"]))
-    assert {c.group for c in trained} == {"resnet8_64 250mbit", "resnet8_512 250mbit"}
+    assert {c.group for c in trained} == {f"{model} 250mbit" for model in TRAINED_MODELS}
     only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
     assert {c.system for c in only} == {"compute"}
 
@@ -54,6 +63,12 @@ def test_local_sgd_is_measured_over_whole_intervals():
     plain = {"tfscale-local8": "8", "tfscale-local16": "16"}
     overlapped = {"tfscale-local4-overlap": "4", "tfscale-local8-overlap": "8"}
     assert blocks == plain | overlapped | {f"{s}-bf16": block for s, block in plain.items()}
+    name = "local8-g2-overlap3"
+    choice = Choice(models=["vgg_small_256"], places=["2x2@1gbit"], exchanges=[name])
+    (cell,) = (c for c in SUITES["step"](choice) if c.system == f"tfscale-{name}")
+    assert cell.arguments[2:] == ("--repeats", "13", "--warmup", "1", "--block", "8")
+    found = [parse_local(text, 4) for text in ("local8", name, "local4-overlap", "sharded")]
+    assert found == [Local(4, 8, 0), Local(2, 8, 3), Local(4, 4, 3), None]
 
 
 def test_places_and_their_cells():

@@ -137,8 +137,8 @@ def case_loss_scaling_is_repaired_after_an_optimizer_was_cut():
             assert float(model.optimizer.dynamic_scale) == 256.0
             require_equal_ranks(model.variables)
             weights.append(model.get_weights())
-        # A last bit of a float32 weight may move an activation by a bit of float16, which is 1e-3 of it,
-        # and a weight by 1e-3 * 0.01 a step; a lost slot of momentum moves it by some 1e-2.
+        # A last bit of a weight may move an activation by a bit of float16, 1e-3 of it, and so a
+        # weight by some 1e-5 in a step; a lost slot of momentum moves it by some 1e-2.
         require_close(*weights, rtol=0, atol=1e-4)
 
 

@@ -28,13 +28,11 @@ def shared_folder():
     return Path(tfscale.broadcast_object(folder))
 
 
-def build(**options):
+def build(exchange=tfscale.Allreduce(bucket_mb=0), **options):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(64, use_bias=False) for _ in range(3)]
     model = keras.Sequential([keras.Input((64,)), *layers])
-    optimizer = tfscale.DistributedOptimizer(
-        keras.optimizers.SGD(1e-3), exchange=tfscale.Allreduce(bucket_mb=0)
-    )
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-3), exchange=exchange)
     model.compile(optimizer, loss="mse", **options)
     return model
 
@@ -108,6 +106,19 @@ class Late(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if runtime.rank() == runtime.size() - 1:
             time.sleep(0.03)
+
+
+@sizes(2, timeout_s=60)
+def case_a_report_has_averages_that_overlap_with_training():
+    folder = shared_folder()
+    exchange = tfscale.LocalSGD(2, interval=4, overlap=2)
+    fit(build(exchange), [CommunicationReport(folder, every_n_steps=1)])
+    tfscale.barrier()
+    slots = of_kind(read_rows(folder), "slot")
+    assert {s["name"] for s in slots} >= {"posted average of parameters"}
+    # Sent after steps 4 and 8 of two epochs.
+    sent = [s for s in slots if s["name"].startswith("posted average") and s["rank"] == 0]
+    assert len(sent) == 4 and all(s["bytes"] >= 3 * 64 * 64 * 4 for s in sent)
 
 
 @sizes(2, timeout_s=120)

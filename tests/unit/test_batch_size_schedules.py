@@ -46,6 +46,11 @@ def test_scaling_with_gradual_warm_up(rule, target):
     np.testing.assert_allclose(rates, 0.125 * np.array(expected), rtol=1e-6)
 
 
+def test_a_batch_below_the_reference_has_its_rate_from_the_beginning():
+    rate = LearningRateScaling(0.125, 24, 6, warmup_epochs=2, decay_epochs=(3,)).multiplier
+    assert [rate(epoch) for epoch in (0, 0.5, 2)] == [0.25] * 3 and rate(3) == pytest.approx(0.025)
+
+
 def test_no_warm_up():
     data = make_data(batch_size=24)
     watch = Watch(data)

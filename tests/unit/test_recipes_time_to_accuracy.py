@@ -30,6 +30,7 @@ BENCHMARKS = {
         {
             "suite": "step", "group": f"{case} 1gbit", "system": system, "n_ranks": 4,
             "session": "s", "commit": "0123456789", "round": number,
+            "arguments": ["--block", "8"] if case == "small" else [],
             "samples": {case: [own * slower - 1, own * slower + 1]},
         }
         for case, own in (("small", 60.0), ("large", 180.0))
@@ -49,6 +50,10 @@ def test_a_target_is_reached_at_the_end_of_an_epoch():
     assert time_to_accuracy.shown(reached) == "50 ± 10"
     assert time_to_accuracy.shown([None, 3.0]) == "reached by 1 of 2"
     assert time_to_accuracy.shown([3.0]) == "3"
+    blocks = time_to_accuracy.measured(
+        BENCHMARKS["runs"], "auto", "1gbit", {64: "small", 9: "large"}
+    )
+    assert blocks == Measured({64: 60.0, 9: 180.0}, {64: 32, 9: 4})
 
 
 def test_a_batch_lies_between_measured_ones_and_not_outside():

@@ -20,26 +20,49 @@ from tfscale.launcher.tune.scripts import (
     _regroup,
     arguments_of,
 )
-from tfscale.measure.groups import GroupProbe, advise, write_report
+from tfscale.measure.groups import (
+    GroupProbe,
+    advise,
+    draw_distances,
+    loss_ratio,
+    write_report,
+)
 
 
 def probes(*distances):
     """Return probes of 2, 4, 8 ... groups whose settled distances are given."""
-    return [GroupProbe(2 ** (i + 1), 8, 0.1, (0.1 * d, d, d), 1.0) for i, d in enumerate(distances)]
+    steps = (1.0,) * 24
+    return [
+        GroupProbe(2 ** (i + 1), 8, 0.1, (0.1 * d, d, d), steps) for i, d in enumerate(distances)
+    ]
 
 
 def test_doubling_is_accepted_while_the_distance_doubles():
     assert advise(probes(1.0, 1.8, 2.5)).groups == 4
     assert advise(probes(1.0, 1.6)).groups == 2
     assert advise(probes(1.0, 2.0, 4.0)).groups == 8
-    assert GroupProbe(2, 8, 0.1, (0.1, 0.2, 1.0, 1.2), 0.0).distance == 1.1  # of settled epochs
+    assert GroupProbe(2, 8, 0.1, (0.1, 0.2, 1.0, 1.2), (0.0,)).distance == 1.1  # of settled epochs
     # Read off [L]'s curves for CIFAR-10: 0.8 to 0.9, 1.9 to 2.0, 3 to 3.4; published choice: 4.
     assert advise(probes(0.85, 1.95, 3.2)).groups == 4
 
 
+def test_more_groups_must_learn_nearly_as_much_of_as_many_samples():
+    """The loss of one group falls from 4 to 1 in 40 steps; others take more samples for it."""
+
+    def probe(groups, slower):
+        losses = tuple(4.0 - 3.0 * min(1.0, i * groups / 40 / slower) for i in range(40))
+        return GroupProbe(groups, 8, 0.1, (float(groups),) * 5 if groups > 1 else (), losses)
+
+    measured = [probe(1, 1.0), probe(2, 1.0), probe(4, 1.05), probe(8, 1.5)]
+    assert [round(loss_ratio(p, measured[0]), 1) for p in measured] == [1.0, 1.0, 1.2, 1.8]
+    assert measured[0].distance == 0.0 and advise(measured).groups == 4
+    assert "with 8 groups is 1.8" in advise(measured).reason
+    assert advise([measured[0], probe(2, 2.0)]).groups == 1
+
+
 def test_a_training_that_diverges_is_not_recommended(tmp_path):
     for distance, loss in ((math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)):
-        broken = dataclasses.replace(probes(1.0, distance)[1], loss=loss)
+        broken = dataclasses.replace(probes(1.0, distance)[1], losses=(loss,))
         measured = [probes(1.0)[0], broken]
         assert advise(measured).groups == 2
         assert (
@@ -48,6 +71,17 @@ def test_a_training_that_diverges_is_not_recommended(tmp_path):
         assert advise([dataclasses.replace(broken, groups=2)]).groups == 1
         write_report(measured, tmp_path)
         assert "NaN" not in (tmp_path / "groups.json").read_text()
+
+
+@pytest.mark.parametrize("later", [(None, None), (2.0, 1.0)])
+def test_distances_of_a_training_that_diverged_are_drawn(later, tmp_path):
+    """NaN is null in the record of `ModelDistance`."""
+    rows = [
+        {"step": 8 * i, "distance": distance, "layers": {"dense": layer, "frozen": 0.0}}
+        for i, (distance, layer) in enumerate([(1.0, 0.5), (None, None), later], 1)
+    ]
+    draw_distances(rows, tmp_path / "distance.png")
+    assert (tmp_path / "distance.png").exists()
 
 
 @pytest.mark.parametrize("script", ["batch sizes", "groups"])
@@ -100,7 +134,13 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
     with pytest.raises(_Done):
         model.fit(x, x[:, :2], batch_size=4, epochs=9, verbose=0, callbacks=[probe])
     assert int(model.optimizer.iterations) == 8
-    assert json.loads((tmp_path / "found.json").read_text())["interval"] == 2
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["interval"] == 2 and len(found["losses"]) == 8
+    # Two epochs of four steps, in blocks of one execution.
+    plain = compiled(keras.optimizers.SGD(0.1))
+    means = [plain.train_on_batch(x[:4], x[:4, :2]) for _ in range(8)]
+    blocks = np.reshape(means, (-1, steps_per_execution)).mean(1).repeat(steps_per_execution)
+    np.testing.assert_allclose(found["losses"], blocks, rtol=1e-5)
 
 
 def test_each_group_gets_the_batches_of_the_script():

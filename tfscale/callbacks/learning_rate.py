@@ -184,7 +184,8 @@ class LearningRateScaling(LearningRateScheduleCallback):
     The target is `initial_lr * batch_size / base_batch_size` ("linear"), or `initial_lr` times the
     root of that ratio ("sqrt"), or `initial_lr` ("none"). In batch b of warm-up epoch e the rate is
     `initial_lr + (target - initial_lr) * (e + b / steps) / warmup_epochs`; under
-    `steps_per_execution` it changes once per execution. It does not depend on the number of ranks.
+    `steps_per_execution` it changes once per execution. A target below `initial_lr` holds from the
+    beginning. The rate does not depend on the number of ranks.
 
     Collective: all ranks must pass it to `fit`, with the same arguments.
 
@@ -221,7 +222,7 @@ class LearningRateScaling(LearningRateScheduleCallback):
         target = RATE_RULES[rule](batch_size / base_batch_size)
 
         def multiplier(epoch: float) -> float:
-            if epoch < warmup_epochs:
+            if epoch < warmup_epochs and target > 1.0:
                 return 1.0 + (target - 1.0) * epoch / warmup_epochs
             return target * math.prod(0.1 for begin in decay_epochs if begin <= epoch)
 

@@ -70,8 +70,11 @@ def drain() -> np.ndarray:
 
 
 def has_slot(op: tf.Operation) -> bool:
-    """Return whether an op is a collective or a stamp; one that waits for parameters is not."""
-    return op.type.startswith("Tfscale") and op.type != "TfscaleAwait"
+    """Return whether an op is a collective or a stamp.
+
+    One that waits for parameters, or merges an average into them, is not.
+    """
+    return op.type.startswith("Tfscale") and op.type not in ("TfscaleAwait", "TfscaleMerge")
 
 
 def stamp_updates(variables: Sequence[Any]) -> None:

@@ -76,10 +76,10 @@ def _add_groups(tuners: argparse._SubParsersAction) -> None:
         "groups",
         help="look for the number of groups of local SGD",
         usage="tfscale tune groups [options] recipe.py ...",
-        description="Runs a training script for some steps with as many ranks as groups, one "
-        "number of groups after another, and measures how far the groups' models part. The script "
-        "must train with model.fit and a DistributedOptimizer, whose exchange is replaced. Its "
-        "batch size and learning rate are those of one group.",
+        description="Runs a training script for some steps with as many ranks as groups, first "
+        "one, and measures how far the groups' models part, and how fast the loss falls. The "
+        "script must train with model.fit and a DistributedOptimizer, whose exchange is replaced. "
+        "Its batch size and learning rate are those of one group.",
     )
     add = parser.add_argument
     add("--groups", default="2,4,8", metavar="G,...", help="default: 2,4,8")
@@ -95,7 +95,7 @@ def _add_groups(tuners: argparse._SubParsersAction) -> None:
 def _tune_groups(options: argparse.Namespace) -> int:
     from tfscale.measure.groups import GroupProbe, write_report
 
-    numbers = check_groups(read_numbers(options.groups, "--groups"))
+    numbers = [1, *check_groups(read_numbers(options.groups, "--groups"))]
     if options.interval < 1 or options.steps < 2 * options.interval:
         raise ConfigError(
             "A probe must hold two averages or more. Received: "
@@ -112,7 +112,8 @@ def _tune_groups(options: argparse.Namespace) -> int:
         names = ("interval", "steps", "rate_rule", "learning_rate")
         settings = {name: vars(options)[name] for name in names} | {"groups": groups}
         found = _run_probe(groups, settings, options)
-        probes.append(GroupProbe(**found | {"distances": tuple(found["distances"])}))
+        series = {name: tuple(found[name]) for name in ("distances", "losses")}
+        probes.append(GroupProbe(**found | series))
     text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0

@@ -209,6 +209,7 @@ class _GroupsProbe(ours.Callback):
         super().__init__()
         self._settings, self._record = settings, record
         self._n_steps = self._n_before = 0
+        self._losses: list[float] = []  # of each step
         self._rate = 0.0
 
     def _present_rate(self) -> float:
@@ -225,6 +226,10 @@ class _GroupsProbe(ours.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_before + steps_until(self.model, batch)
+        # Keras reports the mean since the epoch began.
+        n_new = self._n_steps - len(self._losses)
+        total = (logs or {}).get("loss", math.nan) * (self._n_steps - self._n_before)
+        self._losses += [(total - sum(self._losses[self._n_before :])) / n_new] * n_new
         if self._present_rate() != self._rate:
             raise ConfigError(
                 "Distances are compared at one learning rate. Received: a rate that the script "
@@ -234,13 +239,13 @@ class _GroupsProbe(ours.Callback):
             )
         if self._n_steps < self._settings["steps"]:
             return
-        loss = float(tfscale.allreduce(np.float64((logs or {}).get("loss", math.nan))))
+        losses = np.asarray(tfscale.allreduce(np.array(self._losses)))
         if runtime.rank() == 0:
             result = {
                 **{name: self._settings[name] for name in ("groups", "interval")},
                 "learning_rate": self._rate,
                 "distances": [distance for _, distance in self._record.distances],
-                "loss": loss,
+                "losses": losses.tolist(),
             }
             Path(self._settings["output"]).write_text(json.dumps(result))
         raise _Done
