@@ -17,6 +17,9 @@ from tfscale.launcher.mpi_command import find_mpi
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("tensorflow", "keras", "numpy", "mpi4py", "horovod", "tfscale")
+# What a result depends on, and files that count although git does not know them.
+_SOURCES = ("tfscale", "custom_ops", "recipes", "benchmarks")
+_UNTRACKED = (".py", ".cc", ".h")
 
 
 def describe() -> dict[str, Any]:
@@ -42,11 +45,18 @@ def describe() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of this checkout; after it "+" and a digest of the changes since, if any.
 
-    None outside a checkout, or without git.
+    Sources that git does not know are changes. None outside a checkout, or without git.
     """
     number = _git("rev-parse", "HEAD")
-    changes = _git("diff", "HEAD") if number else None
+    changes = (_git("diff", "HEAD") or "") + _untracked() if number else ""
     return f"{number}+{sha256(changes.encode())[:8]}" if changes else number
+
+
+def _untracked() -> str:
+    """Return names and texts of the sources that git does not know."""
+    listed = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *_SOURCES) or ""
+    names = [name for name in listed.split("\0") if name.endswith(_UNTRACKED)]
+    return "".join(f"{name}\n{(ROOT / name).read_text(errors='replace')}" for name in names)
 
 
 def without_output(words: Iterable[str]) -> list[str]:

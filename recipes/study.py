@@ -10,7 +10,8 @@ an interrupted run resumes after its last epoch; a run with other flags is repea
 run that fails is reported, and the next one begins. Ctrl-C and SIGTERM end the run as well; a
 second study.py in the same folder is refused, and so are files that differ from the commit, unless
 `--dirty` is given. Results go to `recipes/results/<study>.md`, `.png`
-and `.json`; the file `.json` holds every epoch of every run.
+and `.json`; the file `.json` holds every epoch of every run, and every record of theta where the
+flags have `theta_every`.
 
 With `--keep` the rows of the results that are there stay, of runs with the same flags: neither need
 the folders of all runs be on one machine, nor must all be run again for one more configuration.
@@ -40,13 +41,13 @@ A study is a Python file, `recipes/studies/<study>.py` or any other path, that d
 
 A loss reaches a threshold from above, anything else from below. With THRESHOLD = None there is no
 total speedup. A function of COLUMNS gets a list with the epochs of a run, each a dict as in
-`metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds. SERIES has the
-configurations of each line of the picture, by the number on its axis: the metric and each column
-are drawn over it. MAY_LOSE compares each configuration with the first one, seed by seed; METRIC is
-a share. It "passed" if it loses no more points than these on average, and at the upper end of the
-one-sided confidence interval of 95 % (Student's t). It is "undecided" if not, and the standard
-error is above half of the latter; else it "failed". All runs get `--resume`; those on several ranks
-`--report` as well, which measures compute and communication.
+`metrics.jsonl`, and returns a number, or None; the table shows the mean over seeds and its standard
+error. SERIES has the configurations of each line of the picture, by the number on its axis: the
+metric and each column are drawn over it. MAY_LOSE compares each configuration with the first one,
+seed by seed; METRIC is a share. It "passed" if it loses no more points than these on average, and
+at the upper end of the one-sided confidence interval of 95 % (Student's t). It is "undecided" if
+not, and the standard error is above half of the latter; else it "failed". All runs get `--resume`;
+those on several ranks `--report` as well, which measures compute and communication.
 
 Speedups, as [F] has them: the epoch speedup compares seconds of training per epoch, medians; the
 total speedup seconds of training until the threshold, which contains what the configuration loses
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> None:
     kept = study_results.read(every, where.with_suffix(".json")) if FLAGS.keep else {}
     missing = [run for run in chosen if run.folder not in kept]
     if missing and not FLAGS.draw:
-        _require_commit()
+        study_runs.require_commit(FLAGS.dirty)
     failed = 0 if FLAGS.draw else _finish(every, missing, folder)
     known = kept | {outcome.run.folder: outcome for outcome in study_runs.outcomes(study, folder)}
     outcomes = [known[run.folder] for run in every if run.folder in known]
@@ -105,16 +106,6 @@ def main(arguments: list[str]) -> None:
         print(f"{text}\nResults are in {where}.md, .png and .json.")
     if failed or not outcomes:
         sys.exit(f"{failed} runs failed, {len(outcomes)} are there.")
-
-
-def _require_commit() -> None:
-    """Refuse to make results that no commit can make again."""
-    commit = study_runs.provenance.describe()["commit"]
-    if commit.endswith("+") and not FLAGS.dirty:
-        sys.exit(
-            "The files of a study must be those of a commit, so that its results can be made "
-            f"again. Received: changes after commit {commit[:-1]}. Commit them, or pass --dirty."
-        )
 
 
 def _finish(every: Sequence[Run], chosen: Sequence[Run], folder: Path) -> int:

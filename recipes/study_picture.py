@@ -17,26 +17,36 @@ _SHOWN = {
     "theta": "theta at the end of the epoch",
     "averaging_weight": "gamma of rank 0",
 }
+# Records of theta, over updates instead of epochs.
+_OF_UPDATES = {
+    "theta": "theta",
+    "distance": "||w_0 - w||",
+    "gradient_norm": "||g||, mean gradient of a batch",
+}
 _LIMITS = ("limit of the mean", "limit of the upper bound")
 Draw = Callable[[Axes], None]
 
 
 def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write a PNG file.
+    """Write the picture to a PNG file; see `figure`."""
+    figure(study, outcomes).savefig(path, dpi=110)
+
+
+def figure(study: Study, outcomes: Sequence[Outcome]) -> Figure:
+    """Return the picture of a study.
 
     Speedups and times are left out if the machine was loaded.
 
     Args:
         study: The study.
         outcomes: Of its finished runs, at least one.
-        path: File to write.
     """
     names = [s.name for s in study_report.summaries(study, outcomes)]
     own = {name: [o for o in outcomes if o.run.configuration == name] for name in names}
     panels = _panels(study, own, outcomes)
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(11.0, 4.2 * rows), layout="constrained")
-    every = figure.subplots(rows, 2, squeeze=False).ravel()
+    result = Figure(figsize=(11.0, 4.2 * rows), layout="constrained")
+    every = result.subplots(rows, 2, squeeze=False).ravel()
     for axes, panel in zip(every, panels, strict=False):
         panel(axes)
     for axes in every[len(panels) :]:
@@ -44,8 +54,8 @@ def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
     counts = sorted({len(runs) for runs in own.values()})
     seeds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
     band = "" if counts[-1] == 1 else "; bands from the lowest to the highest"
-    figure.suptitle(f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})")
-    figure.savefig(path, dpi=110)
+    result.suptitle(f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})")
+    return result
 
 
 def _panels(
@@ -70,9 +80,13 @@ def _panels(
     rows = study_report.losses(study, outcomes)
     if rows:
         panels.append(partial(_losses, study=study, rows=rows))
+    by_update = [name for name in _OF_UPDATES if any(name in o.theta for o in outcomes)]
+    panels += [partial(_by_update, name=name, own=own) for name in by_update]
     for name in _SHOWN:
-        if any(len({line.get(name) for line in o.epochs}) > 1 for o in outcomes):
-            panels.append(partial(_curves, name=name, own=own))
+        changes = any(len({line.get(name) for line in o.epochs}) > 1 for o in outcomes)
+        if changes and name not in by_update:
+            panel = _staircase if name == "batch_size" else partial(_curves, name=name)
+            panels.append(partial(panel, own=own))
     if not study_report.why_loaded(outcomes):
         panels += [partial(p, study=study, outcomes=outcomes) for p in (_speedups, _times)]
     return panels
@@ -88,18 +102,51 @@ def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> N
             continue
         colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
         at, mean = np.arange(1, count + 1), values.mean(axis=0)
-        steps = "steps-mid" if name == "batch_size" else "default"
-        axes.plot(at, mean, color=colour, ls=dashes, lw=1.3, drawstyle=steps, label=configuration)
-        if len(runs) > 1 and name != "batch_size":
+        axes.plot(at, mean, color=colour, ls=dashes, lw=1.3, label=configuration)
+        if len(runs) > 1:
             low, high = values.min(axis=0), values.max(axis=0)
             axes.fill_between(at, low, high, color=colour, alpha=0.15)
         late += [*values[:, count // 2 :].ravel()]
     if name not in _SHOWN:  # the first epochs would hide the differences in question
         axes.set_ylim(*_range(late))
-    if name == "batch_size":
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="Epoch", ylabel=_SHOWN.get(name, name))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+
+
+def _staircase(axes: Axes, *, own: Mapping[str, Sequence[Outcome]]) -> None:
+    """Draw the batch of each epoch, a line per seed: a mean would be no batch of any run."""
+    for number, (configuration, runs) in enumerate(own.items()):
+        colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
+        for outcome in runs:
+            batches = [line.get("batch_size", np.nan) for line in outcome.epochs]
+            at = np.arange(1, len(batches) + 1)
+            label = configuration if outcome is runs[0] else None
+            axes.plot(
+                at, batches, dashes, color=colour, drawstyle="steps-mid", alpha=0.7, label=label
+            )
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="Epoch", ylabel=f"{_SHOWN['batch_size']}, each seed")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+
+
+def _by_update(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> None:
+    """Draw a column of the records of theta over updates: the mean over seeds, and their band."""
+    for number, (configuration, runs) in enumerate(own.items()):
+        known = [outcome.theta for outcome in runs if name in outcome.theta]
+        if not known:
+            continue
+        count = min(len(columns["update"]) for columns in known)
+        values = np.array([columns[name][:count] for columns in known], float)
+        colour, at = f"C{number % 10}", known[0]["update"][:count]
+        axes.plot(at, values.mean(axis=0), color=colour, lw=1.3, label=configuration)
+        if len(known) > 1:
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(at, low, high, color=colour, alpha=0.15)
+    axes.set_xscale("log")
+    axes.set(xlabel="Update", ylabel=_OF_UPDATES[name])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
 

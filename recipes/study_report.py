@@ -29,7 +29,7 @@ class Summary:
         seconds_to_threshold: Seconds of training until then, mean.
         epoch_s: Seconds of training of an epoch: median over epochs, mean over seeds.
         exposed_share: Part of the time of a step in which ranks wait for communication.
-        more: The study's own columns, means; None where a run has no such number.
+        more: The study's own columns, one number per seed; None where a run has no such number.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Summary:
     seconds_to_threshold: float | None
     epoch_s: float
     exposed_share: float | None
-    more: list[float | None]
+    more: list[list[float] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
             statistics.median(line["train_seconds"] for line in outcome.epochs) for outcome in own
         ),
         exposed_share=exposed / total if total else None,
-        more=[_mean([f(o.epochs) for o in own]) for f in study.columns.values()],
+        more=[_known([f(o.epochs) for o in own]) for f in study.columns.values()],
     )
 
 
@@ -134,9 +134,19 @@ def _waiting(outcome: Outcome) -> dict[str, dict[str, float]]:
     return {"waiting": {key: sum(s[key] for s in steps) for key in _SECONDS}} if steps else {}
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _known(values: Sequence[float | None]) -> list[float] | None:
     known = [value for value in values if value is not None]
-    return statistics.mean(known) if len(known) == len(values) else None
+    return known if len(known) == len(values) else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of independent values; None of a single one."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def is_dirty(outcome: Outcome) -> bool:
+    """Whether files differed from the commit while a part of this run was made."""
+    return any(part.get("commit", "").endswith("+") for part in outcome.made)
 
 
 def epochs_to(
@@ -184,6 +194,7 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
             **({"parts": outcome.made} if len(outcome.made) > 1 else {}),
             **_waiting(outcome),
             "epochs": outcome.epochs,
+            **({"theta": outcome.theta} if outcome.theta else {}),
         }
         for outcome in outcomes
     ]
@@ -191,8 +202,14 @@ def write(study: Study, outcomes: Sequence[Outcome], where: Path, note: str = ""
     about = {"study": study.name, "metric": study.metric, "note": note}
     paired = [dataclasses.asdict(loss) for loss in losses(study, outcomes)]
     content = {**about, "summary": summary, **({"losses": paired} if paired else {}), "runs": runs}
-    where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    # Lists of numbers stand on one line; a string holds no line feed.
+    shown = re.sub(r'\[\n[^\[\]{}"]*\]', _on_one_line, json.dumps(content, indent=1))
+    where.with_suffix(".json").write_text(f"{shown}\n", encoding="utf-8")
     return text
+
+
+def _on_one_line(found: re.Match) -> str:
+    return f"[{' '.join(found[0][1:-1].split())}]"
 
 
 def why_loaded(outcomes: Sequence[Outcome]) -> str:
@@ -210,8 +227,9 @@ def why_loaded(outcomes: Sequence[Outcome]) -> str:
 
 def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> str:
     rows = summaries(study, outcomes)
-    own_titles = list(study.columns)
-    metric = f"{study.metric}, last epoch (± standard deviation)"
+    error = " (mean ± standard error)" if any(row.seeds > 1 for row in rows) else ""
+    own_titles = [f"{title}{error}" for title in study.columns]
+    metric = f"{study.metric}, last epoch{error}"
     head = ["configuration", "ranks", "seeds", metric, "epochs", *own_titles]
     loaded = why_loaded(outcomes)
     if study.threshold:
@@ -225,6 +243,7 @@ def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> st
     lines += [_row(_cells(study, row, rows[0], not loaded)) for row in rows]
     times = f"Speedups are over “{rows[0].name}”, by seconds of training without validation."
     lines += ["", f"No times: {loaded}." if loaded else times, ""]
+    lines += _warnings(rows, outcomes)
     lines += _compared(study, outcomes)
     lines += [note, ""] if note else []
     lines += _made(study, outcomes)
@@ -232,10 +251,12 @@ def _page(study: Study, outcomes: Sequence[Outcome], name: str, note: str) -> st
 
 
 def _cells(study: Study, row: Summary, base: Summary, has_times: bool) -> list[str]:
-    spread = f" ± {statistics.stdev(row.metric):.4g}" if len(row.metric) > 1 else ""
     cells = [row.name, str(row.ranks), str(row.seeds)]
-    cells += [f"{statistics.mean(row.metric):.4g}{spread}", f"{row.epochs:g}"]
-    cells += [_shown(value) for value in row.more]
+    cells += [f"{statistics.mean(row.metric):.4g}{_error(row.metric)}", f"{row.epochs:g}"]
+    cells += [
+        "-" if values is None else f"{_shown(statistics.mean(values))}{_error(values)}"
+        for values in row.more
+    ]
     share = None if row.exposed_share is None else f"{100 * row.exposed_share:.0f} %"
     cells += [_shown(row.epochs_to_threshold)] if study.threshold else []
     if has_times:
@@ -243,6 +264,26 @@ def _cells(study: Study, row: Summary, base: Summary, has_times: bool) -> list[s
         total = speedup(base.seconds_to_threshold, row.seconds_to_threshold)
         cells += [_shown(row.seconds_to_threshold), _shown(total)] if study.threshold else []
     return cells
+
+
+def _error(values: Sequence[float]) -> str:
+    error = standard_error(values)
+    return "" if error is None else f" ± {error:{'.2g' if error < 100 else '.0f'}}"
+
+
+def _warnings(rows: Sequence[Summary], outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what a reader must know before the numbers are compared."""
+    lines = []
+    if any(row.seeds == 1 for row in rows):
+        lines += ["Rows of one seed have no error: they prove no difference.", ""]
+    n_dirty = sum(map(is_dirty, outcomes))
+    if n_dirty:
+        lines += [
+            f"**{n_dirty} of {len(outcomes)} runs were made from a working tree with uncommitted "
+            "changes** (commits with +): they cannot be made again exactly.",
+            "",
+        ]
+    return lines
 
 
 def _compared(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
@@ -273,12 +314,6 @@ def _made(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
         parts = [part for outcome in outcomes for part in outcome.made]
         values = sorted({part.get(key, "unknown") for part in parts})
         lines.append(f"* {title}: {'; '.join(values)}")
-    n_dirty = sum(any(part.get("commit", "").endswith("+") for part in o.made) for o in outcomes)
-    if n_dirty:
-        lines.append(
-            f"* **Files differed from the commit** in {n_dirty} of {len(outcomes)} runs (a commit "
-            "with +): these cannot be made again exactly"
-        )
     seeds = sorted({outcome.run.seed for outcome in outcomes})
     lines += [f"* Seeds: {', '.join(map(str, seeds))}", "", "Runs of the first seed:", "", "```"]
     first = [outcome.run for outcome in outcomes if outcome.run.seed == seeds[0]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import study_runs
 from study_runs import Outcome, Run
 
-_OF_RUN = ("configuration", "command", "ranks", "epochs", "waiting", "parts")
+_OF_RUN = ("configuration", "command", "ranks", "epochs", "waiting", "parts", "theta")
 
 
 def read(every: Sequence[Run], path: Path) -> dict[Path, Outcome]:
@@ -46,4 +46,5 @@ def note_of(path: Path) -> str:
 
 def _outcome(run: Run, row: dict) -> Outcome:
     made = row.get("parts") or [{key: row[key] for key in row if key not in _OF_RUN}]
-    return Outcome(run, row["epochs"], [row["waiting"]] if "waiting" in row else [], made)
+    steps = [row["waiting"]] if "waiting" in row else []
+    return Outcome(run, row["epochs"], steps, made, row.get("theta", {}))

@@ -13,9 +13,10 @@ from typing import IO, Any
 import study_metadata
 import study_subprocess
 from tfscale.files import read_json_lines
-from tfscale.measure import provenance
+from tfscale.measure import provenance, theta
 
 RECIPES = Path(__file__).resolve().parent
+_OF_THETA = ("update", "theta", "loss", "distance", "gradient_norm", "noise_scale")
 Column = Callable[[list[dict[str, float]]], float | None]
 
 
@@ -61,12 +62,15 @@ class Outcome:
         steps: Recorded steps of all ranks, see `CommunicationReport`; none on one process.
         made: Commit, machine, load and versions of each part of it, oldest first: of one, unless
             it was interrupted. See `provenance.describe`.
+        theta: With `--theta-every`, columns of `theta.jsonl`: update, theta, loss, distance and
+            what else was measured, a number for each record.
     """
 
     run: Run
     epochs: list[dict[str, float]]
     steps: list[dict[str, Any]]
     made: list[dict[str, str]]
+    theta: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 def load(name: str) -> Study:
@@ -149,6 +153,23 @@ def choose(study: Study, every: Sequence[Run], only: str, seeds: Sequence[str]) 
     ]
 
 
+def require_commit(may_differ: bool) -> None:
+    """Refuse to make results that no commit can make again.
+
+    Args:
+        may_differ: Whether files may differ from the commit.
+
+    Raises:
+        SystemExit: They do, and may not.
+    """
+    commit = provenance.describe()["commit"]
+    if commit.endswith("+") and not may_differ:
+        sys.exit(
+            "The files of a study must be those of a commit, so that its results can be made "
+            f"again. Received: changes after commit {commit[:-1]}. Commit them, or pass --dirty."
+        )
+
+
 def command(run: Run) -> list[str]:
     """Return the command of a run, without the folders it works in."""
     words = []
@@ -211,7 +232,16 @@ def _outcome(run: Run) -> Outcome:
     lines = read_json_lines(run.folder / "communication.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
     made = study_metadata.parts(study_metadata.read(run.folder))
-    return Outcome(run, read_json_lines(run.folder / "metrics.jsonl"), steps, made)
+    epochs = read_json_lines(run.folder / "metrics.jsonl")
+    return Outcome(
+        run, epochs, steps, made, _columns(read_json_lines(run.folder / theta.FILE_NAME))
+    )
+
+
+def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    """Return the records of theta by column, without columns that hold nothing."""
+    columns = {name: [row.get(name) for row in rows] for name in _OF_THETA}
+    return {name: values for name, values in columns.items() if set(values) - {None}}
 
 
 def _slug(name: str) -> str:

@@ -1,8 +1,8 @@
 """Minutes until an accuracy: the epochs of a study times the steps that were measured on a link.
 
-    python recipes/time_to_accuracy.py recipes/results/equal_accuracy.json docs/benchmarks.json \
-        --pairs "one trajectory=horovod,tfscale-auto" --cases 64=resnet20 --targets 0.90,0.92 \
-        --output recipes/results/time_to_accuracy
+    python recipes/time_to_accuracy.py recipes/results/adaptive_batch.json \
+        recipes/results/time_to_accuracy_steps.json --pairs "small batch=horovod,tfscale-auto" \
+        --cases 64=resnet8_64 --targets 0.90,0.91 --output build/time_to_accuracy
 
 Exchanges that compute the same follow one trajectory, so a study trains once per algorithm and
 seed. `--pairs` names a configuration of the study and the systems of `python -m benchmarks step`

@@ -6,7 +6,8 @@ TITLE = "Theta in the first epochs: ResNet-8 on Fashion-MNIST"
 SHOWS = """
 A first look before `theta_fashion`: 12800 pictures, four epochs, one process, theta at every second
 update. The rate is 0.1 for a batch of 128 and follows the batch linearly, without warm-up. [T]
-5.1.4: theta peaks, for a batch of 128 in epoch 5, and later the larger the batch.
+5.1.4: theta peaks, for a batch of 128 in epoch 5, and later the larger the batch; four epochs
+cannot show that.
 """
 RECIPE = "resnet"
 FLAGS = {

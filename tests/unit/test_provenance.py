@@ -1,9 +1,15 @@
 """What is told of the machine and the commit that made a result."""
 
+import argparse
+import json
 import os
+import subprocess
 from pathlib import Path
 
-from tfscale.measure import provenance
+import pytest
+
+from tfscale.launcher import tune
+from tfscale.measure import batch_size, groups, provenance
 
 
 def test_the_machine_is_told_without_names_of_hosts_or_folders():
@@ -18,3 +24,70 @@ def test_the_machine_is_told_without_names_of_hosts_or_folders():
 def test_without_git_there_is_no_checkout(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.describe()["commit"] == "no checkout"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name in ("custom_ops/comm.cc", "recipes/mine.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "is_changed"),
+    [
+        ("recipes/mine.py", True),
+        ("recipes/studies/new.py", True),
+        ("tfscale/new.py", True),
+        ("benchmarks/new.py", True),
+        ("custom_ops/new.cc", True),
+        ("recipes/results/new.json", False),
+        ("notes.py", False),
+    ],
+)
+def test_sources_that_git_does_not_know_are_changes(checkout, path, is_changed):
+    before = provenance._commit(checkout)
+    assert before and not before.endswith("+")
+    (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / path).write_text("new\n")
+    assert provenance._commit(checkout) == f"{before}{'+' if is_changed else ''}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seed"),
+    [
+        (["--seed", "3", "--epochs", "2"], {"seed": "3"}),
+        (["--epochs", "2", "--seed=7"], {"seed": "7"}),
+        (["--seeds", "4"], {}),
+        ([], {}),
+    ],
+)
+def test_tuners_tell_what_makes_a_recommendation(arguments, seed):
+    given = argparse.Namespace(script="train.py", arguments=arguments, groups="2,4", steps=None)
+    made = tune._made("groups", given, ("groups", "steps"))
+    command = " ".join(["tfscale tune groups --groups=2,4 train.py", *arguments])
+    assert made.pop("command") == command
+    assert {name: made.pop(name) for name in seed} == seed
+    assert set(made) == set(provenance.describe())
+
+
+def _groups(folder, *made):
+    groups.write_report([groups.GroupProbe(2, 8, 0.1, (1.0, 1.0), 1.0)], folder, *made)
+
+
+def _batch_size(folder, *made):
+    sizes = tuple(batch_size.SizeMeasures(n, 4, 1.0, 1.0, 0.5, 1.0) for n in (1, 2))
+    batch_size.write_report([batch_size.Stage(0, 1.0, 2.0, sizes)], folder, *made)
+
+
+@pytest.mark.parametrize("report", [_groups, _batch_size])
+def test_recommendations_are_written_with_what_made_them(report, tmp_path):
+    report(tmp_path, {"command": "mine", "seed": "3"})
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["made"] == {"command": "mine", "seed": "3"}
+    report(tmp_path)
+    assert set(json.loads(path.read_text())["made"]) == set(provenance.describe())

@@ -19,7 +19,7 @@ from tfscale.comm.process import (
     Launch,
     RankStatus,
 )
-from tfscale.launcher.rank_process import judge
+from tfscale.launcher.rank_process import report_end
 from tfscale.launcher.reports import (
     Beat,
     Pulse,
@@ -122,24 +122,24 @@ def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
 )
 def test_which_ends_are_failures(state, was_stopped, failures, others):
     for code in (*failures, *others):
-        report = judge(LAUNCH, code, RankStatus(state), was_stopped)
+        report = report_end(LAUNCH, code, RankStatus(state), was_stopped)
         assert report.is_failure == (code in failures) and report.rank == 2
         assert bool(report.exit_code) == (code != 0 or code in failures)
 
 
 @pytest.mark.parametrize("state", ["", WAITING, JOINED, TOLD, RAISED, LEAVING, LEFT])
 def test_who_is_to_blame(state):
-    report = judge(LAUNCH, 1, RankStatus(state), False)
+    report = report_end(LAUNCH, 1, RankStatus(state), False)
     assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
     assert report.has_joined == (state not in ("", WAITING))
 
 
 @pytest.mark.parametrize("state", [JOINED, FINISHED, LEAVING, ""])
 def test_75_needs_a_request(state):
-    alone = judge(LAUNCH, 75, RankStatus(state), False)
+    alone = report_end(LAUNCH, 75, RankStatus(state), False)
     assert alone.exit_code == 1 and "there was no request" in alone.describe()
     for was_asked in (True, False):
-        report = judge(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
+        report = report_end(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
         assert report.exit_code == 75 and not report.is_failure
 
 

@@ -1,13 +1,16 @@
 """Every code block of README and of the pages for users runs: on one process and on two ranks."""
 
 import json
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launching import launch_script
+from tests.helpers.launching import launch_script, run_in_folder
+from tfscale.comm import library
 from tfscale.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,4 +91,108 @@ def test_commands_exist(document, capsys):
             with pytest.raises(SystemExit) as end:
                 cli.main([words[1], "--help"])
             assert end.value.code == 0, line
+    capsys.readouterr()
+
+
+# Where each command of README runs. `pip install` runs on a wheel of the sources without its
+# dependencies, since tests have no network; those that need other hosts run with --dry-run.
+WHERE = {
+    "pip install '.[mpich,recipes]'": "test_packaging.py::test_an_installed_wheel_compiles_its",
+    "tfscale doctor": "test_doctor.py::test_a_healthy_machine",
+    "tfscale build --mpicxx /opt/mpi/bin/mpicxx": "test_readme.py::test_a_library_of_another_mpi",
+    "tfscale run -np 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
+    "tfscale run -np 8 -H node1:4,node2:4 python train.py": "test_readme.py::test_commands_exist",
+    "tfscale run --distribute -np 4 python train.py": "test_readme.py::test_an_unchanged_script",
+    "tfscale run --restarts 3 --min-np 2": "test_readme.py::test_restarts_are_options_of_run",
+    "mpiexec -n 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
+    "make train": "test_readme.py::test_make_train_trains",
+    "make test": "../../.ci/run::make test",
+}
+
+
+def inline_commands(document: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`((?:pip|tfscale|make|mpiexec|mpirun|srun|python) [^`]+)`", text)
+    return [" ".join(span.split()) for span in spans]
+
+
+def test_every_command_of_the_readme_runs_somewhere():
+    readme = ROOT / "README.md"
+    assert {*command_lines(readme), *inline_commands(readme)} == {*WHERE}
+    for where in WHERE.values():
+        file, _, text = where.partition("::")
+        path = Path(__file__).parent / file
+        if path.exists():  # .ci is not copied where the wheel is tested
+            assert text in path.read_text(), where
+
+
+def run_command(words, folder, **env):
+    """Run a command in a folder, with `python` and `tfscale` of this environment first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = run_in_folder(words, folder, 400, {"PATH": path, **env})
+    assert result.exit_code == 0, result.output + result.errors
+    return result.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    "command", ["tfscale run -np 4 python train.py", "mpiexec -n 4 python train.py"]
+)
+def test_the_example_runs_by_its_commands(command, tmp_path):
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    printed = run_command(command.split(), tmp_path)
+    assert len(re.findall(r"val_accuracy: ", printed)) == 3  # epochs, told by one rank
+
+
+UNCHANGED = """
+import keras
+import numpy as np
+
+x = np.random.default_rng(0).normal(size=(512, 8)).astype("float32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", loss="mse")
+model.fit(x, x.sum(axis=1, keepdims=True), epochs=2, batch_size=64, verbose=2)
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_an_unchanged_script_is_distributed(tmp_path):
+    (tmp_path / "train.py").write_text(UNCHANGED)
+    command = "tfscale run --distribute -np 4 python train.py"
+    assert run_command(command.split(), tmp_path).split().count("trained") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_make_train_trains(tmp_path):
+    """The recipe of `make train` at its smallest; what `make build` does is not repeated."""
+    folders = f"--data_dir={tmp_path} --run_dir={tmp_path}"
+    words = ["make", "-o", "build", "train", f"BIN={Path(sys.executable).parent}"]
+    run_command([*words, f"ARGS=--smoke {folders}"], ROOT)
+    lines = (tmp_path / "edsr" / "metrics.jsonl").read_text().splitlines()
+    assert lines and json.loads(lines[-1])["val_psnr"] > 0
+
+
+def test_restarts_are_options_of_run(capsys):
+    (command,) = (c for c in WHERE if "--restarts" in c)
+    words = [*command.split()[2:], "-np", "4", "python", "train.py"]
+    assert cli.main(["run", "--dry-run", *words]) == 0
+    capsys.readouterr()
+
+
+def test_a_library_of_another_mpi_is_built_by_its_wrapper(monkeypatch, capsys):
+    """Compiling takes a minute: what is asked for is tested here, compiling by `make build`."""
+    asked = []
+
+    def build(output_dir, build_dir, mpicxx):
+        asked.append(mpicxx)
+        return output_dir / "libtfscale.so"
+
+    monkeypatch.setattr(library, "build", build)
+    (command,) = (c for c in WHERE if "--mpicxx" in c)
+    assert cli.main(command.split()[1:]) == 0
+    assert asked == ["/opt/mpi/bin/mpicxx"]
     capsys.readouterr()

@@ -72,6 +72,15 @@ def test_a_folder_is_not_replaced_where_its_flags_are_unknown(run, tmp_path, mon
     assert (run.folder / "backup").exists()
 
 
+def test_a_study_runs_committed_files_only(monkeypatch):
+    _set_commit(monkeypatch, "abc+")
+    with pytest.raises(SystemExit, match=r"Received: changes after commit abc\. .* pass --dirty"):
+        study_runs.require_commit(may_differ=False)
+    study_runs.require_commit(may_differ=True)
+    _set_commit(monkeypatch, "abc")
+    study_runs.require_commit(may_differ=False)
+
+
 def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
     _fail(run, tmp_path, monkeypatch, "first")
     (run.folder / "study.json").write_text('{"key": "1 recipes/fake.py --epochs=9"}')

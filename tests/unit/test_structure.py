@@ -271,3 +271,34 @@ def test_weak_dictionaries_of_modules_stand_in_a_list():
         ("tfscale/fit/session.py", "_sessions"),
         ("tfscale/internals/trace.py", "_contexts"),
     }
+
+
+PAGES = ("README.md", "CONTRIBUTING.md", "recipes/README.md")
+
+
+def _code(text):
+    """Return the code of a page in Markdown: blocks, indented lines, and spans, a line each."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^    +(\S.*)$", rest, re.MULTILINE)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    return "\n".join([*blocks, *indented, *spans])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_commands_of_documents_are_there(page):
+    """Numbers are worth as much as the command that makes them."""
+    code, targets = _code(page.read_text()), (ROOT / "Makefile").read_text()
+    modules = re.findall(r"python -m ((?:benchmarks|tools|tests|tfscale)[\w.]*)", code)
+    files = re.findall(r"python ((?:recipes|tools|benchmarks)/[\w/]+\.py)", code)
+    wanted = re.findall(r"^(?:sudo )?make ([a-z][a-z-]*)", code, re.MULTILINE)
+    paths = [ROOT / name.replace(".", "/") for name in modules]
+    wrong = [p.name for p in paths if not (p.with_suffix(".py").exists() or p.is_dir())]
+    wrong += [name for name in files if not (ROOT / name).exists()]
+    target = r"^(?:[\w-]+ )*{}(?: [\w-]+)*:"
+    wrong += [n for n in wanted if not re.search(target.format(n), targets, re.MULTILINE)]
+    assert not wrong

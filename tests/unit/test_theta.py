@@ -1,6 +1,9 @@
-"""The interval that is read off a curve of theta, on made-up curves."""
+"""The interval that is read off a curve of theta, on made-up curves and on recorded ones."""
 
+import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from tfscale.config import ConfigError
 from tfscale.measure.growth import IntervalRule, find_interval, theta_of
 
 NAN = math.nan
+RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 
 
 def found(thetas, **settings):
@@ -48,6 +52,52 @@ def test_published_intervals_are_peaks(published):
 @pytest.mark.parametrize("published", [10, 60])
 def test_the_ten_percent_test_does_not_give_the_published_intervals(published):
     assert found(hill(published, 200), rule="thesis")[1] < published
+
+
+# Intervals that the rules find on recorded runs, each as (epoch of the decision, K).
+RECORDED = {
+    ("adaptive_batch", "AdaptiveBatchSize"): {  # ResNet-8
+        "robust": [(5, 5), (5, 5), (5, 5)],
+        "thesis": [(2, 2), (4, 4), (2, 2)],
+        "peak": [(3, 1), (3, 1), (3, 1)],
+    },
+    ("adaptive_batch_edsr", "AdaptiveBatchSize"): {
+        "robust": [(6, 6)],
+        "thesis": [(5, 5)],
+        "peak": [(3, 1)],
+    },
+    ("growth_rules_small", "every 8 epochs"): {  # LeNet-5
+        "robust": [(3, 3), (3, 3), (3, 3)],
+        "thesis": [(2, 2), (2, 2), (2, 2)],
+        "peak": [(4, 2), (3, 1), (3, 1)],
+    },
+}
+
+
+def recorded(study, configuration):
+    """Return the epochs of a configuration's runs, seed by seed."""
+    content = json.loads((RESULTS / f"{study}.json").read_text())
+    return [r["epochs"] for r in content["runs"] if r["configuration"] == configuration]
+
+
+@pytest.mark.parametrize("source", RECORDED, ids=lambda source: source[0])
+@pytest.mark.parametrize("rule", ["robust", "thesis", "peak"])
+def test_intervals_of_recorded_runs(source, rule):
+    runs = [[line["theta"] for line in epochs] for epochs in recorded(*source)]
+    assert [found(thetas, rule=rule) for thetas in runs] == RECORDED[source][rule]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "rule"),
+    [("theta, 10 % twice", "robust"), ("theta, 10 % once", "thesis"), ("theta, peak", "peak")],
+)
+def test_recorded_batches_grew_where_the_rules_say(configuration, rule):
+    for epochs in recorded("growth_rules_small", configuration):
+        decided, interval = found([line["theta"] for line in epochs], rule=rule)
+        sizes = [line["batch_size"] for line in epochs]
+        grown = [n for n, (a, b) in enumerate(itertools.pairwise(sizes), 1) if b > a]
+        first = max(decided, interval)
+        assert grown == [first, first + interval, first + 2 * interval]  # 64 to 512
 
 
 DECAY = [n**-0.42 for n in range(1, 20)]

@@ -15,7 +15,7 @@ from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
 from tfscale.checkpoints.variables import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
-from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_judges
+from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_deciders
 from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
@@ -89,7 +89,7 @@ class Callback(Traits):
             if accumulators(self.model):
                 session.stop_together()
             warn_if_unsynchronised(self.model, session.callbacks)
-            warn_of_judges(session.callbacks)
+            warn_of_deciders(session.callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note that an epoch begins."""

@@ -177,7 +177,7 @@ def _broadcast(
     _require_equal_shapes(state)
     objects.broadcast_variables(state, root_rank)
     model_state.broadcast_loaded(model, root_rank)
-    adapted_layers.settle(model)
+    adapted_layers.refresh_all(model)
 
 
 def _require_equal_shapes(variables: list[keras.Variable]) -> None:

@@ -332,7 +332,7 @@ class Restore:
             for i, variable in enumerate(self._variables.weights):
                 self._assign_mean(variable, leaders, f"weight/{i}")
             self._restore_own()
-            adapted_layers.settle(self._model)
+            adapted_layers.refresh_all(self._model)
             for k, optimizer in enumerate(self._optimizers):
                 self._restore_masters(k, optimizer)
                 self._restore_optimizer(k, optimizer)

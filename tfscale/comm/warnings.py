@@ -12,7 +12,7 @@ from tfscale.comm import runtime
 from tfscale.internals.keras import before_first_fit
 from tfscale.internals.optimizers import is_wrapped, optimizers_of
 from tfscale.internals.stack import KerasPass
-from tfscale.internals.traits import judge_before_averages, own_of, train_apart
+from tfscale.internals.traits import decider_before_averages, own_of, train_apart
 
 logger = logging.getLogger("tfscale")
 
@@ -22,7 +22,7 @@ _APART = (
     "optimizer, or average parameters with tfscale.callbacks.ParameterAveraging. If single ranks "
     "are to train models of their own, start with tfscale.init(independent=True)."
 )
-_JUDGED = (
+_DECIDES = (
     "%s sees the metrics of each rank's own samples. Unless all ranks are given the same, they may "
     "decide differently: other learning rates, other best weights at the end. Put "
     "MetricAverageCallback before it."
@@ -68,11 +68,11 @@ def _warn_of_first_fit(model: Any, callbacks: Any) -> None:
         warn_if_unsynchronised(model, ())
 
 
-def warn_of_judges(callbacks: Sequence[Any]) -> None:
+def warn_of_deciders(callbacks: Sequence[Any]) -> None:
     """Warn, once and on one rank, if callbacks decide by metrics of single ranks."""
-    judge = judge_before_averages(callbacks)
-    if judge is not None:
-        _warn_once(None, _JUDGED, judge)
+    name = decider_before_averages(callbacks)
+    if name is not None:
+        _warn_once(None, _DECIDES, name)
 
 
 def warn_of_evaluation(caller: KerasPass) -> None:

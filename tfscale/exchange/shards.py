@@ -165,7 +165,7 @@ class Shards:
             tuple(fits(s, bucket.dtype) for s in bucket.shapes),
         )
 
-    def settle(self) -> None:
+    def publish_exact(self) -> None:
         """Give the variables the exact values of all ranks' pieces. Collective, not in a step."""
         if self.rounds:
             self.publish()

@@ -13,7 +13,7 @@ from tfscale.comm import objects
 from tfscale.internals.keras import layers_of, lookup_layer, state_of
 
 
-def settle(model: keras.Model) -> None:
+def refresh_all(model: keras.Model) -> None:
     """Let Normalization layers use the values assigned to their variables. Collective.
 
     These layers compute with constants, which `adapt` and loading a file derive from the variables.

@@ -89,7 +89,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     session.drop_cycles([rank["cycles"] for rank in every])
     if session.has_groups and not show_averages(session.callbacks):
         raise ConfigError(
-            "Groups that train apart need a callback that starts them alike and unites their "
+            "Groups that train apart need a callback that starts them alike and averages their "
             "models before validation, saving and the end. Received: exchange=LocalSGD without "
             "one. Pass tfscale.callbacks.Synchronize() to fit."
         )

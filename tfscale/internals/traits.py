@@ -36,12 +36,12 @@ def show_averages(callbacks: Iterable[Any]) -> bool:
     return any(c.shows_averages or show_averages(c.companions) for c in own)
 
 
-def judge_before_averages(callbacks: Iterable[Any]) -> str | None:
+def decider_before_averages(callbacks: Iterable[Any]) -> str | None:
     """Return the name of the first callback that decides by metrics of this rank alone, if any."""
-    judges = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+    deciders = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
     for callback in callbacks:
         if isinstance(callback, Traits) and callback.averages_metrics:
             return None
-        if isinstance(callback, judges):
+        if isinstance(callback, deciders):
             return type(callback).__name__
     return None

@@ -227,10 +227,10 @@ def run_attempt(
         failure = launcher.reader.failure()
     finally:
         launcher.end(grace_s=0.0 if failure or stop.is_over() else 2.0)
-    return _judge(code, launcher.reader, stop)
+    return _outcome(code, launcher.reader, stop)
 
 
-def _judge(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
+def _outcome(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
     reports, failure = reader.reports, reader.failure()
     if failure is None and stop.first is None:
         # Only some ranks got a signal and died of it, or a rank ended with the process beside it.

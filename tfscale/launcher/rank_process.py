@@ -127,7 +127,7 @@ def _close_listening_sockets() -> None:
                 os.close(int(name))
 
 
-def judge(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
+def report_end(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
     """Return the report of a rank's end, and whether it is a failure for the other ranks.
 
     It is a failure unless the rank ended with 0 while not needed by others, after all had left the
@@ -170,11 +170,11 @@ def main(command: Sequence[str]) -> int:
         rank = _Rank(command, launch)
     except OSError as error:
         status = process.RankStatus("", error=f"Cannot start {' '.join(command)}: {error}\n")
-        report = judge(launch, _NOT_STARTED, status, False)
+        report = report_end(launch, _NOT_STARTED, status, False)
     else:
         code = rank.wait()
         status = process.read(rank.status)
-        report = judge(launch, code, status, rank.was_stopped)
+        report = report_end(launch, code, status, rank.was_stopped)
     sys.stderr.flush()
     send(report)
     if rank is not None and (report.is_failure or report.signal is not None):

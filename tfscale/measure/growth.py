@@ -119,7 +119,7 @@ def find_interval(thetas: Sequence[float], rule: IntervalRule) -> Finding | None
     if found is None:
         if high is None or n < high:
             return None
-        return Finding(high, f"theta has not settled by epoch {n}, the largest interval")
+        return Finding(high, f"theta still changes at epoch {n}, the largest interval")
     interval = max(low, found.interval if high is None else min(high, found.interval))
     if interval == found.interval:
         return found

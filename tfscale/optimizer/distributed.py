@@ -285,7 +285,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             self.__wrapped__.finalize_variable_values(own)
             executor.publish()
         else:
-            shards.settle()
+            shards.publish_exact()
         if self.group_average is not None and has_averages:
             self.group_average.average_now()
 

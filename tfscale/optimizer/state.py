@@ -120,7 +120,7 @@ class KeptState:
         At least one rank must keep it (`is_kept`); on all others the list is empty.
         """
         self.forget()
-        self._shards.settle()  # what is saved with the state has no rounded parameters
+        self._shards.publish_exact()  # what is saved with the state has no rounded parameters
         pairs = self._placed()
         whole = self._shapes_of_whole(pairs)
         arrays = []

@@ -127,7 +127,16 @@ def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> di
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
     words = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
     # Seeds are the script's; the order of measured samples has seed 0.
-    return {"command": shlex.join(words), **describe()}
+    return {"command": shlex.join(words), **_seed_of(options.arguments), **describe()}
+
+
+def _seed_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the seed that a script is given, if it is given one as `--seed`."""
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, is_joined, value = word.partition("=")
+        if name == "--seed":
+            return {"seed": value if is_joined else following}
+    return {}
 
 
 def check_groups(numbers: Sequence[int]) -> list[int]:
