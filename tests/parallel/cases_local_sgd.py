@@ -13,10 +13,10 @@ from tfscale.callbacks import ModelDistance
 from tfscale.comm import runtime
 
 
-def train(make, strategy, epochs=1, callbacks=(), **options):
+def train(make, strategy, epochs=1, callbacks=(), build=dense_model, **options):
     keras.utils.set_random_seed(3)
     x, y = samples()
-    model = dense_model()
+    model = build()
     model.compile(hvd.DistributedOptimizer(make(), exchange=strategy, **options), loss="mse")
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)

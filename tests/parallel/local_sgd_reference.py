@@ -10,11 +10,11 @@ from tests.parallel.cases_equality import dense_model, inputs_of
 BATCH, STEPS = 24, 10
 
 
-def models_for(groups, make):
+def models_for(groups, make, build=dense_model):
     models = []
     for _ in range(groups):
         keras.utils.set_random_seed(3)
-        model = dense_model()
+        model = build()
         model.compile(make(), loss="mse")
         model.optimizer.build(model.trainable_variables)
         models.append(model)
@@ -53,9 +53,9 @@ def samples():
 class ByHand:
     """Single processes, one for each group, whose models are averaged in NumPy."""
 
-    def __init__(self, make, groups, strategy):
+    def __init__(self, make, groups, strategy, build=dense_model):
         self.strategy, self.groups = strategy, groups
-        self.models = models_for(groups, make)
+        self.models = models_for(groups, make, build)
         own = [m.trainable_variables for m in self.models]
         self.variables = list(zip(*own, strict=True))  # of all groups, by position
         self.common = [keras.Variable(v[0].numpy(), dtype="float64") for v in self.variables]
