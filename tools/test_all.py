@@ -70,9 +70,9 @@ UNITS = (
     Unit("3 ranks", 7.0, (PARALLEL, "-k", "test_case and 3-")),
     Unit("4 ranks", 8.0, (PARALLEL, "-k", "test_case and 4- or test_no_case")),
     Unit("users' scripts", 17.0, ("tests/scripts",)),
-    Unit("jobs", 6.0, ("tests/parallel", f"--ignore={PARALLEL}")),
-    Unit("faults", 10.0, ("tests/faults",)),
-    Unit("emulated cluster", 2.0, ("tests/cluster",)),
+    Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}")),
+    Unit("faults", 11.0, ("tests/faults",)),
+    Unit("emulated cluster", 3.0, ("tests/cluster",)),
     Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),
 )
 

@@ -1,5 +1,6 @@
 // Messages between ranks on a communicator of our own, cut at a low limit.
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -25,9 +26,8 @@ void WaitUntilEmpty(Transfers& transfers, std::vector<int>* keys = nullptr) {
 }
 
 // Sends vectors of these sizes around the ring of ranks and checks them.
-void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes,
-                size_t least_read_bytes = 0) {
-  const Communicator comm = Communicator::Duplicate(MPI_COMM_WORLD, 0, least_read_bytes);
+void SendAround(const Communicator& comm, size_t max_message_bytes,
+                const std::vector<size_t>& sizes) {
   Transfers transfers(comm, max_message_bytes);
   const int next = (comm.rank() + 1) % comm.size();
   const int previous = (comm.rank() + comm.size() - 1) % comm.size();
@@ -52,6 +52,12 @@ void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes,
     CHECK_TRUE(std::equal(received[i].begin(), received[i].end() - 1, expected.begin()));
     CHECK_EQ(received[i].back(), 'x');
   }
+}
+
+void SendAround(size_t max_message_bytes, const std::vector<size_t>& sizes,
+                size_t least_read_bytes = 0) {
+  SendAround(Communicator::Duplicate(MPI_COMM_WORLD, 0, least_read_bytes), max_message_bytes,
+             sizes);
 }
 
 }  // namespace
@@ -79,6 +85,23 @@ TEST(CommunicatorsOfSomeRanks) {
   int one = 1;
   MPI_Allreduce(&one, &total, 1, MPI_INT, MPI_SUM, moved.get());
   CHECK_EQ(total, moved.size());
+}
+
+// Of hosts of two ranks all but the first: it is alone, others have their neighbour.
+TEST(CommunicatorsOfRanksOfSeveralHosts) {
+  const Communicator world = Communicator::Duplicate(MPI_COMM_WORLD, 2, 500);
+  if (world.rank() == 0) return;
+  std::vector<int> ranks(static_cast<size_t>(world.size()) - 1);
+  std::iota(ranks.begin(), ranks.end(), 1);
+  const Communicator comm = Communicator::ForRanks(world, ranks, 5);
+  CHECK_EQ(comm.hosts().n_hosts(), world.hosts().n_hosts());
+  for (int r = 0; r < comm.size(); ++r) {
+    CHECK_EQ(comm.hosts().HostOf(r), world.hosts().HostOf(r + 1));
+    const bool is_neighbour =
+        r != comm.rank() && comm.hosts().HostOf(r) == comm.hosts().HostOf(comm.rank());
+    CHECK_EQ(comm.ReadablePid(r) != 0, is_neighbour);
+  }
+  SendAround(comm, 1000, {0, 1, 999, 100003, 3});
 }
 
 // A message that is too short would leave part of the result as it was.

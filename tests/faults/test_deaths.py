@@ -2,8 +2,10 @@
 
 import os
 import random
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +51,7 @@ except Return:
 """
 
 
-# Nearly all the time a rank reads the memory of the other.
+# Nearly all the time a rank reads the memory of others.
 READING = """
 import os, time
 import numpy as np, tensorflow as tf
@@ -99,18 +101,22 @@ def test_death_in_training(tmp_path, kind):
         assert job.output().count("Traceback") == 1
 
 
-def kill_at_a_random_moment(folder, seed, program=TRAINING):
-    """A random rank of two is killed, a random time after training began."""
+def kill_at_a_random_moment(folder, seed, program=TRAINING, size=2):
+    """A random rank is killed, a random time after training began; nothing is left."""
     choice = random.Random(seed)
-    victim, pause_s = choice.randrange(2), choice.uniform(0.0, 2.0)
-    with Job(folder, program, "wait") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
-        files = mpi_files.used_by(job_of(pids[0]))
+    victim, pause_s = choice.randrange(size), choice.uniform(0.0, 2.0)
+    with Job(folder, program, "wait", size=size) as job:
+        pids = [job.ready(rank)[0] for rank in range(size)]
+        processes = job_of(pids[0])
+        files = mpi_files.used_by(processes)
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes)
+        # Shared memory that has a name would stay.
+        assert not re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE)
         time.sleep(pause_s)
         since = time.time()
         os.kill(pids[victim], signal.SIGKILL)
         assert job.end(since) == 137, job.output()
-        wait_for_end(pids, since)
+        wait_for_end(processes, since)
         assert f"tfscale: rank {victim} on host" in job.last_lines()[0], job.output()
     assert not [path for path in files if os.path.exists(path)]
 
@@ -122,7 +128,13 @@ N_RANDOM = int(os.environ.get("TFSCALE_TEST_N_RANDOM", "3"))
 @pytest.mark.timeout(START_S + 60)
 @pytest.mark.parametrize("seed", range(N_RANDOM))
 def test_death_at_a_random_moment(tmp_path, seed):
-    kill_at_a_random_moment(tmp_path, seed, READING if seed % 3 == 0 else TRAINING)
+    kill_at_a_random_moment(tmp_path, seed)
+
+
+@pytest.mark.timeout(START_S + 60)
+@pytest.mark.parametrize("seed", range(N_RANDOM + 2))
+def test_death_at_a_random_moment_while_others_read_its_memory(tmp_path, seed):
+    kill_at_a_random_moment(tmp_path, seed, READING, size=3)
 
 
 ELSEWHERE = """

@@ -18,6 +18,7 @@ mpich_only = pytest.mark.skipif(
 )
 WAITS = """
 import os, sys, time
+import numpy as np
 import tfscale
 rank = os.environ["PMI_RANK"]
 if sys.argv[1] == "in init":
@@ -25,6 +26,9 @@ if sys.argv[1] == "in init":
     if rank == "1":
         time.sleep(100)
 tfscale.init()
+if sys.argv[1] == "64 MB":
+    total = tfscale.allreduce(np.ones(1 << 24, np.float32), op=tfscale.Sum)
+    assert (total.numpy() == tfscale.size()).all()
 print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
 time.sleep(100)
 """
@@ -87,8 +91,12 @@ needs_mount = pytest.mark.skipif(
 @mpich_only
 @needs_mount
 @pytest.mark.timeout(START_S)
-def test_ranks_start_with_sixteen_megabytes_of_shared_memory(tmp_path):
-    with Job(tmp_path, WAITS, "later", prefix=with_shared_memory("16m")) as job:
+@pytest.mark.parametrize("least_read_bytes", ["32768", "0"])  # 0: by messages
+def test_sixteen_megabytes_of_shared_memory_are_enough_for_larger_vectors(
+    tmp_path, least_read_bytes
+):
+    prefix, environ = with_shared_memory("16m"), {"TFSCALE_HOST_MEMORY": least_read_bytes}
+    with Job(tmp_path, WAITS, "64 MB", prefix=prefix, environ=environ) as job:
         assert all(job.ready(rank) for rank in range(2)), job.output()
 
 

@@ -12,9 +12,9 @@ START_S = 120  # TensorFlow on a loaded machine
 
 
 class Job:
-    def __init__(self, folder, text, *words, options=(), prefix=(), environ=None):
+    def __init__(self, folder, text, *words, size=2, options=(), prefix=(), environ=None):
         self._started = start_job(
-            ["-np", "2", *options],
+            ["-np", str(size), *options],
             [*write_script(folder / "script.py", text), *words],
             environ,
             folder / "output",

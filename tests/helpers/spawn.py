@@ -7,6 +7,7 @@ that shows the stacks of the ranks that hang. After a failure or a hang the rema
 run in fresh processes.
 """
 
+import ast
 import json
 import os
 import signal
@@ -77,6 +78,19 @@ def spawn(
         results += done
         remaining = remaining[len(done) // size :]
     return results
+
+
+def cases_of(module: str) -> list[str]:
+    """Return the names of the cases of a module, which only ranks import."""
+    source = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    functions = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)]
+    return [f"{module}:{f.name}" for f in functions if f.name.startswith("case_")]
+
+
+def require_ok(results: Sequence[RankResult]) -> None:
+    """Fail with the texts of all ranks on which a case has not passed."""
+    bad = [r for r in results if r.status != "ok"]
+    assert not bad, "\n".join(f"{r.case}, rank {r.rank}: {r.status}\n{r.text}" for r in bad)
 
 
 class _Spawn:

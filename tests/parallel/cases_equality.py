@@ -98,21 +98,27 @@ def trained(build, optimizer, samples, batches, **options) -> list[np.ndarray]:
     return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
-def check(build, make_optimizer, exchange="allreduce", local_build=None, **options) -> None:
+def check(
+    build, make_optimizer, exchange="allreduce", local_build=None, n_runs=1, **options
+) -> None:
     """Train with and without tfscale; compare weights and the optimizer's complete state.
 
-    Ranks must agree bit by bit.
+    Ranks must agree bit by bit, and so must several runs.
     """
     with float64():
         x = inputs_of(build)
         y = np.random.default_rng(8).normal(size=(len(x), 3))
-        batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
-        wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=exchange)
-        ours = trained(local_build or build, wrapped, (x, y), batches, **options)
         alone = trained(build, make_optimizer(), (x, y), None, **options)
-        n_weights = len(alone) - len(wrapped.variables)
-        ours = ours[:n_weights] + wrapped.full_state()
-    require_equal(ours, alone)
+        runs = []
+        for _ in range(n_runs):
+            batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+            wrapped = hvd.DistributedOptimizer(make_optimizer(), exchange=exchange)
+            ours = trained(local_build or build, wrapped, (x, y), batches, **options)
+            n_weights = len(alone) - len(wrapped.variables)
+            runs.append(ours[:n_weights] + wrapped.full_state())
+    require_equal(runs[0], alone)
+    for again in runs[1:]:
+        require_identical(again, runs[0])
 
 
 def require_equal(ours, alone) -> None:

@@ -20,10 +20,12 @@ from tfscale.comm import runtime
 from tfscale.plan.buckets import owner_of
 
 
-def train(make, strategy, epochs=1, callbacks=(), data=None, at_once=1, **options):
+def train(
+    make, strategy, epochs=1, callbacks=(), data=None, at_once=1, build=dense_model, **options
+):
     keras.utils.set_random_seed(3)
     x, y = data or samples()
-    model = dense_model()
+    model = build()
     optimizer = hvd.DistributedOptimizer(make(), exchange=strategy, **options)
     model.compile(optimizer, loss="mse", steps_per_execution=at_once)
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)

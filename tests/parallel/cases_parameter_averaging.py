@@ -25,13 +25,13 @@ from tfscale.comm import runtime
 N_LOCAL, STEPS, RATE = 4, 3, 0.05
 
 
-def model_and_data(optimizer=None):
+def model_and_data(optimizer=None, n_outputs=2):
     keras.utils.set_random_seed(2)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(n_outputs)])
     model.compile(optimizer or keras.optimizers.SGD(RATE), loss="mse")
     n = N_LOCAL * STEPS * runtime.size()
     random = np.random.default_rng(3)
-    x, y = random.normal(size=(n, 5)), random.normal(size=(n, 2))
+    x, y = random.normal(size=(n, 5)), random.normal(size=(n, n_outputs))
     batch = N_LOCAL * runtime.size()
     return model, tfscale.data.GlobalBatches(x, y, batch_size=batch, shuffle=False), (x, y)
 
@@ -52,11 +52,11 @@ def flat(weights):
     return np.concatenate([w.ravel() for w in weights])
 
 
-def check(callback, averaged_epochs, lam, n_epochs=4):
-    """Compare with all ranks' models trained here and averaged after some epochs."""
+def check(callback, averaged_epochs, lam, n_epochs=4, n_outputs=2):
+    """Compare with all ranks' models trained here and averaged after some epochs; return ours."""
     start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
     with float64():
-        model, data, (x, y) = model_and_data()
+        model, data, (x, y) = model_and_data(n_outputs=n_outputs)
         common = model.get_weights()
         model.fit(data, epochs=n_epochs, verbose=0, callbacks=[start, callback])
     everyone = [common] * runtime.size()
@@ -72,6 +72,7 @@ def check(callback, averaged_epochs, lam, n_epochs=4):
             everyone = [common] * runtime.size()
     require_close(model.get_weights(), everyone[runtime.rank()], atol=1e-12)
     assert callback.n_averages == len(averaged_epochs)
+    return model
 
 
 @sizes(2, 3, timeout_s=240)

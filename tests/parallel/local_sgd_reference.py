@@ -10,11 +10,11 @@ from tests.parallel.cases_equality import dense_model, inputs_of
 BATCH, STEPS = 24, 10
 
 
-def models_for(groups, make):
+def models_for(groups, make, build=dense_model):
     models = []
     for _ in range(groups):
         keras.utils.set_random_seed(3)
-        model = dense_model()
+        model = build()
         model.compile(make(), loss="mse")
         model.optimizer.build(model.trainable_variables)
         models.append(model)
@@ -72,10 +72,20 @@ class ByHand:
     `mean` computes means of changes since the last average. `rate_of` returns the rate of a step.
     """
 
-    def __init__(self, make, groups, strategy, data=None, passes=1, mean=None, rate_of=None):
+    def __init__(
+        self,
+        make,
+        groups,
+        strategy,
+        data=None,
+        passes=1,
+        mean=None,
+        rate_of=None,
+        build=dense_model,
+    ):
         self.strategy, self.groups, self.data = strategy, groups, data or samples()
         self.passes, self.mean, self.rate_of = passes, mean, rate_of
-        self.models = models_for(groups, make)
+        self.models = models_for(groups, make, build)
         own = [m.trainable_variables for m in self.models]
         self.variables = list(zip(*own, strict=True))  # of all groups, by position
         self.common = [keras.Variable(v[0].numpy(), dtype="float64") for v in self.variables]

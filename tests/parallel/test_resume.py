@@ -8,14 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from tests.helpers.spawn import spawn
+from tests.helpers.spawn import require_ok, spawn
 
 
 def run(size: int, case: str, folder, **env: str) -> None:
     name = f"tests.parallel.resume_cases:{case}"
-    results = spawn(size, [name], 500.0, {"RESUME_FOLDER": str(folder), **env})
-    bad = [f"rank {r.rank}: {r.status}\n{r.text}" for r in results if r.status != "ok"]
-    assert not bad, "\n".join(bad)
+    require_ok(spawn(size, [name], 500.0, {"RESUME_FOLDER": str(folder), **env}))
 
 
 def require_equal(folder, name: str, whole: str, *, is_complete: bool = True) -> None:
