@@ -42,7 +42,7 @@ def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:
     scenario = dense_scenario((64, max(1, int(n_bytes // 4096))), 4 * 1024, n_ranks, machine)
     sharded, partial, replicated = (message_bytes(scenario, 0, kind) for kind in KINDS[1:])
     return [
-        costs.transfer_s(n_bytes, n_ranks, machine.link(n_ranks)),
+        costs.transfer_s(n_bytes, n_ranks, machine),
         *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS),
         *map(scenario.transfer_s, (*sharded, *replicated, *partial[1:])),
     ]
@@ -56,7 +56,7 @@ def dense_scenario(dense: tuple, batch: int, n_ranks: int, machine: Machine) -> 
 def test_equations_by_hand():
     """alpha 1 s, beta 0.1 s per byte, gamma 0.25 s per byte, 4 ranks, 8 bytes."""
     half = 3 * 1.0 + 8 * 0.75 * 0.1
-    assert costs.transfer_s(8, 4, SIMPLE.link(4)) == pytest.approx(half)  # table 4.1
+    assert costs.transfer_s(8, 4, SIMPLE) == pytest.approx(half)  # table 4.1
     assert costs.allreduce_s(8, 4, SIMPLE, "direct") == pytest.approx(2 * half + 2.0)
     tree, halved = 2 * (1 + 0.8), 4 + 2 * 0.75 * 0.8  # eqs. 4.6 and 4.7
     assert costs.allreduce_s(8, 4, SIMPLE, "mpi") == pytest.approx(min(tree, halved) + 4.0)
@@ -100,8 +100,26 @@ def test_ranks_of_a_host_share_its_link():
     )
     assert machine.link(4) == costs.Link(0.5, 50.0)
     # Half of a vector crosses between two hosts, whatever the number of their ranks.
-    assert costs.transfer_s(1000, 8, machine.link(8)) == pytest.approx(7 * 1.0 + 500 / 10)
-    assert costs.transfer_s(1000, 2, SIMPLE.link(2)) == pytest.approx(1 * 1.0 + 500 / 10)
+    assert costs.transfer_s(1000, 8, machine) == pytest.approx(1 * 1.0 + 6 * 0.5 + 500 / 10)
+    assert costs.transfer_s(1000, 2, SIMPLE) == pytest.approx(1 * 1.0 + 500 / 10)
+
+
+@pytest.mark.parametrize(
+    ("per_host", "n_ranks", "between", "inside"),
+    [(1, 16, 15, 0), (4, 4, 0, 3), (4, 16, 3, 12), (4, 32, 7, 24), (3, 7, 2, 4), (16, 9, 0, 8)],
+)
+def test_a_rank_sends_one_message_to_each_other_host(per_host, n_ranks, between, inside):
+    machine = dataclasses.replace(SIMPLE, ranks_per_host=per_host, host_latency_s=0.25)
+    assert machine.messages_s(n_ranks) == pytest.approx(between * 1.0 + inside * 0.25)
+    # As between hosts, where the machine does not say.
+    alike = dataclasses.replace(machine, host_latency_s=None)
+    assert alike.messages_s(n_ranks) == pytest.approx(n_ranks - 1)
+    # An allreduce is two rounds of them, and the latency of a host counts in both.
+    slower = dataclasses.replace(machine, latency_s=3.0)
+    more_s = costs.allreduce_s(1e9, n_ranks, slower, "direct") - costs.allreduce_s(
+        1e9, n_ranks, machine, "direct"
+    )
+    assert more_s == pytest.approx(2 * between * 2.0)
 
 
 def test_a_machine_survives_its_file(tmp_path):

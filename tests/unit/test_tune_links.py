@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tfscale.launcher import cli
-from tfscale.launcher.tune.links import _SIZES, _link_of, spread_of, too_noisy
+from tfscale.launcher.tune.links import _SIZES, _link_of, machine_from, spread_of, too_noisy
+from tfscale.plan.costs import transfer_s
 from tfscale.plan.machines import PRESETS
 
 
@@ -71,3 +72,27 @@ def test_the_equations_are_solved():
     assert found["reduce_bytes_per_s"] == pytest.approx(2e9)
     # Sums that are hidden by the messages cost nothing, not less than nothing.
     assert _link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
+
+
+def test_a_machine_of_two_hosts_is_found_again(monkeypatch):
+    """Messages between hosts and inside of them have latencies of their own."""
+    truth = dataclasses.replace(
+        PRESETS["ethernet-1g"],
+        latency_s=1e-3,
+        ranks_per_host=4,
+        host_latency_s=1e-4,
+        host_bytes_per_s=1e9,
+    )
+
+    def rounds(n_ranks):
+        gathers = [transfer_s(n, n_ranks, truth) for n in _SIZES]
+        sums = [2 * s + n / truth.reduce_bytes_per_s for n, s in zip(_SIZES, gathers, strict=True)]
+        return [_link_of(n_ranks, gathers, sums)] * 3
+
+    monkeypatch.setattr("tfscale.comm.runtime.local_size", lambda: 4)
+    monkeypatch.setattr("tfscale.comm.runtime.size", lambda: 8)
+    compute = [{"flops_per_s": 1e9, "half_batch": 1.0, "memory_bytes_per_s": 1e9}] * 3
+    found = machine_from(rounds(8), rounds(4), compute)
+    assert found.ranks_per_host == 4
+    for name in ("latency_s", "host_latency_s", "bytes_per_s", "host_bytes_per_s"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name)), name

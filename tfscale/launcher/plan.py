@@ -19,7 +19,7 @@ from tfscale.plan.published import PUBLISHED, published
 
 _MARKS = "osv^D*Px"
 # Between ranks of a host, where the machine does not say: shared memory of common servers.
-_HOST_BYTES_PER_S = 4e9
+_HOST_BYTES_PER_S, _HOST_LATENCY_S = 4e9, 5e-6
 
 
 def _draw(points: Sequence[Point], title: str, path: Path) -> None:
@@ -123,9 +123,12 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         machine = find_machine(options.machine)
         if options.ranks_per_host is not None:
-            inside = machine.host_bytes_per_s or _HOST_BYTES_PER_S
+            latency_s = machine.host_latency_s
             machine = dataclasses.replace(
-                machine, ranks_per_host=options.ranks_per_host, host_bytes_per_s=inside
+                machine,
+                ranks_per_host=options.ranks_per_host,
+                host_bytes_per_s=machine.host_bytes_per_s or _HOST_BYTES_PER_S,
+                host_latency_s=_HOST_LATENCY_S if latency_s is None else latency_s,
             )
         scenario = Scenario(
             _find_table(options), machine, options.explain or 1, options.global_batch, options.slots

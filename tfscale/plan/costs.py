@@ -15,12 +15,13 @@ from tfscale.plan.machines import LayerTimes, Link, Machine
 Algorithm = Literal["direct", "recursive", "mpi"]
 
 
-def transfer_s(n_bytes: float, n_ranks: int, link: Link) -> float:
+def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
     """Return the time of an alltoall, a reduce-scatter or an allgather, [T] table 4.1.
 
     `n_bytes` is the size of a rank's input or output, whichever is larger.
     """
-    return (n_ranks - 1) * link.latency_s + n_bytes * share(n_ranks) / link.bytes_per_s
+    seconds_per_byte = share(n_ranks) / machine.link(n_ranks).bytes_per_s
+    return machine.messages_s(n_ranks) + n_bytes * seconds_per_byte
 
 
 def share(n_ranks: int) -> float:
@@ -43,7 +44,7 @@ def allreduce_s(
     link = link or machine.link(n_ranks)
     beta, rounds = 1 / link.bytes_per_s, math.log2(n_ranks)
     if algorithm == "direct":
-        return 2 * transfer_s(n_bytes, n_ranks, link) + n_bytes / machine.reduce_bytes_per_s
+        return 2 * transfer_s(n_bytes, n_ranks, machine) + n_bytes / machine.reduce_bytes_per_s
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
     if algorithm == "mpi":
@@ -87,7 +88,7 @@ class Scenario:
 
     def transfer_s(self, n_bytes: float) -> float:
         """Return the time of an alltoall or an allgather among all ranks."""
-        return transfer_s(n_bytes, self.n_ranks, self.machine.link(self.n_ranks))
+        return transfer_s(n_bytes, self.n_ranks, self.machine)
 
     def sum_s(self, n_bytes: float) -> float:
         """Return the time of summing the segments that a rank receives, including its own."""

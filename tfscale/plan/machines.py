@@ -81,20 +81,36 @@ class Machine:
                     f"Received: {item.name}={value!r}. Measure it with tfscale tune links."
                 )
 
+    def n_hosts(self, n_ranks: int) -> int:
+        """Return the number of hosts of the first `n_ranks` ranks."""
+        return -(-n_ranks // self.ranks_per_host)
+
+    def messages_s(self, n_ranks: int) -> float:
+        """Return the time of a rank's messages, without bytes, in an alltoall or an allgather.
+
+        A rank sends one message to each other host. Inside of its host it sends its own part to the
+        other ranks, and a part of each other host, so that there are `n_ranks` - 1 in all.
+        """
+        n_hosts = self.n_hosts(n_ranks)
+        return (n_hosts - 1) * self.latency_s + (n_ranks - n_hosts) * self._inside_s
+
+    @property
+    def _inside_s(self) -> float:
+        inside = self.latency_s if self.host_latency_s is None else self.host_latency_s
+        return min(inside, self.latency_s)
+
     def link(self, n_ranks: int) -> Link:
         """Return the slowest link among the first `n_ranks` ranks.
 
         A vector crosses the link of a host once, whatever the number of its ranks, each of which
         has the bandwidth at which that takes as long as its own part of the vector.
         """
-        latency_s = self.latency_s if self.host_latency_s is None else self.host_latency_s
         inside = self.bytes_per_s if self.host_bytes_per_s is None else self.host_bytes_per_s
         # Never slower than between hosts when all ranks of a host send.
         inside = max(inside, self.bytes_per_s / self.ranks_per_host)
         if n_ranks <= self.ranks_per_host:
-            return Link(min(latency_s, self.latency_s), inside)
-        n_hosts = -(-n_ranks // self.ranks_per_host)
-        across = self.bytes_per_s * (1 - 1 / n_ranks) / (1 - 1 / n_hosts)
+            return Link(self._inside_s, inside)
+        across = self.bytes_per_s * (1 - 1 / n_ranks) / (1 - 1 / self.n_hosts(n_ranks))
         return Link(self.latency_s, min(across, inside))
 
     def with_times(self, model: str, times: LayerTimes) -> Machine:

@@ -157,19 +157,22 @@ def machine_from(
     # The time of sums is a difference of two times, so the spread of the allreduce is used for it.
     spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
     del middle["allreduce_s"], spread["half_batch"]
-    local = runtime.local_size()
-    n_hosts = runtime.size() // local
-    if n_hosts > 1:  # see Machine.link
-        middle["bytes_per_s"] *= share(n_hosts) / share(runtime.size())
-    if own := links if local == runtime.size() else inside:
+    local, size = runtime.local_size(), runtime.size()
+    n_hosts = size // local
+    if own := links if local == size else inside:
         middle["host_latency_s"] = statistics.median(r["latency_s"] for r in own)
         middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in own)
+    if n_hosts > 1:  # see Machine.link and Machine.messages_s
+        middle["bytes_per_s"] *= share(n_hosts) / share(size)
+        inside_s = (size - n_hosts) * middle.get("host_latency_s", 0.0)
+        between_s = ((size - 1) * middle["latency_s"] - inside_s) / (n_hosts - 1)
+        middle["latency_s"] = max(between_s, middle["latency_s"])
     return Machine(
         name="measured",
         **middle,
         ranks_per_host=local,
         spread=spread,
-        note=f"tfscale tune links with {runtime.size()} ranks, {local} of them on a host",
+        note=f"tfscale tune links with {size} ranks, {local} of them on a host",
     )
 
 
