@@ -52,7 +52,10 @@ flags.DEFINE_integer(
 )  # fmt: skip
 flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
 flags.DEFINE_integer(
-    "overlap", 0, "Local SGD: steps that an average may take while training goes on.", lower_bound=0
+    "overlap",
+    0,
+    "Local SGD: steps that an average may take while training continues.",
+    lower_bound=0,
 )
 flags.DEFINE_string(
     "compression", "none",

@@ -21,7 +21,7 @@ average their parameters every 8 steps, so that all rows see as many samples. Th
 of 128, 0.005, is multiplied by G ({_warmup} epochs of warm-up from 0.01 to 0.02 where G is 4), and
 decays to a tenth after {_decay} and again after {_epochs - 1} epochs. "In step": the gradients of
 as large a batch are summed in every step. "Groups of 2": two ranks a group, which share its batch.
-"Averages overlap": training goes on for 2 steps while an average is computed. The network has no
+"Averages overlap": training continues for 2 steps while an average is computed. The network has no
 batch normalization, so exact exchanges follow one trajectory on any number of ranks. D is [L] eq.
 9, the mean of the last averages of epochs {_warmup + 1} to {_decay}. Published for ResNet-20 on
 CIFAR-10, best of the last epochs: 91.91 % with one group, 91.61 with 2, 91.58 with 4.

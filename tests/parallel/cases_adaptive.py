@@ -13,6 +13,7 @@ from tests.helpers.ranks import (
     float64,
     require_close,
     require_equal_ranks,
+    require_error,
     shared_folder,
 )
 from tests.helpers.spawn import sizes
@@ -29,6 +30,7 @@ from tfscale.internals.keras import replaced_call
 SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks
 SIZES = (48, 48, 96, 96, 192, 192, 384, 384, 384)
 SCALES = (*(size / START for size in SIZES[:-1]), 0.1)  # of the learning rate
+SIZES_LATER = (START, *SIZES[:-1])  # after a first epoch that does not count
 
 
 def arrays():
@@ -37,8 +39,22 @@ def arrays():
     return x, np.tanh(x @ random.normal(size=(6, 3))) + 0.1 * random.normal(size=(SAMPLES, 3))
 
 
-def by_hand(make_optimizer, n_groups=1, interval=1):
-    """Train each group's part of the batches in this process and average; return model, thetas."""
+def scale_of(epoch, part):
+    """Return the scale of the learning rate; a part of the epoch is over."""
+    return SCALES[epoch]
+
+
+def scale_later(epoch, part):
+    """Return the scale where the rate grows from one half in a first epoch that does not count."""
+    return (1 + part) / 2 if epoch == 0 else 0.1 if epoch == 8 else SIZES_LATER[epoch] / START
+
+
+def by_hand(make_optimizer, n_groups=1, interval=1, sizes=SIZES, scale=scale_of):
+    """Train each group's part of the batches in this process and average.
+
+    Returns:
+        The model, theta after each epoch, and the distance of the groups before each average.
+    """
     keras.utils.set_random_seed(3)
     models = [dense_model() for _ in range(n_groups)]
     for model in models:
@@ -48,25 +64,31 @@ def by_hand(make_optimizer, n_groups=1, interval=1):
     initial = float(models[0].optimizer.learning_rate)
     x, y = arrays()
     start = [np.array(w) for w in models[0].get_weights()]
-    first, thetas, n_steps = None, [], 0
-    for epoch, (size, scale) in enumerate(zip(SIZES, SCALES, strict=True)):
-        losses = []
-        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, size):
+    first, thetas, distances, n_steps = None, [], [], 0
+    for epoch, size in enumerate(sizes):
+        losses, n_batches = [], SAMPLES // size
+        for batch, rows in enumerate(epoch_order(7, epoch, SAMPLES).reshape(-1, size)):
+            rate = initial * scale(epoch, (batch + 1) / n_batches)
             for model, own in zip(models, np.split(rows, n_groups), strict=True):
-                model.optimizer.learning_rate = initial * scale
+                model.optimizer.learning_rate = rate
                 losses.append(float(np.mean((model(x[own]) - y[own]) ** 2)))
                 model.train_on_batch(x[own], y[own])
             first = float(np.mean(losses)) if first is None else first
             n_steps += 1
             if n_steps % interval == 0:
                 average = mean_weights(models)
+                distances.append(
+                    float(np.mean([distance_of(m.get_weights(), average) for m in models]))
+                )
                 for model in models:
                     model.set_weights(average)
-        pairs = zip(mean_weights(models), start, strict=True)
-        distance = math.sqrt(sum(float(np.sum((w - s) ** 2)) for w, s in pairs))
-        thetas.append((first - float(np.mean(losses))) / distance)
+        thetas.append((first - float(np.mean(losses))) / distance_of(mean_weights(models), start))
     models[0].set_weights(mean_weights(models))
-    return models[0], thetas
+    return models[0], thetas, distances
+
+
+def distance_of(weights, others):
+    return math.sqrt(sum(float(np.sum((w - o) ** 2)) for w, o in zip(weights, others, strict=True)))
 
 
 def mean_weights(models):
@@ -105,7 +127,7 @@ def close(model, other, exchange, tolerance=1e-10):
 def check_equality(make_optimizer, exchange):
     with float64(), shared_folder() as folder:
         model, history = fit(make_optimizer, folder / "adaptive.jsonl", exchange)
-        alone, thetas = by_hand(make_optimizer)
+        alone, thetas, _ = by_hand(make_optimizer)
         lines = [json.loads(s) for s in (folder / "adaptive.jsonl").read_text().splitlines()]
     assert tuple(history["batch_size"]) == SIZES
     close(model, alone, exchange)
@@ -136,16 +158,40 @@ def case_growing_batches_equal_one_process_in_other_exchanges():
     check_equality(momentum, "sharded")
 
 
+def lars():
+    return tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01)
+
+
 @sizes(2, 4, timeout_s=180)
 def case_growing_batches_inside_of_groups():
-    """Theta: the loss over all groups, the distance of their average; the batch: that of all."""
+    """Theta: the loss over all groups, the distance of their average; the batch: that of all.
+
+    With LARS another callback sets the rate in an epoch that does not count.
+    """
     groups = tfscale.LocalSGD(groups=2, interval=5)
+    warm_up = tfscale.callbacks.LearningRateWarmupCallback(
+        0.1, warmup_epochs=1, factor=2, momentum_correction=False
+    )
+    later = {"sizes": SIZES_LATER, "scale": scale_later}
     with float64(), shared_folder() as folder:
-        model, history = fit(momentum, folder / "adaptive.jsonl", groups)
-        alone, thetas = by_hand(momentum, 2, 5)
-    assert tuple(history["batch_size"]) == SIZES
-    np.testing.assert_allclose(history["theta"], thetas, rtol=1e-9)
-    require_close(model.trainable_variables, alone.trainable_variables, atol=1e-10)
+        for make, extra, options, expected in (
+            (momentum, [], {}, {}),
+            (lars, [warm_up], {"warmup_epochs": 1}, later),
+        ):
+            record = tfscale.callbacks.ModelDistance()
+            path = folder / f"{make.__name__}.jsonl"
+            model, history = fit(make, path, groups, [*extra, record], **options)
+            alone, thetas, distances = by_hand(make, 2, 5, **expected)
+            assert tuple(history["batch_size"]) == expected.get("sizes", SIZES)
+            first = options.get("warmup_epochs", 0)  # before it theta is not measured
+            np.testing.assert_allclose(history["theta"][first:], thetas[first:], rtol=1e-9)
+            require_close(model.trainable_variables, alone.trainable_variables, atol=1e-10)
+            steps, found = zip(*record.distances, strict=True)
+            assert steps == tuple(range(5, 5 * len(distances) + 1, 5))
+            np.testing.assert_allclose(found, distances, rtol=1e-9)
+        scaling = tfscale.callbacks.LearningRateScaling(0.1, 24, START)
+        text = "One callback sets the learning rate. Received: LearningRateScaling and AdaptiveB"
+        require_error(lambda: fit(lars, None, groups, [scaling]), "ConfigError", text)
 
 
 @sizes(2, 3, timeout_s=120)

@@ -65,10 +65,20 @@ def case_local_sgd_amid_an_interval():
     check(Run(momentum, with_outer), 8)
 
 
+@sizes(2, timeout_s=200)
+def case_intervals_that_change():
+    """The count of intervals, and the average from which a guard measures, belong to the state."""
+    growing_interval = tfscale.GrowingInterval(start=2, growth=0.5, most=6)
+    guard = tfscale.DistanceGuard(limit=0.05, most=7)
+    for rule in (growing_interval, guard):
+        check(Run(exchange=tfscale.LocalSGD(2, rule, "allreduce")), 7, 5)
+
+
 @sizes(4, timeout_s=200)
 def case_local_sgd_with_shards():
-    strategy = tfscale.LocalSGD(2, 4, tfscale.Sharded(), average="gradients")
-    check(Run(exchange=strategy), 7, 5)
+    check(Run(exchange=tfscale.LocalSGD(2, 4, average="gradients")), 7, 5)
+    for within in (tfscale.Sharded(), "allreduce"):
+        check(Run(exchange=tfscale.LocalSGD(2, 4, within, fragments=2, overlap=3)), 7, 5)
 
 
 @sizes(2, timeout_s=120)

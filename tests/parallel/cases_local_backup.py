@@ -9,6 +9,7 @@ import tfscale
 from tests.helpers.ranks import InterruptAt, float64, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import interrupt_and_go_on, train
+from tests.parallel.checkpoint_runs import Run, forget_after, growing
 from tfscale.callbacks import BackupAndRestore, ModelDistance
 from tfscale.files import read_json_lines
 
@@ -99,3 +100,19 @@ def case_distances_go_on_and_an_interval_is_what_the_program_says():
         steps = [step for step, _ in record.distances]
         # Five steps were made of an interval that had eight.
         assert steps == [6, 11, 16], steps
+
+
+@sizes(2, timeout_s=120)
+def case_distances_while_batches_grow():
+    """5 steps, 2 steps, 1 step: a run that resumes in the second epoch counts the longer first."""
+    run = Run(exchange=tfscale.LocalSGD(2, 2, "allreduce"), callbacks=growing)
+    with float64(), shared_folder() as folder:
+        first, second = ModelDistance(folder / "record"), ModelDistance(folder / "record")
+        run.train(folder / "saved", first, every_n_steps=1, keep=99)
+        forget_after(folder / "saved", 6)
+        run.train(folder / "saved", second, keep=99)
+        tfscale.barrier()
+        lines = read_json_lines(folder / "record" / "distance.jsonl")
+    assert [step for step, _ in first.distances] == [2, 4, 6, 8]
+    assert second.distances == first.distances[3:]
+    assert [(line["step"], line["distance"]) for line in lines] == first.distances

@@ -217,12 +217,12 @@ def forget_the_stop():
     runtime.start_incarnation()
 
 
-def ends_at(interval, n_steps, callback):
+def ends_at(interval, n_steps, callback, **options):
     """All ranks have made so many steps and hold the average of groups that did."""
-    strategy = tfscale.LocalSGD(2, interval, within())
+    strategy = tfscale.LocalSGD(2, interval, within(), **options)
     model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[callback])
     assert set(tfscale.allgather_object(callback.steps)) == {n_steps}
-    compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval, n_steps))
+    compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval, n_steps, **options))
     forget_the_stop()
 
 

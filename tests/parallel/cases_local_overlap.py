@@ -1,18 +1,34 @@
 """Averages that training does not wait for: equal to single processes, float64, 1e-10."""
 
+import contextlib
+import random
+import time
+from unittest import mock
+
 import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_close, require_equal_ranks
-from tests.helpers.spawn import sizes
+from tests.helpers.ranks import (
+    require_close,
+    require_equal_ranks,
+    require_identical,
+    shared_folder,
+    values_of,
+)
+from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_backup import interrupt_and_go_on
 from tests.parallel.cases_equality import OPTIMIZERS, float64
-from tests.parallel.cases_local_sgd import train
-from tests.parallel.local_sgd_reference import STEPS, ByHand
-from tfscale.callbacks import ModelDistance
+from tests.parallel.cases_local_fit import StopAt, ends_at
+from tests.parallel.cases_local_sgd import require_layers, train
+from tests.parallel.checkpoint_runs import Run, forget_after
+from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, bf16_mean, samples
+from tfscale.callbacks import ModelDistance, local_models
+from tfscale.files import read_json_lines
+from tfscale.optimizer.overlapped_averaging import OverlappedAverage
 
 OUTER = keras.optimizers.SGD(0.7, momentum=0.9)
+BF16 = {"compression": tfscale.Compression.bf16}
 TABLE = (
     # Options of LocalSGD, and the optimizer.
     ({"interval": 3, "overlap": 2}, "momentum"),
@@ -24,20 +40,159 @@ TABLE = (
 )
 
 
+def decaying():
+    """The rate falls with the second epoch: groups that wait for it part after that step."""
+    return keras.optimizers.SGD(
+        keras.optimizers.schedules.PiecewiseConstantDecay([STEPS], [0.05, 0.01]), momentum=0.9
+    )
+
+
+def bad_samples():
+    """The last group's part of the third batch of each epoch is not finite."""
+    x, y = samples()
+    x[3 * BATCH - 1] = np.nan
+    return x, y
+
+
+def compare_with_single_processes(options, make, epochs=2, data=None, passes=1, mean=None, **more):
+    # Within groups of several ranks gradients would have 16 bits, too.
+    groups = 2 if tfscale.size() == 4 and mean is None else tfscale.size()
+    strategy, record = tfscale.LocalSGD(groups, **options), ModelDistance()
+    model = train(make, strategy, epochs, [record], data, **more)
+    by_hand = ByHand(make, groups, strategy, data, passes, mean)
+    require_close(model.trainable_variables, by_hand.train(epochs * STEPS // passes))
+    require_equal_ranks(model.trainable_variables)
+    found = [distance for _, distance in record.distances]
+    assert len(found) >= 3, found
+    np.testing.assert_allclose(found, by_hand.distances[: len(found)], rtol=1e-9)
+    require_layers(model, by_hand.layer_distances[len(found) - 1])
+    return by_hand
+
+
 @sizes(2, 3, 4, timeout_s=400)
 def case_averages_on_their_way_equal_single_processes():
-    groups = 2 if tfscale.size() == 4 else tfscale.size()
     with float64():
         for options, name in TABLE:
-            strategy = tfscale.LocalSGD(groups, **options)
-            record = ModelDistance()
-            model = train(OPTIMIZERS[name], strategy, epochs=2, callbacks=[record])
-            by_hand = ByHand(OPTIMIZERS[name], groups, strategy)
-            require_close(model.trainable_variables, by_hand.train(2 * STEPS))
-            require_equal_ranks(model.trainable_variables)
-            found = [distance for _, distance in record.distances]
-            assert len(found) >= 3, found
-            np.testing.assert_allclose(found, by_hand.distances[: len(found)], rtol=1e-9)
+            compare_with_single_processes(options, OPTIMIZERS[name])
+
+
+@sizes(2, 3, 4, timeout_s=400)
+def case_averages_on_their_way_together_with_other_options():
+    """Intervals that change, groups that form later, cycles, skipped steps, changes in 16 bits."""
+    halves = {"interval": 4, "fragments": 2, "overlap": 2}
+    momentum = OPTIMIZERS["momentum"]
+    with float64():
+        shrinking = tfscale.AdaptiveInterval(start=8, least=2)
+        options = {"interval": shrinking, "fragments": 2, "overlap": 1}
+        assert compare_with_single_processes(options, momentum, epochs=4).interval < 4
+        growing = tfscale.GrowingInterval(start=3, growth=0.5, most=6)
+        options = {"interval": growing, "fragments": 2, "overlap": 2}
+        assert compare_with_single_processes(options, momentum, epochs=3).interval == 6
+        compare_with_single_processes({**halves, "start": 1}, momentum, epochs=3)
+        options = {**halves, "start": "after_first_decay"}
+        compare_with_single_processes(options, decaying, epochs=3)
+        cycles = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+        compare_with_single_processes(halves, momentum, epochs=4, passes=2, **cycles)
+        compare_with_single_processes(halves, momentum, data=bad_samples(), nonfinite="skip")
+        compare_with_single_processes(halves, momentum, mean=bf16_mean, **BF16)
+
+
+@engine_only("ranks ask each other before each step, and stop at once")
+@sizes(2, 4, timeout_s=200)
+def case_a_stop_in_an_interval_is_sent_with_the_next_average():
+    """Sent after steps 4 and 8, merged after 6 and 10; an average on its way is dropped."""
+    with float64():
+        ends_at(4, 8, StopAt(5), overlap=2)  # known with the merge after step 6, read after 8
+        ends_at(4, STEPS, StopAt(6), overlap=2)  # no longer than the epoch
+
+
+class EqualAfterAverages(keras.callbacks.Callback):
+    """Compares ranks after each step: those of a group, and what was averaged, of all groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_averages, self._left = 0, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        average = self.model.optimizer.group_average
+        now, own = values_of(self.model.trainable_variables), self._averaged(average)
+        every = tfscale.allgather_object((now, own))
+        for rank in next(g for g in self.model.optimizer.groups if tfscale.rank() in g):
+            require_identical(every[rank][0], now)
+        for rank in average.across.ranks:
+            require_identical(every[rank][1], own)
+        self.n_averages += bool(own)
+
+    def _averaged(self, average):
+        """Return the values that this step must have made equal in all groups."""
+        since = int(average.since.numpy())
+        if not isinstance(average, OverlappedAverage):
+            return values_of(average.targets) if since == 0 else []
+        before, self._left = self._left, [int(f.left.numpy()) for f in average.fragments]
+        n, interval, found = len(average.fragments), int(average.interval.numpy()), []
+        for i, fragment in enumerate(average.fragments):
+            if int(average.overlap.numpy()) == 0:
+                is_merged = since == i * interval // n
+            else:
+                is_merged = bool(before) and before[i] == 1
+            if is_merged:
+                for message in fragment.messages:
+                    found += values_of([*message.common, message.means])
+                    if self.gives_all:
+                        found += values_of([average.targets[place] for place in message.places])
+        return found
+
+
+@sizes(2, 4, timeout_s=200)
+def case_what_is_equal_after_every_average():
+    """Bit by bit: a group's parameters, what has arrived, the common ones that it moves.
+
+    All groups have the same parameters where none were trained meanwhile, or they are replaced.
+    """
+    parts = {"interval": 4, "fragments": 2}
+    for options, more in (
+        ({"interval": 3}, {}),
+        ({"interval": 3, "within": "allreduce"}, {}),
+        (parts, {}),
+        ({**parts, "overlap": 3, "merge": 0.0, "within": "allreduce"}, {}),
+        ({**parts, "overlap": 2, "outer": OUTER}, {}),
+        ({**parts, "overlap": 1, "within": "allreduce"}, BF16),
+    ):
+        equal = EqualAfterAverages()
+        equal.gives_all = not options.get("overlap") or options.get("merge") == 0.0
+        train(OPTIMIZERS["momentum"], tfscale.LocalSGD(2, **options), 2, [equal], **more)
+        assert equal.n_averages >= 2 * STEPS // 4 - 1, options
+
+
+class Delays(keras.callbacks.Callback):
+    """One rank begins its steps late, by other times in each run."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if tfscale.rank() == self.rank:
+            time.sleep(random.SystemRandom().uniform(0.0, 0.03))
+
+
+@sizes(2, 4, timeout_s=200)
+def case_a_rank_that_is_late_changes_no_bit():
+    """Parameters, what is on its way, and distances."""
+    n = tfscale.size()
+    for options, more in (
+        ({"fragments": 2, "overlap": 1, "outer": OUTER}, {}),
+        ({"overlap": 3}, BF16),
+    ):
+        results = []
+        for late in (0, n - 1, n - 1):
+            record, strategy = ModelDistance(), tfscale.LocalSGD(2, 4, **options)
+            model = train(OPTIMIZERS["adam"], strategy, 2, [Delays(late), record], **more)
+            average = model.optimizer.group_average
+            own = values_of([*model.trainable_variables, *average.variables])
+            results.append([*own, np.array(record.distances)])
+        for result in results[1:]:
+            require_identical(result, results[0])
 
 
 @sizes(2, timeout_s=200)
@@ -57,5 +212,71 @@ def case_an_overlap_is_measured_once_and_is_the_same_on_all_ranks():
     with float64():
         model = train(OPTIMIZERS["sgd"], strategy, epochs=4)
         average = model.optimizer.group_average
-        chosen = tfscale.allgather_object((average.is_measured, int(average.overlap.numpy())))
-    assert chosen[0] == chosen[1] and chosen[0][0] and 1 <= chosen[0][1] <= 4, chosen
+        own = float(average.steps_per_average.numpy()), int(average.overlap.numpy())
+        chosen = tfscale.allgather_object(own)
+    assert chosen[0] == chosen[1] and chosen[0][0] > 0 and 1 <= chosen[0][1] <= 4, chosen
+
+
+def averages_take(n_steps):
+    """Let averages seem to take so many steps on the last rank, and fewer on the others."""
+    own = n_steps * (tfscale.rank() + 1) / tfscale.size()
+    choice = local_models._OverlapChoice
+    return mock.patch.object(choice, "steps_per_average", lambda self, n: own)
+
+
+class Overlaps(keras.callbacks.Callback):
+    """Notes the overlap after each step; sets it after a step if that is given."""
+
+    def __init__(self, step=0, n_steps=0):
+        super().__init__()
+        self.found, self._change = [], (step, n_steps)
+
+    def on_train_batch_end(self, batch, logs=None):
+        overlap = self.model.optimizer.group_average.overlap
+        if len(self.found) + 1 == self._change[0]:
+            overlap.assign(self._change[1])
+        self.found.append(int(overlap.numpy()))
+
+
+AUTO = {"interval": 3, "within": "allreduce", "fragments": 3, "overlap": "auto"}
+
+
+@sizes(2, timeout_s=200)
+def case_a_measured_overlap_is_recorded_and_survives_a_restart():
+    """15 steps: the distances of three averages are known after step 11."""
+    run, fixed = (Run(exchange=tfscale.LocalSGD(2, **{**AUTO, "overlap": n})) for n in ("auto", 2))
+    with float64(), shared_folder() as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(averages_take(0.5))
+        record, seen = ModelDistance(folder / "record"), Overlaps()
+        whole, _ = run.train(folder / "saved", record, seen, every_n_steps=1, keep=99)
+        tfscale.barrier()
+        lines = read_json_lines(folder / "record" / "distance.jsonl")
+        found = [(line["step"], line["overlap"], line["steps_per_average"]) for line in lines]
+        assert found == [(5, 2, None), (8, 2, None), (11, 1, 0.5), (14, 1, 0.5)], found
+        assert seen.found == [2] * 10 + [1] * 5
+        # The same run without measuring: the number is used from that step on.
+        repeated, _ = fixed.train(None, Overlaps(11, 1))
+        require_identical(repeated, whole)
+        for step, expected in ((12, [1] * 3), (7, [2] * 6 + [1] * 2)):
+            forget_after(folder / "saved", step)
+            # Later it would be another number; before, it is measured again after three averages.
+            stack.enter_context(averages_take(2.0 if step == 12 else 0.5))
+            seen = Overlaps()
+            rest, _ = run.train(folder / "saved", ModelDistance(), seen, keep=99)
+            assert seen.found == expected, (step, seen.found)
+            if step == 12:
+                require_identical(rest, whole)
+        # The number of the program counts, not that of the checkpoint.
+        forget_after(folder / "saved", 7)
+        seen = Overlaps()
+        given = Run(exchange=tfscale.LocalSGD(2, **{**AUTO, "overlap": 1}))
+        given.train(folder / "saved", ModelDistance(), seen, keep=99)
+        assert seen.found == [1] * 8, seen.found
+
+
+@sizes(2, timeout_s=60)
+def case_an_overlap_is_measured_where_several_steps_are_one_execution():
+    """Three averages are over with the first execution, in which no step was timed."""
+    strategy = tfscale.LocalSGD(2, 2, "allreduce", overlap="auto")
+    model = train(OPTIMIZERS["sgd"], strategy, 2, at_once=STEPS)
+    assert float(model.optimizer.group_average.steps_per_average) > 0

@@ -5,19 +5,27 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error
+from tests.helpers.ranks import (
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    values_of,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, float64
 from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, samples, train_by_hand
-from tfscale.callbacks import ModelDistance
+from tfscale.callbacks import LearningRateScaling, ModelDistance
 from tfscale.comm import runtime
+from tfscale.plan.buckets import owner_of
 
 
-def train(make, strategy, epochs=1, callbacks=(), **options):
+def train(make, strategy, epochs=1, callbacks=(), data=None, at_once=1, **options):
     keras.utils.set_random_seed(3)
-    x, y = samples()
+    x, y = data or samples()
     model = dense_model()
-    model.compile(hvd.DistributedOptimizer(make(), exchange=strategy, **options), loss="mse")
+    optimizer = hvd.DistributedOptimizer(make(), exchange=strategy, **options)
+    model.compile(optimizer, loss="mse", steps_per_execution=at_once)
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[start, *callbacks])
@@ -27,6 +35,14 @@ def train(make, strategy, epochs=1, callbacks=(), **options):
 def compare(model, expected):
     require_close(model.trainable_variables, expected)
     require_equal_ranks(model.trainable_variables)
+
+
+def require_layers(model, expected):
+    """The last distance of each layer, in the order of the model, is as expected."""
+    average = model.optimizer.group_average
+    found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
+    names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
+    np.testing.assert_allclose([found[name] for name in names], expected, rtol=1e-9)
 
 
 WITHIN = {
@@ -142,6 +158,29 @@ def case_groups_start_later():
         assert not model.optimizer.waits_for_groups
 
 
+@sizes(2, 4, timeout_s=120)
+def case_rates_of_large_batches_inside_of_groups():
+    """Warm-up, scaling for the batch of all groups, decay and LARS: each group steps with that."""
+    rates = [0.1 * (1 + batch / STEPS) for batch in range(STEPS)] + [0.2] * STEPS + [0.02] * STEPS
+    with float64():
+        for within in ("allreduce", tfscale.Sharded()):
+            scaling = LearningRateScaling(0.1, 12, BATCH, warmup_epochs=1, decay_epochs=(2,))
+            strategy = tfscale.LocalSGD(2, 4, within)
+            model = train(LAYERWISE["lars"], strategy, 3, [scaling])
+            by_hand = ByHand(LAYERWISE["lars"], 2, strategy, rate_of=rates.__getitem__)
+            compare(model, by_hand.train(3 * STEPS))
+
+
+def groups_of_hosts():
+    """Two hosts of two ranks: run by `test_local_hosts`."""
+    results = []
+    for groups in ("host", 2):
+        model = train(OPTIMIZERS["momentum"], tfscale.LocalSGD(groups, 3), 2)
+        assert model.optimizer.groups == [[0, 1], [2, 3]], model.optimizer.groups
+        results.append(values_of(model.trainable_variables))
+    require_identical(*results)
+
+
 @sizes(2, 4, timeout_s=200)
 def case_distance():
     """D is [L] eq. 9, taken just before an average, whatever is averaged and comes after it."""
@@ -155,13 +194,14 @@ def case_distance():
         ):
             record = ModelDistance()
             strategy = tfscale.LocalSGD(2, interval, within, **options)
-            train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
+            model = train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
             expected = ByHand(OPTIMIZERS["sgd"], 2, strategy)
             expected.train(STEPS)
             assert [step for step, _ in record.distances] == expected.steps
             found = [distance for _, distance in record.distances]
             assert len(found) == STEPS // interval and agree(found)
             np.testing.assert_allclose(found, expected.distances, rtol=1e-9)
+            require_layers(model, expected.layer_distances[-1])
 
 
 @sizes(4, timeout_s=120)

@@ -28,10 +28,11 @@ def shared_folder():
     return Path(tfscale.broadcast_object(folder))
 
 
-def build(exchange=tfscale.Allreduce(bucket_mb=0), **options):
+def build(exchange=None, **options):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(64, use_bias=False) for _ in range(3)]
     model = keras.Sequential([keras.Input((64,)), *layers])
+    exchange = exchange or tfscale.Allreduce(bucket_mb=0)
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-3), exchange=exchange)
     model.compile(optimizer, loss="mse", **options)
     return model

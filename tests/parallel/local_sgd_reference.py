@@ -50,11 +50,31 @@ def samples():
     return x, np.random.default_rng(8).normal(size=(len(x), 3))
 
 
-class ByHand:
-    """Single processes, one for each group, whose models are averaged in NumPy."""
+def bf16_mean(changes):
+    """Return the mean of changes that are sent as bfloat16, added in float32, and rounded again."""
+    total = sum(tf.cast(tf.cast(c, tf.bfloat16), tf.float32) for c in changes)
+    mean = tf.cast(total * np.float32(1 / len(changes)), tf.bfloat16)
+    return tf.cast(mean, tf.float64).numpy()
 
-    def __init__(self, make, groups, strategy):
-        self.strategy, self.groups = strategy, groups
+
+def set_rate(optimizer, rate):
+    """Set the learning rate, with the correction of velocities of Goyal et al."""
+    change = rate / float(optimizer.learning_rate.numpy())
+    optimizer.learning_rate = rate
+    for velocity in optimizer.velocities:
+        velocity.assign(velocity * change)
+
+
+class ByHand:
+    """Single processes, one for each group, whose models are averaged in NumPy.
+
+    `data` replaces the samples; a group leaves out a step with NaN. A step has `passes` batches.
+    `mean` computes means of changes since the last average. `rate_of` returns the rate of a step.
+    """
+
+    def __init__(self, make, groups, strategy, data=None, passes=1, mean=None, rate_of=None):
+        self.strategy, self.groups, self.data = strategy, groups, data or samples()
+        self.passes, self.mean, self.rate_of = passes, mean, rate_of
         self.models = models_for(groups, make)
         own = [m.trainable_variables for m in self.models]
         self.variables = list(zip(*own, strict=True))  # of all groups, by position
@@ -62,7 +82,10 @@ class ByHand:
         self.places = fragments_of(own[0], strategy.fragments)
         self.outers = [self.outer_for(places) for places in self.places]
         self.under_way = {}  # step of the merge and what was sent, by fragment
-        self.square, self.distances, self.steps = np.zeros(groups), [], []
+        self.interval, self.since, self.n_intervals = strategy.first_interval, 0, 0
+        self.losses, self.first_loss = [], None  # of the epoch; of the first one
+        self.squares = np.zeros((groups, len(own[0]) // 2))  # by layer: a kernel and its bias
+        self.steps, self.distances, self.layer_distances = [], [], []
         self.gradients = [[] for _ in range(groups)]  # since the last average
 
     def outer_for(self, places):
@@ -73,35 +96,65 @@ class ByHand:
         return given
 
     def train(self, n_steps):
-        """Train for some steps, together in the epochs before `start`; return the average."""
-        x, y = samples()
-        together = self.strategy.start * STEPS if self.strategy.start != "immediately" else 0
-        for step in range(-together, n_steps - together):
+        """Train for some steps, together until `start`; return the average."""
+        x, y = self.data
+        per_epoch, start = STEPS // self.passes, self.strategy.start
+        # The rate of those who start after its decay falls with the second epoch.
+        known = {"immediately": 0, "after_first_decay": per_epoch + 1}
+        together = known[start] if start in known else start * per_epoch
+        for step in range(n_steps):
+            is_apart = step >= together
             for g, model in enumerate(self.models):
-                own = own_part(step % STEPS, *((g, self.groups) if step >= 0 else (0, 1)))
+                own = self.rows_of(step, *((g, self.groups) if is_apart else (0, 1)))
                 if self.strategy.average == "gradients":
                     self.gradients[g].append(gradients_of(model, x[own], y[own]))
-                model.train_on_batch(x[own], y[own])
-            for f, places in enumerate(self.places if step >= 0 else ()):
-                if self.under_way.get(f, [None])[0] == step:
-                    self.merge(f)
-                if self.is_due(f, step + 1):
-                    self.steps.append(step + 1)
-                    self.under_way[f] = step + self.strategy.overlap, self.sent(places)
-                    if self.strategy.overlap == 0:
-                        self.merge(f)
+                if self.rate_of is not None:
+                    set_rate(model.optimizer, self.rate_of(step))
+                if np.isfinite(x[own]).all():
+                    model.reset_metrics()
+                    self.losses.append(float(model.train_on_batch(x[own], y[own])))
+            if is_apart:
+                self.average(step)
+            if (step + 1) % per_epoch == 0:
+                self.end_epoch()
         return mean_of([m.trainable_variables for m in self.models])
 
-    def is_due(self, f, step):
-        rule, since = self.strategy.interval, step - max(self.steps, default=0)
-        if isinstance(rule, int):
-            return step % rule == f * rule // len(self.places)
+    def rows_of(self, step, group, groups):
+        first = step * self.passes % STEPS
+        parts = [own_part(batch, group, groups) for batch in range(first, first + self.passes)]
+        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+
+    def average(self, step):
+        """Merge what was sent so many steps ago, and send what is due after a step."""
+        reached, rule, n = self.since + 1, self.strategy.interval, len(self.places)
+        is_full = reached >= self.interval or self.is_too_far(reached)
+        self.since = 0 if is_full else reached
+        for f, places in enumerate(self.places):
+            if self.under_way.get(f, [None])[0] == step:
+                self.merge(f)
+            if self.since == f * self.interval // n and f not in self.under_way:
+                self.steps.append(step + 1)
+                self.under_way[f] = step + self.strategy.overlap, self.sent(places)
+                if self.strategy.overlap == 0:
+                    self.merge(f)
+        self.n_intervals += is_full
         if isinstance(rule, tfscale.GrowingInterval):
-            return since >= min(rule.most, int(rule.start * (1 + rule.growth * len(self.steps))))
+            steps = int(rule.start * (1 + rule.growth * self.n_intervals))
+            self.interval = min(rule.most, steps)
+
+    def is_too_far(self, reached):
+        rule = self.strategy.interval
+        if not isinstance(rule, tfscale.DistanceGuard) or reached % rule.every:
+            return False
         changes = [[v - c for v in own] for own, c in zip(self.variables, self.common, strict=True)]
         squares = np.sum([[np.sum(change**2) for change in own] for own in changes], axis=0)
-        is_apart = np.mean(np.sqrt(squares)) > rule.limit
-        return since == rule.most or (since % rule.every == 0 and is_apart)
+        return np.mean(np.sqrt(squares)) > rule.limit
+
+    def end_epoch(self):
+        rule, loss, self.losses = self.strategy.interval, np.mean(self.losses), []
+        if isinstance(rule, tfscale.AdaptiveInterval):
+            self.first_loss = self.first_loss or loss
+            self.interval = rule.after(self.interval, loss, self.first_loss)
 
     def sent(self, places):
         if self.strategy.average != "gradients":
@@ -111,9 +164,15 @@ class ByHand:
         self.gradients = [[] for _ in sums]
         return {i: [self.common[i].numpy() - rate * own[i] for own in sums] for i in places}
 
+    def mean_for(self, i, values):
+        if self.mean is None:
+            return np.mean(values, axis=0)
+        last = self.common[i].numpy()
+        return last + self.mean([value - last for value in values])
+
     def merge(self, f):
         sent = self.under_way.pop(f)[1]
-        means = {i: np.mean(values, axis=0) for i, values in sent.items()}
+        means = {i: self.mean_for(i, values) for i, values in sent.items()}
         common = [self.common[i] for i in sent]
         if self.outers[f] is not None:
             changes = [c.value - m for c, m in zip(common, means.values(), strict=True)]
@@ -128,10 +187,11 @@ class ByHand:
                 own = variable.numpy()
                 added = own + new - values[g]
                 variable.assign(added if weight is None else weight * own + (1 - weight) * new)
-                self.square[g] += np.sum((means[i] - values[g]) ** 2)
+                self.squares[g, i // 2] += np.sum((means[i] - values[g]) ** 2)
         if f == len(self.places) - 1:
-            self.distances.append(np.mean(np.sqrt(self.square)))
-            self.square[:] = 0.0
+            self.distances.append(np.mean(np.sqrt(self.squares.sum(axis=1))))
+            self.layer_distances.append(np.mean(np.sqrt(self.squares), axis=0))
+            self.squares[:] = 0.0
         if self.strategy.average_state:
             states = [model.optimizer.variables for model in self.models]
             for mean, *same in zip(mean_of(states), *states, strict=True):

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, Interruption, float64
+from tests.helpers.ranks import InterruptAt, Interruption, float64, values_of
 from tests.parallel import cases_adaptive
 from tests.parallel.cases_equality import BATCH
-from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
+from tests.parallel.checkpoint_runs import Run, forget_after, growing
 from tests.parallel.sharded_model import compiled, require_state, sharded, state_of
 from tfscale.callbacks import (
     BackupAndRestore,
@@ -30,8 +30,21 @@ RUNS = {
     "growing": (Run(exchange=tfscale.Sharded(), callbacks=growing), (6, 7)),
     "passes": (Run(options={"backward_passes_per_step": 2}), (7, 13)),
 }
-LOCAL = Run(exchange=tfscale.LocalSGD(2, 4, tfscale.Sharded()))
-LOCAL_STEP = 7
+# Of local SGD: two groups of two ranks, and steps after which two ranks continue.
+LOCAL = {
+    "sharded": (tfscale.LocalSGD(2, 4), 7),
+    "growing": (tfscale.LocalSGD(2, tfscale.GrowingInterval(2, 0.5, 6)), 7),
+    "overlapped": (tfscale.LocalSGD(2, 4, fragments=2, overlap=3), 7),
+    "measured": (tfscale.LocalSGD(2, 3, "allreduce", fragments=3, overlap="auto"), 12),
+}
+# Steps since the last average, interval and overlap, before the first step and after each.
+NOTED = {
+    "sharded": [(i % 4, 4, None) for i in range(9)],
+    # The third interval had 4 steps and is made again; the fourth has 5.
+    "growing": [*((i, 4, None) for i in range(4)), *((i, 5, None) for i in range(5))],
+    "overlapped": [(i % 4, 4, 3) for i in range(9)],
+    "measured": [(i % 3, 3, 2) for i in range(4)],  # again: with the most, until it is known
+}
 
 
 def folder() -> Path:
@@ -51,7 +64,7 @@ def begin():
             values, steps = run.train(folder() / name, every_n_steps=1, keep=99)
             forget_after(folder() / name, first)
             write_results(f"{name}-whole", values, steps.logs)
-        LOCAL.write(folder() / "local", LOCAL_STEP)
+    begin_groups("sharded")
 
 
 def go_on():
@@ -63,7 +76,7 @@ def go_on():
             values, steps = run.train(where, every_n_steps=1, keep=99)
             forget_after(where, second)
             write_results(f"{name}-{runtime.size()}", values, steps.logs)
-        go_on_with_other_groups()
+    go_on_with_groups("sharded")
 
 
 def finish():
@@ -76,23 +89,53 @@ def finish():
             write_results(f"{name}-{runtime.size()}", values, steps.logs)
 
 
-def go_on_with_other_groups():
+def begin_groups(*names):
+    with float64():
+        for name in names or LOCAL:
+            strategy, step = LOCAL[name]
+            Run(exchange=strategy).write(folder() / f"local-{name}", step)
+
+
+class Averages(keras.callbacks.Callback):
+    """Notes parameters before the first step, and interval and overlap after each."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.noted = [], []
+
+    def _note(self):
+        average = self.model.optimizer.group_average
+        overlap = average.record().get("overlap")
+        self.noted.append((int(average.since), int(average.interval), overlap))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if not self.noted:
+            self.begun = values_of(self.model.trainable_variables)
+            self._note()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._note()
+
+
+def go_on_with_groups(*names):
+    with float64():
+        for name in names or LOCAL:
+            go_on_with_other_groups(name, *LOCAL[name])
+
+
+def go_on_with_other_groups(name, strategy, step):
     """Two ranks take the place of two groups of two: each begins with the mean of both models."""
-    (found, *_) = list_checkpoints(folder() / "local")
+    where, seen = folder() / f"local-{name}", Averages()
+    (found, *_) = list_checkpoints(where)
     reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
     assert reader.groups == [[0, 1], [2, 3]]
     models = [[reader.get(r, f"weight/{i}") for i in range(6)] for r in (0, 2)]
     assert not np.array_equal(models[0][0], models[1][0])  # within an interval
-    begun = []
-
-    def look(model):
-        begun.extend([v.numpy() for v in model.trainable_variables])
-        begun.append(int(model.optimizer.group_average.since.numpy()))
-
-    _, steps = LOCAL.train(folder() / "local", Act(0, look))
-    assert begun.pop() == 0 and steps.batches[0] == LOCAL_STEP % 5
-    for own, first, second in zip(begun, *models, strict=True):
+    _, steps = Run(exchange=strategy).train(where, seen)
+    assert steps.batches[0] == step % 5
+    for own, first, second in zip(seen.begun, *models, strict=True):
         np.testing.assert_allclose(own, (first + second) / 2, rtol=0, atol=1e-15)
+    assert seen.noted == NOTED[name], (name, seen.noted)
 
 
 STEPS_PER_EPOCH, N_EPOCHS = 4, 3

@@ -39,6 +39,13 @@ def test_checkpoints(tmp_path):
             require_equal(tmp_path, f"{name}-{size}", f"{name}-whole")
 
 
+@pytest.mark.timeout(0)
+def test_groups_of_local_sgd(tmp_path):
+    """Intervals that grow, averages on their way and a measured overlap, with other groups."""
+    run(4, "begin_groups", tmp_path)
+    run(2, "go_on_with_groups", tmp_path)
+
+
 @pytest.mark.timeout(400)
 def test_growing_batches(tmp_path):
     for size, name in ((1, "whole"), (3, "cut-1 3"), (2, "cut-2 6"), (1, "cut-3")):

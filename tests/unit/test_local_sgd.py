@@ -12,6 +12,7 @@ import tfscale.keras as hvd
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession
+from tfscale.measure.groups import draw_distances
 
 
 def local(**options):
@@ -110,3 +111,33 @@ def test_a_loss_that_is_not_finite_is_no_first_loss(monkeypatch):
         callback.on_epoch_end(0, {"loss": loss})
         intervals.append(int(average.interval.numpy()))
     assert callback._first_loss == 4.0 and intervals == [64, 32, 16]
+
+
+def test_distances_are_drawn(tmp_path, monkeypatch):
+    """Of all layers but the one of 41 with the least; lines of an earlier version have none."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k)
+    )
+    of_layers = [{f"layer_{i}": times * (40.0 - i) for i in range(41)} for times in (1, 3)]
+    of_layers = [{**layers, "layer_40": 0.5} for layers in of_layers]
+    rows = [{"step": 2, "distance": 7.0}]
+    rows += [
+        {"step": 2 * i + 4, "distance": 9.0 - i, "layers": own} for i, own in enumerate(of_layers)
+    ]
+    draw_distances(rows, tmp_path / "distance.png")
+    assert (tmp_path / "distance.png").stat().st_size > 0
+    upper, lower, colours = drawn[0].axes
+    np.testing.assert_array_equal(upper.lines[0].get_xydata(), [[2, 7], [4, 9], [6, 8]])
+    assert upper.get_title() == "Mean distance of the groups' models from their average"
+    names = [label.get_text() for label in lower.get_yticklabels()]
+    assert names == [f"layer_{i}" for i in range(40)]
+    shown = [[layers[name] for layers in of_layers] for name in names]
+    np.testing.assert_array_equal(lower.collections[0].get_array(), shown)
+    labels = [axes.get_ylabel() for axes in (upper, colours)] + [lower.get_xlabel()]
+    assert labels == ["D", "D of the layer", "Step"]
+    draw_distances(rows[:1], tmp_path / "distance.png")
+    assert len(drawn[1].axes) == 1

@@ -149,6 +149,7 @@ class Checkpoint(Callback):
         counters = reader.parts[reader.source].info["keras_callbacks"]
         resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
         first_step = position.step if epoch == position.epoch else 0
+        self.session.n_steps_before = position.n_steps - first_step
         restore_data(self.session.data, position.data, first_step)
         self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)

@@ -40,6 +40,11 @@ class _OverlapChoice:
         """Note that a step, or several executed together, has ended."""
         self._ends.append(events.clock_ns())
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has been timed."""
+        return len(self._ends) > 1
+
     def steps_per_average(self, steps_at_once: int) -> float:
         """Return how many steps the slowest fragment's average takes on this rank."""
         if self._listener is None:
@@ -116,20 +121,20 @@ class LocalModels(BeforeValidation):
     def _measure_overlap(self) -> None:
         """Choose the overlap of averages after some of them, if it is "auto". Collective then."""
         average = self.session.group_average
-        if not isinstance(average, OverlappedAverage) or average.is_measured or self.is_void:
+        if not isinstance(average, OverlappedAverage) or average.is_final or self.is_void:
             return
         self._choice = self._choice or _OverlapChoice()
         self._choice.add_step()
-        if int(average.n_averages.numpy()) < _AVERAGES_MEASURED:
+        if int(average.n_averages.numpy()) < _AVERAGES_MEASURED or not self._choice.has_steps:
             return
         own = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
         self._choice = None
         steps = float(collectives.allreduce(own, op=Max, name="steps of an average"))
-        most = self._strategy.least_interval - 1
-        average.choose_overlap(min(most, math.ceil(_RESERVE * steps)))
+        overlap = min(self._strategy.first_overlap, math.ceil(_RESERVE * steps))
+        average.choose_overlap(overlap, steps)
         level = logging.INFO if runtime.rank() == 0 else logging.DEBUG
-        text = "Averages take %.2f steps: overlap=%d."
-        logger.log(level, text, steps, int(average.overlap.numpy()))
+        text = "Averages take %.2f steps: overlap=%d for those sent from now on."
+        logger.log(level, text, steps, overlap)
 
     @property
     def _waits(self) -> bool:
@@ -192,8 +197,11 @@ class ModelDistance(Callback):
     Args:
         directory: Folder in which rank 0 writes `distance.jsonl`, a line with "step", "distance"
             and "layers" (of each layer's parameters alone) for each average, and `distance.png`
-            when training ends; None writes nothing. A `fit` that resumes a run keeps the lines of
-            earlier steps.
+            when training ends; None writes nothing. Where averages overlap with training, a line
+            also has the "overlap" of the averages that are sent after its step, and
+            "steps_per_average", which is null unless `overlap="auto"` has measured it: the first
+            line with a number is that of the step after which it was chosen. A `fit` that resumes
+            a run keeps the lines of earlier steps.
 
     Attributes:
         distances: Pairs of step and distance of this `fit`. Steps are counted from 1 over the whole
@@ -217,7 +225,9 @@ class ModelDistance(Callback):
         """Expect averages of this epoch."""
         super().on_epoch_begin(epoch, logs)
         if self._is_new:
-            self._n_steps = epoch * int((self.params or {}).get("steps") or 0)
+            steps = int((self.params or {}).get("steps") or 0)
+            # A resumed run may have had longer epochs, with smaller batches.
+            self._n_steps = max(epoch * steps, self.session.n_steps_before)
         self._n_before, self._n_steps_before = len(self.distances), self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -237,10 +247,7 @@ class ModelDistance(Callback):
         distance = float(average.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self._path is not None:
-            layers = dict(
-                zip(average.layers, average.layer_distances.numpy().tolist(), strict=True)
-            )
-            row = {"step": self._n_steps, "distance": distance, "layers": layers}
+            row = {"step": self._n_steps, **average.record()}
             append_json_lines(self._path, [row])
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -19,7 +19,6 @@ from tfscale.checkpoints.variables import Variables, distinct, group_of, groups_
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError, settings
-from tfscale.exchange.local_sgd import AdaptiveInterval, GrowingInterval
 from tfscale.exchange.residuals import Restored
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import prepare
@@ -469,10 +468,9 @@ class Restore:
         if average is None:
             return
         leader, parts = self._groups[0][0], self._reader.parts
-        given = average.interval.numpy()  # a fixed interval is the program's, not the checkpoint's
-        adapts = isinstance(optimizer.strategy.interval, AdaptiveInterval | GrowingInterval)
-        if adapts and f"{name}/0" in parts[leader].arrays:
-            average.interval.assign(self._reader.get(leader, f"{name}/0"))
+        counters = [f"{name}/{i}" for i in range(len(average.counters))]
+        if all(each in parts[leader].arrays for each in counters):
+            average.restore([self._reader.get(leader, each) for each in counters])
         if not self._is_exact:  # all groups hold the average already
             average.start_from_here()
             return
@@ -482,10 +480,7 @@ class Restore:
         fits = [value.shape for value in kept] == [tuple(v.shape) for v in average.variables]
         n_fit = collectives.allreduce(np.int64(fits), op=Sum, name="restored averages")
         if int(n_fit) == runtime.size():
-            for variable, value in zip(average.variables, kept, strict=True):
-                variable.assign(value)
-            if not adapts:
-                average.interval.assign(given)
+            average.restore(kept)
             return
         average.average_now()
         average.start_from_here()

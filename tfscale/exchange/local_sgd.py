@@ -217,6 +217,11 @@ class LocalSGD(Exchange):
         interval = self.interval
         return interval.start if isinstance(interval, IntervalRule) else int(interval)
 
+    @property
+    def first_overlap(self) -> int:
+        """Steps between sending and merging; with "auto" the most, until averages are measured."""
+        return self.least_interval - 1 if self.overlap == "auto" else int(self.overlap)
+
     def _require_overlap(self) -> None:
         least = self.least_interval
         fits = is_count(self.fragments) and self.fragments <= least

@@ -27,6 +27,7 @@ class FitSession(Progress):
         super().__init__(model)
         self.call = call
         self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
+        self.n_steps_before = 0  # of a resumed run, before its first epoch
         self._joined: list[Any] = []
         self._stops_together = False
         # The last calls of the train function, for `tfscale run`; the first one traces.

@@ -16,7 +16,12 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression, QuantizedCompressor
 from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import DistanceGuard, GrowingInterval, LocalSGD
+from tfscale.exchange.local_sgd import (
+    AdaptiveInterval,
+    DistanceGuard,
+    GrowingInterval,
+    LocalSGD,
+)
 from tfscale.exchange.plan import GradientOptions, Wire
 from tfscale.exchange.residuals import Residuals, keep
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
@@ -131,8 +136,29 @@ class GroupAverage:
         """State that an exact resume needs: counters, common parameters, sums."""
         slots = [v for outer in self._outers if outer is not None for v in outer.variables]
         residuals = self.residuals.variables if self.residuals else []
-        own = [*self._common, *self._sums, *slots, *residuals]
-        return [self.interval, self.since, self._n_intervals, *own]
+        return [*self.counters, *self._common, *self._sums, *slots, *residuals]
+
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """The first of `variables`: interval, steps since the last average, intervals so far."""
+        return [self.interval, self.since, self._n_intervals]
+
+    def restore(self, values: Sequence[np.ndarray]) -> None:
+        """Set `variables`, or the counters alone, to values of an earlier run.
+
+        A fixed interval is the program's, not that of the earlier run.
+        """
+        given = self.interval.numpy()
+        known = self.variables[: len(values)]
+        for variable, value in zip(known, values, strict=True):
+            variable.assign(value)
+        if not isinstance(self._strategy.interval, AdaptiveInterval | GrowingInterval):
+            self.interval.assign(given)
+
+    def record(self) -> dict[str, Any]:
+        """Return what is known of the last average, for JSON."""
+        layers = dict(zip(self.layers, self.layer_distances.numpy().tolist(), strict=True))
+        return {"distance": float(self.distance.numpy()), "layers": layers}
 
     def start_from_here(self) -> None:
         """Use the present parameters, equal in all groups, as the last average."""

@@ -75,6 +75,8 @@ class OverlappedAverage(GroupAverage):
     Attributes:
         overlap: Steps between sending and merging: a variable, so that it can change without
             re-tracing.
+        steps_per_average: How many steps an average takes, as measured for "auto"; 0 if it was
+            not measured.
         fragments: Parts of the targets, in the order in which they are sent.
 
     Source: Douillard et al.: Streaming DiLoCo with overlapping communication, 2025.
@@ -84,10 +86,9 @@ class OverlappedAverage(GroupAverage):
         """Create counters and copies, in the state just after an average. Collective."""
         super().__init__(strategy, across, *others)
         self._waits = strategy.overlap == 0
-        first = strategy.least_interval - 1 if strategy.overlap == "auto" else strategy.overlap
         with tf.init_scope():
-            self.overlap = tf.Variable(first, dtype=tf.int64, trainable=False)
-            self._is_measured = tf.Variable(strategy.overlap != "auto", trainable=False)
+            self.overlap = tf.Variable(strategy.first_overlap, dtype=tf.int64, trainable=False)
+            self.steps_per_average = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             zeros = np.zeros(len(self.layers))
             self._squares = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self._has_report = tf.Variable(False, trainable=False)
@@ -119,7 +120,7 @@ class OverlappedAverage(GroupAverage):
     @property
     def variables(self) -> list[Any]:
         """State that an exact resume needs. Waits for what is on its way."""
-        own: list[Any] = [self.overlap, self._is_measured, self._has_report]
+        own: list[Any] = [self.overlap, self.steps_per_average, self._has_report]
         own += [self._squares, self._reported]
         for fragment in self.fragments:
             own.append(fragment.left)
@@ -209,14 +210,32 @@ class OverlappedAverage(GroupAverage):
     # Between steps
 
     @property
-    def is_measured(self) -> bool:
-        """Whether `overlap` is final."""
-        return bool(self._is_measured.numpy())
+    def is_final(self) -> bool:
+        """Whether `overlap` was given, or has been measured."""
+        return self._strategy.overlap != "auto" or float(self.steps_per_average.numpy()) > 0
 
-    def choose_overlap(self, n_steps: int) -> None:
-        """Set the steps between sending and merging, equal on all ranks, for the whole run."""
+    def choose_overlap(self, n_steps: int, steps_per_average: float) -> None:
+        """Set the overlap of averages that are sent from now on, equal on all ranks."""
         self.overlap.assign(n_steps)
-        self._is_measured.assign(True)
+        self.steps_per_average.assign(steps_per_average)
+
+    def restore(self, values: Sequence[np.ndarray]) -> None:
+        """As for `GroupAverage`; a measured overlap is kept, a given one is the program's."""
+        super().restore(values)
+        first = self._strategy.first_overlap
+        if self._strategy.overlap != "auto":
+            self.steps_per_average.assign(0.0)
+        is_measured = float(self.steps_per_average.numpy()) > 0
+        self.overlap.assign(min(first, int(self.overlap.numpy())) if is_measured else first)
+
+    def record(self) -> dict[str, Any]:
+        """As for `GroupAverage`, with the overlap of averages that are sent next."""
+        measured = float(self.steps_per_average.numpy())
+        return {
+            **super().record(),
+            "overlap": int(self.overlap.numpy()),
+            "steps_per_average": measured or None,
+        }
 
     def start_from_here(self) -> None:
         """Use the present parameters, equal in all groups, as the last average."""
