@@ -76,7 +76,7 @@ def test_tuners_tell_what_makes_a_recommendation(arguments, seed):
 
 
 def _groups(folder, *made):
-    groups.write_report([groups.GroupProbe(2, 8, 0.1, (1.0, 1.0), 1.0)], folder, *made)
+    groups.write_report([groups.GroupProbe(2, 8, 0.1, (1.0, 1.0), (1.0,) * 16)], folder, *made)
 
 
 def _batch_size(folder, *made):
