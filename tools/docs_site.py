@@ -21,6 +21,7 @@ PAGES = (
     "docs/*.md",
     "docs/*.png",
     "docs/*.json",
+    "docs/containers/*",
     "recipes/README.md",
     "recipes/results/**/*.md",
     "recipes/results/**/*.png",
