@@ -2,12 +2,17 @@
 
 from fractions import Fraction
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, PlanError
+from tfscale.exchange.dense import require_own
+from tfscale.internals.trace import context_of
 from tfscale.plan.layers import is_partial_cheaper
 
 COUNTS = st.integers(1, 5000)
@@ -30,3 +35,20 @@ def test_layers_of_vgg_a():
 def test_global_batch_is_a_number_of_samples(batch):
     with pytest.raises(ConfigError, match="global_batch must be 1 or more. Received"):
         tfscale.Sharded(global_batch=batch)
+
+
+def test_a_gradient_times_a_constant_is_still_the_layers_own():
+    """Not so one that is multiplied by another tensor, or by which a constant is divided."""
+    kernel = keras.Variable(np.ones(2), name="kernel")
+
+    @tf.function(autograph=False)
+    def step(inputs):
+        made = tf.identity(inputs)
+        context_of(made.graph).made[made.name] = id(kernel)
+        for own in (made, made * 0.5, 0.5 * made, made / 2.0):
+            require_own(own, kernel)
+        for other in (inputs, made * inputs, 2.0 / made):
+            with pytest.raises(PlanError, match="what back-propagation"):
+                require_own(other, kernel)
+
+    step(tf.ones(2))

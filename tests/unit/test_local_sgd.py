@@ -37,6 +37,8 @@ def local(**options):
         (local(overlap=1, average_state=True), "average_state=True"),
         (local(overlap=1, interval=tfscale.DistanceGuard(1.0, every=4)), "sent at fixed steps"),
         (lambda: tfscale.AdaptiveInterval(start=1, least=2), "start >= least >= 1"),
+        (lambda: tfscale.AdaptiveInterval(shrink=0.0), "0 < shrink < 1. Received: start=64"),
+        (lambda: tfscale.AdaptiveInterval(shrink=1.0), "0 < shrink < 1. Received: start=64"),
         (lambda: tfscale.GrowingInterval(start=8, most=4), "most >= start >= 1"),
         (lambda: tfscale.DistanceGuard(limit=0.0), "limit > 0"),
     ],

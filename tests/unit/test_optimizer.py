@@ -121,6 +121,17 @@ def test_cycles_of_batches(is_traced, is_mean, expected):
     assert int(optimizer.iterations) == 3
 
 
+def test_lars_by_hand():
+    """|w| is 5 and |g| is 10: trust is 0.25 * 5 / (10 + 0.5 * 5 + 2.5). A bias has trust 1."""
+    rule = tfscale.optimizers.LARS(
+        1.0, momentum=0.5, trust_coefficient=0.25, weight_decay=0.5, epsilon=2.5
+    )
+    matrix, bias = weight([[3.0, 4.0]]), weight([1.0, 2.0], "bias")
+    DistributedOptimizer(rule).apply([gradient([6.0, 8.0]), gradient(0.5, 1.0)], [matrix, bias])
+    np.testing.assert_allclose(matrix.numpy(), [[3 - 7.5 / 12, 4 - 10 / 12]], rtol=1e-12)
+    np.testing.assert_array_equal(bias.numpy(), [0.5, 1.0])
+
+
 @pytest.mark.parametrize("rule", [Adam, lambda rate: SGD(rate, clipnorm=1.0)])
 def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch):
     """As Keras does with dense gradients; without tfscale its rules take the parts one by one."""

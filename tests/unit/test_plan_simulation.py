@@ -195,6 +195,14 @@ def test_local_sgd_averages_less_often(data, table, machine, group_size, interva
     assert rarely.communication_s <= averaged.communication_s * (1 + 1e-9)
 
 
+def test_memory_by_hand():
+    """Two layers of 4 bytes on two ranks: parameters, gradients, one slot, and what is sent."""
+    scenario = Scenario(two_layers(), UNIT, 2, 2)
+    whole, cut = (bucketed(two_layers(), 0, kind) for kind in ("allreduce", "sharded"))
+    assert memory_bytes(scenario, whole) == 2 * (2 * 4 + 4 + 4)
+    assert memory_bytes(scenario, cut) == 2 * (2 * 4 + 4 / 2 + 2 * 4)
+
+
 def test_a_step_has_variables_and_ranks():
     with pytest.raises(PlanError, match="must have trainable variables"):
         LayerTable("none", (Layer("pool"),))
