@@ -228,12 +228,14 @@ def _rows(results: Mapping[str, Any], benchmarks: Mapping[str, Any]) -> list[Row
 def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Path) -> None:
     """Draw the metric over minutes: a panel per place, the mean over seeds and their band."""
     places = list(dict.fromkeys(row.place for row in rows))
-    figure = Figure(figsize=(6.0 * len(places), 4.6), layout="constrained")
-    every: list[Any] = [*figure.subplots(1, len(places), squeeze=False, sharey=True).ravel()]
+    columns = min(len(places), 2)
+    lines = -(-len(places) // columns)
+    figure = Figure(figsize=(6.0 * columns, 4.6 * lines), layout="constrained")
+    every: list[Any] = [*figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()]
     names = list(dict.fromkeys(row.configuration for row in rows))
     systems = list(dict.fromkeys(row.system for row in rows))
     targets, top, n_seeds = [float(target) for target in FLAGS.targets], 0.0, 0
-    for axes, place in zip(every, places, strict=True):
+    for axes, place in zip(every, places, strict=False):  # the last one of an odd number is empty
         for row in (row for row in rows if row.place == place):
             runs = trajectories(results, row.configuration, FLAGS.samples)
             steps = Measured({b: ms / 1e3 for b, ms in row.step_ms.items()}, {})

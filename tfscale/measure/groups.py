@@ -172,7 +172,8 @@ def _draw(probes: Sequence[GroupProbe], advice: GroupAdvice, path: Path) -> None
     result.plot(groups, line, "--", color="0.6", label="in proportion")
     result.axvline(advice.groups, color="0.6", ls=":", label="chosen")
     result.set_xscale("log", base=2)
-    result.set_xticks(groups, [str(g) for g in groups])
+    ticks = [p.groups for p in probes]
+    result.set_xticks(ticks, [str(g) for g in ticks])
     result.set(xlabel="Groups", ylabel="Distance D")
     result.legend(fontsize=8)
     for axes in (course, result, learning):
