@@ -28,7 +28,7 @@ def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
 
 
 class Relayed(NamedTuple):
-    """Messages and bytes of one rank in an allreduce that passes other ranks."""
+    """What one rank does in an allreduce whose messages pass other ranks."""
 
     n_messages: int
     sent_bytes: float
