@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.launching import launch_script, run_in_folder
 from tfscale.comm import library
-from tfscale.launcher import cli
+from tfscale.launcher import cli, mpi_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]
@@ -127,8 +127,9 @@ def test_every_command_of_the_readme_runs_somewhere():
 
 
 def run_command(words, folder, **env):
-    """Run a command in a folder, with `python` and `tfscale` of this environment first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """Run a command in a folder, with `python`, `tfscale` and the MPI of this environment first."""
+    programs = (sys.executable, mpi_command.find_mpi().mpiexec)
+    path = os.pathsep.join([*(str(Path(p).parent) for p in programs), os.environ["PATH"]])
     result = run_in_folder(words, folder, 400, {"PATH": path, **env})
     assert result.exit_code == 0, result.output + result.errors
     return result.output
