@@ -63,7 +63,7 @@ def case_groups_that_average():
     groups, make = 2 if tfscale.size() == 4 else 3, OPTIMIZERS["momentum"]
     strategy = tfscale.LocalSGD(groups, interval=3)
     with float64():
-        expected = ByHand(make, groups, strategy, wide_model).train(STEPS)
+        expected = ByHand(make, groups, strategy, build=wide_model).train(STEPS)
 
         def train() -> list[np.ndarray]:
             model = cases_local_sgd.train(make, strategy, build=wide_model)
