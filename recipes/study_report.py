@@ -145,7 +145,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def is_dirty(outcome: Outcome) -> bool:
-    """Whether files differed from the commit while a part of this run was made."""
+    """True if files differed from the commit while a part of this run was made."""
     return any(part.get("commit", "").endswith("+") for part in outcome.made)
 
 
@@ -272,7 +272,7 @@ def _error(values: Sequence[float]) -> str:
 
 
 def _warnings(rows: Sequence[Summary], outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what a reader must know before the numbers are compared."""
+    """Return notes that belong beside the numbers."""
     lines = []
     if any(row.seeds == 1 for row in rows):
         lines += ["Rows of one seed have no error: they prove no difference.", ""]

@@ -42,7 +42,7 @@ class _OverlapChoice:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step has been timed."""
+        """True once a step has been timed."""
         return len(self._ends) > 1
 
     def steps_per_average(self, steps_at_once: int) -> float:

@@ -156,7 +156,7 @@ class GroupAverage:
             self.interval.assign(given)
 
     def record(self) -> dict[str, Any]:
-        """Return what is known of the last average, for JSON."""
+        """Return the fields of the last average, for JSON."""
         layers = dict(zip(self.layers, self.layer_distances.numpy().tolist(), strict=True))
         return {"distance": float(self.distance.numpy()), "layers": layers}
 

@@ -211,7 +211,7 @@ class OverlappedAverage(GroupAverage):
 
     @property
     def is_final(self) -> bool:
-        """Whether `overlap` was given, or has been measured."""
+        """True if `overlap` was given, or has been measured."""
         return self._strategy.overlap != "auto" or float(self.steps_per_average.numpy()) > 0
 
     def choose_overlap(self, n_steps: int, steps_per_average: float) -> None:
