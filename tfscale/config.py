@@ -150,7 +150,8 @@ def _parse(name: str, text: str, kind: type) -> object:
     try:
         return kind(text)
     except ValueError as error:
-        raise ConfigError(f"{name} must be a {kind.__name__}. Received: {text!r}.") from error
+        word = "whole number" if kind is int else "number"
+        raise ConfigError(f"{name} must be a {word}. Received: {name}={text!r}.") from error
 
 
 def sets_threads(environ: Mapping[str, str]) -> bool:

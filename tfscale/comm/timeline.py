@@ -81,7 +81,10 @@ def stop_timeline() -> None:
     """
     global _recording
     if _recording is None:
-        raise ExchangeError("No timeline is being recorded. Call start_timeline(path) first.")
+        raise ExchangeError(
+            "A timeline can be stopped while it is recorded. Received: a call without one. "
+            "Call start_timeline(path) first."
+        )
     recording, _recording = _recording, None
     recording.clocks.measure()
     every = objects.allgather_object(recording.finish(), name="timeline")

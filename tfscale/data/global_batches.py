@@ -399,8 +399,9 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
             data.restore({**state, "batch_size": own})
             return
         raise ConfigError(
-            f"A resumed epoch keeps its batches of {state['batch_size']}. {error} Start with "
-            "a number of ranks that divides it, or move this checkpoint away."
+            "A resumed epoch keeps its batches. Received: "
+            f"batch_size={state['batch_size']} in the checkpoint. {error} Start with a number of "
+            "ranks that divides it, or move this checkpoint away."
         ) from error
 
 

@@ -53,7 +53,7 @@ class BatchSlices:
     def bounds(self, step: int) -> tuple[int, int]:
         """Return start and stop of this rank's slice of a global batch, in the epoch's order."""
         if not 0 <= step < self.steps:
-            raise IndexError(f"step must be below {self.steps}. Received: step={step}")
+            raise IndexError(f"step must be below {self.steps}. Received: step={step}.")
         if step < self.full_batches:
             start = step * self.batch_size + self.rank * self.local_batch_size
             return start, start + self.local_batch_size

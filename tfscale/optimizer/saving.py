@@ -135,7 +135,7 @@ def on_first_rank(write: Callable[[], None], what: str) -> None:
         error = f"rank 0: {type(failure).__name__}: {failure}"
     error = objects.broadcast_object(error, 0, name=what)
     if error:
-        raise ExchangeError(f"Files must be written. Received: {error}")
+        raise ExchangeError(f"Files must be written. Received: {error}.")
 
 
 def save_beside(
@@ -199,4 +199,4 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
         text for text in objects.allgather_object(error, what, process_set=process_set) if text
     ]
     if errors:
-        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}")
+        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}.")
