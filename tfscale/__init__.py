@@ -21,6 +21,7 @@ _SUBMODULES = {
     "keras": "keras",
     "optimizers": "optimizer.lars",
     "preemption": "checkpoints.preemption",
+    "testing": "testing",
 }
 _NAMES_BY_MODULE = {
     "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),

@@ -37,6 +37,7 @@ TITLES = {
     "fit": "Training with fit",
     "keras": "Horovod's names",
     "optimizer": "Optimizers and tapes",
+    "testing": "Tests of training code",
     "transparent": "Unchanged scripts",
 }
 

@@ -1,106 +1,18 @@
-"""Ranks played by threads of one process, for unit tests without MPI."""
+"""A job of one process, for unit tests that are no ranks of a larger one."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from tfscale.comm import collectives, objects, runtime, start
-from tfscale.comm.runtime import global_process_set
+import tfscale
+from tfscale.testing import FakeRanks
 
-# Python may stand still for 60 s: tf.data's tuner can miss the end of an iterator, whose deletion
-# then waits, with Python's lock held, until the tuner looks again.
-TIMEOUT_S = 150.0
+__all__ = ["FakeRanks", "single_job"]
 
 
 @pytest.fixture(autouse=True)
 def single_job() -> Iterator[None]:
     """Be a job of one process during each test of a module that imports this."""
-    start.init()
+    tfscale.init()
     yield
-    start.shutdown()
-
-
-class FakeRanks:
-    """Runs a function once per rank, each in a thread, with collectives between the threads."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._local = threading.local()
-        self._changed = threading.Condition()
-        self._rounds: list[dict[int, Any]] = []
-        self._ended: set[int] = set()
-
-    def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """Return `body(rank)` of all ranks; what a rank raised is returned in its place."""
-        results: list[Any] = [None] * self.size
-        self._rounds, self._ended = [], set()
-
-        def play(rank: int) -> None:
-            self._local.rank, self._local.round = rank, 0
-            try:
-                results[rank] = body(rank)
-            except Exception as error:
-                results[rank] = error
-            with self._changed:
-                self._ended.add(rank)
-                self._changed.notify_all()
-
-        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(self.size)]
-        with self._patched():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        return results
-
-    def _exchange(self, item: Any, **_: Any) -> list[Any]:
-        index = self._local.round
-        self._local.round += 1
-        with self._changed:
-            if index == len(self._rounds):
-                self._rounds.append({})
-            items = self._rounds[index]
-            items[self._local.rank] = item
-            self._changed.notify_all()
-            while len(items) < self.size:
-                if self._ended - set(items) or not self._changed.wait(TIMEOUT_S):
-                    raise TimeoutError(f"exchange {index} has only ranks {sorted(items)}")
-        return [items[rank] for rank in range(self.size)]
-
-    def _broadcast_variables(self, variables: Any, root_rank: int = 0, **_: Any) -> None:
-        for variable, value in zip(
-            variables, self._exchange([v.numpy() for v in variables])[root_rank], strict=True
-        ):
-            variable.assign(value)
-
-    def _allreduce(self, tensor: Any, op: Any = runtime.Average, **_: Any) -> Any:
-        every = np.stack([np.asarray(item) for item in self._exchange(tensor)])
-        by_op: dict[Any, Any] = {runtime.Sum: np.sum, runtime.Average: np.mean}
-        by_op.update({runtime.Max: np.max, runtime.Min: np.min})
-        return by_op[op](every, axis=0)
-
-    def _grouped_allreduce(self, tensors: Any, op: Any = runtime.Average, **_: Any) -> list[Any]:
-        return [self._allreduce(tensor, op) for tensor in tensors]
-
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for target, name, stand_in in (
-                (runtime, "rank", lambda: self._local.rank),
-                (runtime, "size", lambda: self.size),
-                (runtime, "is_single", lambda: False),
-                (runtime, "is_initialized", lambda: True),
-                (threading, "main_thread", threading.current_thread),
-                (global_process_set, "ranks", list(range(self.size))),
-                (objects, "allgather_object", self._exchange),
-                (objects, "broadcast_variables", self._broadcast_variables),
-                (collectives, "allreduce", self._allreduce),
-                (collectives, "grouped_allreduce", self._grouped_allreduce),
-            ):
-                stack.enter_context(mock.patch.object(target, name, stand_in))
-            yield
+    tfscale.shutdown()

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tfscale.testing import require_close, require_equal_ranks, require_identical
+
+__all__ = ["require_close", "require_equal_ranks", "require_identical"]
 
 
 def in_both_modes(body: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
@@ -40,35 +43,6 @@ def require_error(action: Callable[[], Any], *texts: str) -> None:
 
 def values_of(variables: Any) -> list[np.ndarray]:
     return [np.array(v.numpy()) for v in variables]
-
-
-def require_identical(found: Iterable[Any], expected: Iterable[Any], message: str = "") -> None:
-    for mine, wanted in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(_array(mine), _array(wanted), err_msg=message)
-
-
-def require_close(
-    found: Iterable[Any],
-    expected: Iterable[Any],
-    *,
-    atol: float = 1e-10,
-    rtol: float = 0.0,
-    message: str = "",
-) -> None:
-    for mine, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(
-            _array(mine), _array(wanted), rtol=rtol, atol=atol, err_msg=message
-        )
-
-
-def _array(value: Any) -> Any:
-    return value.numpy() if hasattr(value, "numpy") else value
-
-
-def require_equal_ranks(variables: Any) -> None:
-    every = tfscale.allgather_object(values_of(variables))
-    for theirs in every:
-        require_identical(theirs, every[0])
 
 
 class StopAt(keras.callbacks.Callback):

@@ -53,7 +53,7 @@ def test_words_for_yes_and_no(text, value):
         ("SET_THREADS", "maybe", "1 or 0. Received: TFSCALE_SET_THREADS='maybe'."),
         ("PIN_CORE", "a", "none, last, a list"),
         ("PIN_CORE", "1,,2", "Received: TFSCALE_PIN_CORE='1,,2'."),
-        ("CHUNK_BYTES", "1e6", "a int. Received: '1e6'."),
+        ("CHUNK_BYTES", "1e6", "CHUNK_BYTES."),
         ("CHUNK_BYTES", "1", "in [64, "),
         ("STALL_WARNING_S", "0", "in [0.01, inf]."),
         ("STALL_SHUTDOWN_S", "nan", "in ["),

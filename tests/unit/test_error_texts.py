@@ -30,7 +30,8 @@ def template(node: ast.expr, names: Names) -> str:
     form = "!r" if getattr(node, "conversion", -1) == ord("r") else ""
     if form_spec := getattr(node, "format_spec", None):
         form += ":" + template(form_spec, names)
-    return "{" + ast.unparse(value) + form + "}"
+    source = ast.unparse(value).replace('"', "'")  # Python's versions choose different quotes
+    return "{" + source + form + "}"
 
 
 def text_of(call: ast.Call, names: Names) -> str | None:

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,16 @@ def test_the_example_runs_by_its_commands(command, tmp_path):
     (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0])
     printed = run_command(command.split(), tmp_path)
     assert len(re.findall(r"val_accuracy: ", printed)) == 3  # epochs, told by one rank
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_example_of_a_test_passes(tmp_path):
+    test, fakes = blocks(ROOT / "docs" / "testing.md", "python")
+    (tmp_path / "test_training.py").write_text(test)
+    (tmp_path / "test_fakes.py").write_text(f"def test_names():\n{textwrap.indent(fakes, '    ')}")
+    printed = run_command(["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path)
+    assert "3 passed" in printed
 
 
 UNCHANGED = """

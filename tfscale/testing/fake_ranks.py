@@ -1,0 +1,106 @@
+"""Ranks played by threads of one process, for unit tests of callbacks without MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import tfscale
+
+# Python may stand still for 60 s: tf.data's tuner can miss the end of an iterator, whose deletion
+# then waits, with Python's lock held, until the tuner looks again.
+TIMEOUT_S = 150.0
+
+
+class FakeRanks:
+    """Runs a function once per rank, each in a thread, with collectives between the threads.
+
+    Ranks have `tfscale.rank`, `size`, `allreduce`, `grouped_allreduce`, `allgather_object` and
+    `broadcast_variables`, called eagerly on all ranks: enough for callbacks that are called by
+    hand. Models of several ranks do not train together; for that see `tfscale.testing.spawn`. Call
+    `tfscale.init()` first.
+
+    Args:
+        size: Number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._local = threading.local()
+        self._changed = threading.Condition()
+        self._rounds: list[dict[int, Any]] = []
+        self._ended: set[int] = set()
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """Return `body(rank)` of all ranks; what a rank raised is returned in its place."""
+        results: list[Any] = [None] * self.size
+        self._rounds, self._ended = [], set()
+
+        def play(rank: int) -> None:
+            self._local.rank, self._local.round = rank, 0
+            try:
+                results[rank] = body(rank)
+            except Exception as error:
+                results[rank] = error
+            with self._changed:
+                self._ended.add(rank)
+                self._changed.notify_all()
+
+        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(self.size)]
+        with self._patched():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    def _exchange(self, item: Any, **_: Any) -> list[Any]:
+        index = self._local.round
+        self._local.round += 1
+        with self._changed:
+            if index == len(self._rounds):
+                self._rounds.append({})
+            items = self._rounds[index]
+            items[self._local.rank] = item
+            self._changed.notify_all()
+            while len(items) < self.size:
+                if self._ended - set(items) or not self._changed.wait(TIMEOUT_S):
+                    raise TimeoutError(f"Exchange {index} has only ranks {sorted(items)}.")
+        return [items[rank] for rank in range(self.size)]
+
+    def _broadcast_variables(self, variables: Any, root_rank: int = 0, **_: Any) -> None:
+        values = self._exchange([v.numpy() for v in variables])[root_rank]
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    def _allreduce(self, tensor: Any, op: Any = None, **_: Any) -> Any:
+        every = np.stack([np.asarray(item) for item in self._exchange(tensor)])
+        by_op: dict[Any, Any] = {None: np.mean, tfscale.Average: np.mean, tfscale.Sum: np.sum}
+        by_op.update({tfscale.Max: np.max, tfscale.Min: np.min})
+        return by_op[op](every, axis=0)
+
+    def _grouped_allreduce(self, tensors: Any, op: Any = None, **_: Any) -> list[Any]:
+        return [self._allreduce(tensor, op) for tensor in tensors]
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for target, stand_in in (
+                ("threading.main_thread", threading.current_thread),
+                ("tfscale.comm.runtime.rank", lambda: self._local.rank),
+                ("tfscale.comm.runtime.size", lambda: self.size),
+                ("tfscale.comm.runtime.is_single", lambda: False),
+                ("tfscale.comm.runtime.is_initialized", lambda: True),
+                ("tfscale.comm.runtime.global_process_set.ranks", list(range(self.size))),
+                ("tfscale.comm.objects.allgather_object", self._exchange),
+                ("tfscale.comm.objects.broadcast_variables", self._broadcast_variables),
+                ("tfscale.comm.collectives.allreduce", self._allreduce),
+                ("tfscale.comm.collectives.grouped_allreduce", self._grouped_allreduce),
+            ):
+                stack.enter_context(mock.patch(target, stand_in))
+            yield

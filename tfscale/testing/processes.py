@@ -1,0 +1,140 @@
+"""Commands that a test starts, on ranks or alone, and ends for sure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfscale.config import environment
+from tfscale.launcher.mpi_command import (
+    LaunchSpec,
+    build_command,
+    count_cores,
+    end_processes,
+    find_mpi,
+    new_job,
+)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A running command, with all processes that it starts on this host."""
+
+    process: subprocess.Popen[bytes]
+    job: str
+    output: Path
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        end_processes(self.job, grace_s=0.0)
+
+    def output_tail(self, characters: int = 6000) -> str:
+        """Return the end of what was written until now."""
+        return _read(self.output)[-characters:]
+
+
+def _read(path: Path) -> str:
+    # As bytes: progress bars contain carriage returns, which read_text makes new lines of.
+    return path.read_bytes().decode(errors="replace")
+
+
+def start(
+    command: Sequence[str],
+    output: Path,
+    *,
+    size: int = 0,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    errors: Path | None = None,
+) -> Started:
+    """Start a command and return at once.
+
+    Args:
+        command: Words of the command.
+        output: File for what is written, to standard error too unless `errors` is another file.
+        size: Number of ranks, which the installed MPI starts; 0 starts the command as it is.
+        env: Variables in addition to those of this process.
+        folder: Folder to start in, by default the current one.
+        errors: File for what is written to standard error.
+    """
+    words = list(command)
+    if size:
+        spec = LaunchSpec(tuple(words), size, is_root=os.geteuid() == 0, n_cores=count_cores())
+        words = build_command(spec, find_mpi())
+    job, environ = new_job({**environment(), **(env or {})})
+    with output.open("wb") as file, (errors or Path(os.devnull)).open("wb") as error_file:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=error_file if errors else subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Started(process, job, output)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a command.
+
+    Attributes:
+        exit_code: That of the command or of its launcher; None if the time was over.
+        output: What was written to standard output, and to standard error if that was not apart.
+        errors: What was written to standard error, if that was asked for.
+        seconds: Time that it took.
+    """
+
+    exit_code: int | None
+    output: str
+    errors: str
+    seconds: float
+
+
+def run_command(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    size: int = 0,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    errors_apart: bool = False,
+) -> Finished:
+    """Run a command to its end, on ranks of its own or alone; no process of it is left.
+
+    Args:
+        command: Words, such as `[sys.executable, "train.py"]`.
+        timeout_s: Seconds after which it is killed.
+        size: Number of ranks, which the installed MPI starts; 0 runs the command as it is.
+        env: Variables in addition to those of this process.
+        folder: Folder to run in, by default the current one.
+        errors_apart: Whether `Finished.errors` gets what is written to standard error.
+
+    Raises:
+        ConfigError: There is no MPI.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfscale-command-") as name:
+        output, errors = Path(name) / "output", Path(name) / "errors"
+        errors.touch()
+        own = errors if errors_apart else None
+        began = time.monotonic()
+        started = start(command, output, size=size, env=env, folder=folder, errors=own)
+        code: int | None = None
+        try:
+            code = started.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            seconds = time.monotonic() - began
+            started.end()
+        return Finished(code, _read(output), _read(errors), seconds)
