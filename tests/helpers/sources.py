@@ -23,10 +23,11 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Full names of what a module imports, function bodies included."""
+def imported_names(path: Path, in_functions: bool = True) -> Iterator[str]:
+    """Full names of what a module imports, by default in function bodies, too."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(parse(path)):
+    tree = parse(path)
+    for node in ast.walk(tree) if in_functions else tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -12,19 +12,14 @@ import pytest
 
 from tests.helpers.sources import CPP, LIBRARY, ROOT, imported_names, parse, relative
 
-# Rooms and modules that start without TensorFlow, Keras and MPI, and are tested without them.
 FRAMEWORKS = ("tensorflow", "keras", "mpi4py")
-PURE = (
-    "config",
-    "plan",
-    "launcher",
-    "checkpoints/files",
-    "checkpoints/preemption",
-    "files",
-    "comm/process",
-    "comm/native",
-    "comm/chrome",
-)
+# Rooms and modules that start without TensorFlow, Keras and MPI, and are tested without them.
+PURE = """
+    config files plan launcher comm/chrome comm/library comm/mpi_files comm/native comm/process
+    comm/stamps checkpoints/files checkpoints/preemption data/slices measure/analysis
+    measure/compression measure/groups measure/growth measure/provenance measure/report
+    measure/theta transparent/__main__ testing
+    """
 
 # The fields of tfscale.config.Settings; each is read from TFSCALE_ and its name in capitals.
 SETTINGS = """
@@ -33,15 +28,87 @@ SETTINGS = """
     """
 
 
+def module_of(name: str) -> Path | None:
+    """Return the file of the library that defines a name such as tfscale.files.sha256."""
+    for module in (name, name.rpartition(".")[0]):
+        path = ROOT.joinpath(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def pure_files() -> list[Path]:
+    paths = [ROOT / "tfscale" / room for room in PURE.split()]
+    files = [sorted(p.glob("*.py")) if p.is_dir() else [p.with_suffix(".py")] for p in paths]
+    return [file for each in files for file in each]
+
+
 def test_pure_modules_import_no_framework():
-    wrong = []
-    for room in PURE:
-        path = ROOT / "tfscale" / room
-        files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-        for file in files:  # one that was renamed is an error here
-            names = [name.split(".")[0] for name in imported_names(file)]
-            wrong += [f"{relative(file)} imports {name}" for name in names if name in FRAMEWORKS]
-    assert not wrong
+    """Neither do the modules that they import at their top."""
+    frameworks: dict[Path, set[str]] = {}
+
+    def needed_by(file: Path) -> set[str]:
+        if file not in frameworks:
+            frameworks[file] = set()
+            names = [*imported_names(file, in_functions=False)]
+            tops = {name.split(".")[0] for name in names}
+            inner = [needed_by(path) for name in names if (path := module_of(name))]
+            frameworks[file] = set().union(tops & set(FRAMEWORKS), *inner)
+        return frameworks[file]
+
+    assert {relative(file): found for file in pure_files() if (found := needed_by(file))} == {}
+
+
+# Of the library tests import public modules, pure ones, and what they look into from outside.
+PUBLIC = """
+    tfscale/__init__ tfscale/callbacks/__init__ tfscale/checkpoints/__init__
+    tfscale/data/__init__ tfscale/keras
+    """
+# Files that still import other modules.
+TODAY = """
+    bench/test_gathers cluster/test_training_bytes helpers/grid_exchange
+    horovod_contract/test_gloo parallel/cases_adaptive parallel/cases_agreement
+    parallel/cases_auto parallel/cases_auto_sharded parallel/cases_backup
+    parallel/cases_callbacks parallel/cases_checkpoint parallel/cases_chunked
+    parallel/cases_collectives_sets parallel/cases_dense_routes parallel/cases_distribute
+    parallel/cases_fit parallel/cases_futures parallel/cases_futures_order
+    parallel/cases_futures_posts parallel/cases_gradient_edge_cases parallel/cases_horovod
+    parallel/cases_late_ranks parallel/cases_local_fit parallel/cases_local_options
+    parallel/cases_local_overlap parallel/cases_local_sgd parallel/cases_optimizer_options
+    parallel/cases_optimizer_reuse parallel/cases_overlap parallel/cases_parameter_averaging
+    parallel/cases_provenance parallel/cases_sharded_dense parallel/cases_sharded_saving
+    parallel/cases_trace parallel/cases_tune parallel/cases_warnings
+    parallel/checkpoint_runs parallel/compression_cases parallel/futures_model
+    parallel/parameter_reads parallel/resume_cases unit/conftest unit/test_active_ranks
+    unit/test_auto_estimates unit/test_auto_exchange unit/test_batch_size
+    unit/test_batch_size_calls unit/test_callbacks_errors unit/test_callbacks_learning_rate
+    unit/test_callbacks_rank_zero unit/test_callbacks_statistics unit/test_checkpoint
+    unit/test_checkpoint_callbacks unit/test_checkpoint_faults unit/test_checkpoint_files
+    unit/test_checkpoint_passes unit/test_chunks unit/test_cli unit/test_collectives_single
+    unit/test_config unit/test_dense_exchange unit/test_exchange_plans unit/test_fit_session
+    unit/test_forecast unit/test_futures unit/test_global_batches_records
+    unit/test_growing_ranks unit/test_horovod_placement unit/test_horovod_values
+    unit/test_launch unit/test_library unit/test_local_sgd unit/test_memory_guard
+    unit/test_merge_op unit/test_native unit/test_noise_scale unit/test_optimizer
+    unit/test_optimizer_errors unit/test_optimizer_settings unit/test_plan_choice
+    unit/test_plan_contention unit/test_provenance unit/test_public_names
+    unit/test_recipes_training unit/test_residuals unit/test_trace_files
+    unit/test_tune_compression unit/test_tune_links unit/test_tuning_groups
+    """
+
+
+def test_tests_use_public_names():
+    known = {ROOT / f"{name}.py" for name in PUBLIC.split()} | {*pure_files()}
+    wrong = {
+        f"{relative(path)} imports {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in imported_names(path)
+        if name.split(".")[0] == "tfscale"
+        and relative(path)[6:-3] not in TODAY.split()
+        and (module_of(name) not in known or name.rpartition(".")[2].startswith("_"))
+    }
+    assert sorted(wrong) == []
 
 
 def test_files_of_checkpoints_are_read_without_frameworks():

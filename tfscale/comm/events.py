@@ -14,11 +14,11 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call
+from tfscale.comm.stamps import INPUT_SLOT, STAMP, has_slot, wait_slot
 from tfscale.config import ExchangeError
 from tfscale.internals.keras import raw_variable
 
 _lock = threading.Lock()
-_STAMP = "TfscaleStamp"
 _N_ROUNDS = 24
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -69,14 +69,6 @@ def drain() -> np.ndarray:
     return events
 
 
-def has_slot(op: tf.Operation) -> bool:
-    """Return whether an op is a collective or a stamp.
-
-    One that waits for parameters, or merges an average into them, is not.
-    """
-    return op.type.startswith("Tfscale") and op.type not in ("TfscaleAwait", "TfscaleMerge")
-
-
 def stamp_updates(variables: Sequence[Any]) -> None:
     """Record when an optimizer updates variables: a stamp per exchanged bucket, one for the rest.
 
@@ -93,11 +85,11 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     ops = [op for op in graph.get_operations() if has_slot(op)]
     if not ops:
         return
-    n_stamps = sum(op.type == _STAMP for op in ops)
+    n_stamps = sum(op.type == STAMP for op in ops)
     groups = []
     for op in ops:
         handles = [t for t in op.inputs if t.dtype == tf.resource and t.name in own]
-        if handles and op.type != _STAMP:
+        if handles and op.type != STAMP:
             groups.append([own.pop(handle.name) for handle in handles])
     plan = int(ops[0].get_attr("plan"))
     for handles in filter(None, [*groups, list(own.values())]):
@@ -105,16 +97,6 @@ def stamp_updates(variables: Sequence[Any]) -> None:
         runtime.backend().stamp(handles, plan, -n_stamps)
     if n_stamps == len(groups) + bool(own):  # the first update of this function
         _stamp_waits(graph, ops)
-
-
-# Slot of the stamp of a step's batch. Those below are of gathers that an earlier step posted: the
-# time at which the first layer that reads the parameters has its inputs.
-INPUT_SLOT = -1_000_000
-
-
-def wait_slot(slot: int) -> int:
-    """Return the slot of the stamp for a gather, or the slot of the gather of a stamp."""
-    return INPUT_SLOT - 1 - slot
 
 
 def _stamp_waits(graph: tf.Graph, ops: Sequence[tf.Operation]) -> None:

@@ -31,9 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
-from tfscale.comm.events import INPUT_SLOT, has_slot, wait_slot
+from tfscale.comm.stamps import INPUT_SLOT, has_slot, wait_slot
 
 EAGER = -1  # plan of a collective outside of traced functions: its caller waits for it
 
@@ -173,13 +172,13 @@ def overlap_percent(t_c: float, t_b: float) -> float | None:
     return 100.0 * (t_c - t_b) / t_c if t_c > 0 else None
 
 
-def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
+def collectives_before(graph: Any) -> dict[Key, frozenset[Key]]:
     """Return for each collective of a function's graph its ancestors, by data or control inputs.
 
     Ops inside functions that the function calls are not included.
     """
     keys: list[Key] = []
-    reached: dict[tf.Operation, int] = {}  # per op, a bit for each collective it needs
+    reached: dict[Any, int] = {}  # per op, a bit for each collective it needs
     before: dict[Key, int] = {}
     for op in graph.get_operations():  # in the order of creation: inputs come first
         needed = 0
@@ -200,7 +199,7 @@ def collectives_before(graph: tf.Graph) -> dict[Key, frozenset[Key]]:
     }
 
 
-def _producer(tensor: tf.Tensor) -> tf.Operation:
+def _producer(tensor: Any) -> Any:
     """Return the op that computes a tensor.
 
     Keras passes all gradients through one IdentityN, which TensorFlow removes before it runs the

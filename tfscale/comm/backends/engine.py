@@ -382,6 +382,12 @@ class EngineBackend(Backend):
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
         self._ops.tfscale_await(variables=list(handles), is_write=is_write)
 
+    def num_pending(self) -> int:
+        return self._library.call("num_pending")
+
+    def num_failed(self) -> int:
+        return self._library.call("num_failed")
+
     def drain(self) -> None:
         self._library.call("drain")
 
