@@ -91,7 +91,7 @@ check: venv
 	@$(BIN)/clang-format --dry-run -Werror $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
 	@printf '%s\n' $(wildcard custom_ops/comm/*.cc) | xargs -P 2 -I{} $(BIN)/clang-tidy --quiet {} \
 	  -- -std=c++17 -Icustom_ops -isystem $(VENV)/include
-	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_house.py tests/unit/test_packaging.py tests/unit/test_prose.py tests/bench -m "not slow"
+	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_house.py tests/unit/test_error_texts.py tests/unit/test_packaging.py tests/unit/test_prose.py tests/bench -m "not slow"
 
 format: venv
 	@$(BIN)/ruff format $(CHECKED)

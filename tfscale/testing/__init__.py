@@ -17,7 +17,7 @@ def test_training():
 
 from tfscale.testing import inspect
 from tfscale.testing.equality import require_close, require_equal_ranks, require_identical
-from tfscale.testing.fake_ranks import FakeRanks
+from tfscale.testing.fake_ranks import FakeRanks, pretend_rank
 from tfscale.testing.processes import Finished, run_command
 from tfscale.testing.ranks import RankResult, require_ok, spawn
 
@@ -26,6 +26,7 @@ __all__ = [
     "Finished",
     "RankResult",
     "inspect",
+    "pretend_rank",
     "require_close",
     "require_equal_ranks",
     "require_identical",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,25 @@ import tfscale
 # Python may stand still for 60 s: tf.data's tuner can miss the end of an iterator, whose deletion
 # then waits, with Python's lock held, until the tuner looks again.
 TIMEOUT_S = 150.0
+
+
+@contextlib.contextmanager
+def _replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Replace names of modules of tfscale.comm, and those of tfscale that are the same."""
+    with contextlib.ExitStack() as stack:
+        for place, stand_in in stand_ins.items():
+            name = place.partition(".")[2]
+            for path in (f"tfscale.{name}", f"tfscale.comm.{place}")[not hasattr(tfscale, name) :]:
+                stack.enter_context(mock.patch(path, stand_in))
+        yield
+
+
+@contextlib.contextmanager
+def pretend_rank(rank: int = 0, size: int = 1, local_size: int = 1) -> Iterator[None]:
+    """Let this process seem to be a rank of a job, for code that looks at numbers only."""
+    numbers = {"rank": rank, "size": size, "local_size": local_size}
+    with _replaced({f"runtime.{name}": lambda n=n: n for name, n in numbers.items()}):
+        yield
 
 
 class FakeRanks:
@@ -52,7 +71,7 @@ class FakeRanks:
                 self._changed.notify_all()
 
         threads = [threading.Thread(target=play, args=(rank,)) for rank in range(self.size)]
-        with self._patched():
+        with self._played():
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -88,19 +107,17 @@ class FakeRanks:
         return [self._allreduce(tensor, op) for tensor in tensors]
 
     @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for target, stand_in in (
-                ("threading.main_thread", threading.current_thread),
-                ("tfscale.comm.runtime.rank", lambda: self._local.rank),
-                ("tfscale.comm.runtime.size", lambda: self.size),
-                ("tfscale.comm.runtime.is_single", lambda: False),
-                ("tfscale.comm.runtime.is_initialized", lambda: True),
-                ("tfscale.comm.runtime.global_process_set.ranks", list(range(self.size))),
-                ("tfscale.comm.objects.allgather_object", self._exchange),
-                ("tfscale.comm.objects.broadcast_variables", self._broadcast_variables),
-                ("tfscale.comm.collectives.allreduce", self._allreduce),
-                ("tfscale.comm.collectives.grouped_allreduce", self._grouped_allreduce),
-            ):
-                stack.enter_context(mock.patch(target, stand_in))
+    def _played(self) -> Iterator[None]:
+        stand_ins = {
+            "runtime.rank": lambda: self._local.rank,
+            "runtime.size": lambda: self.size,
+            "runtime.is_single": lambda: False,
+            "runtime.is_initialized": lambda: True,
+            "runtime.global_process_set.ranks": list(range(self.size)),
+            "objects.allgather_object": self._exchange,
+            "objects.broadcast_variables": self._broadcast_variables,
+            "collectives.allreduce": self._allreduce,
+            "collectives.grouped_allreduce": self._grouped_allreduce,
+        }
+        with _replaced(stand_ins), mock.patch("threading.main_thread", threading.current_thread):
             yield

@@ -6,6 +6,8 @@ Names of collectives say whose they are: `"gradients kernel, bias"`, `"parameter
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
@@ -33,7 +35,24 @@ class Collective(NamedTuple):
 
 def backend_name() -> str:
     """Return the library that carries the messages: "engine", "horovod", or "single" for none."""
-    return _runtime().backend().name
+    return backend().name
+
+
+def backend() -> Any:
+    """Return the object that carries the messages, a `tfscale.comm.backends.base.Backend`."""
+    return _runtime().backend()
+
+
+def call(name: str) -> Any:
+    """Return a call of all ranks, for methods of `backend()`."""
+    from tfscale.comm.backends.base import Call
+
+    return Call(_runtime().world(), name)
+
+
+def clock_ns() -> int:
+    """Return the time, in nanoseconds, of the clock that collectives are measured with."""
+    return backend().clock_ns()
 
 
 def take_collectives() -> list[Collective]:
@@ -48,7 +67,7 @@ def take_collectives() -> list[Collective]:
     found = events.drain()
     times = ("bytes", "posted_ns", "started_ns", "ended_ns", "plan", "slot")
     rows = zip(*(found[found["slot"] >= 0][name].tolist() for name in times), strict=True)
-    return [Collective(_runtime().backend().slot_name(*row[-2:]), *row) for row in rows]
+    return [Collective(backend().slot_name(*row[-2:]), *row) for row in rows]
 
 
 def listen() -> Any:
@@ -63,34 +82,34 @@ def listen() -> Any:
 
 def name_of(plan: int, slot: int) -> str:
     """Return the name of a collective."""
-    return _runtime().backend().slot_name(plan, slot)
+    return backend().slot_name(plan, slot)
 
 
 def graph_of(plan: int) -> Any:
     """Return the graph of the traced function that has a plan; None where it is not in use."""
-    return _runtime().backend().graph_of(plan)
+    return backend().graph_of(plan)
 
 
 def pending_gathers() -> int:
     """Return the number of parameters that have been posted, and have not arrived on this rank."""
-    return _runtime().backend().num_pending()
+    return backend().num_pending()
 
 
 def failed_gathers() -> int:
     """Return the number of parameters whose last gather failed, or was given up."""
-    return _runtime().backend().num_failed()
+    return backend().num_failed()
 
 
 def wait_for_gathers() -> None:
     """Wait until no gather is pending on this rank; a failure is left to readers."""
-    _runtime().backend().drain()
+    backend().drain()
 
 
 def leave_steps() -> None:
     """Notify the other ranks that this one stopped: they give up steps that it does not take."""
     from tfscale.comm.backends.base import MarkKind
 
-    _runtime().backend().mark(MarkKind.STOP)
+    backend().mark(MarkKind.STOP)
 
 
 def return_to_steps() -> None:
@@ -103,6 +122,35 @@ def raw_variable(variable: Any) -> Any:
     from tfscale.internals import keras
 
     return keras.raw_variable(variable)
+
+
+def dense_route(layer: Any) -> str:
+    """Return how a dense layer of a prepared model exchanges: "weights", "partial" or "replicated".
+
+    See `dense` of `tfscale.Sharded`.
+    """
+    from tfscale.exchange import dense
+
+    known = {dense.PartialCall: "partial", dense.ReplicatedCall: "replicated"}
+    return known.get(type(vars(layer).get("call")), "weights")
+
+
+def forget_training() -> None:
+    """Let `tfscale.join` be called in a process that has trained before."""
+    from tfscale.comm import eager
+
+    eager._has_traced_gradients = False
+
+
+@contextlib.contextmanager
+def isolated_job() -> Iterator[None]:
+    """Return to the job before the block, or to none, without leaving that of the block."""
+    runtime = _runtime()
+    before = runtime._state
+    try:
+        yield
+    finally:
+        runtime._state = before
 
 
 def process_sets() -> list[Any]:

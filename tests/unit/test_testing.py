@@ -1,0 +1,61 @@
+"""Tools for tests of training, where they need no ranks; see tests/parallel/test_spawn.py."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tfscale
+from tfscale.testing import FakeRanks, RankResult, pretend_rank, require_equal_ranks, require_ok
+
+
+@pytest.fixture(autouse=True)
+def single_job():
+    tfscale.init()
+    yield
+    tfscale.shutdown()
+
+
+def test_it_is_imported_without_frameworks_and_not_by_tfscale():
+    text = "import sys, tfscale; print('tfscale.testing' in sys.modules); import tfscale.testing\n"
+    text += "print({'tensorflow', 'keras', 'pytest'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["False", "set()"]
+
+
+def test_fake_ranks_exchange_and_what_they_raise_is_returned():
+    def body(rank):
+        if rank == 2:
+            raise ValueError("no rank 2")
+        return tfscale.rank(), tfscale.size(), tfscale.allgather_object(rank)
+
+    ranks = FakeRanks(2)
+    assert ranks.run(body) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    found = FakeRanks(3).run(body)
+    assert [type(each) for each in found] == [TimeoutError, TimeoutError, ValueError]
+    assert ranks.run(lambda rank: float(tfscale.allreduce(float(rank)))) == [0.5, 0.5]
+    assert tfscale.allgather_object(7) == [7] and tfscale.size() == 1  # as before
+    with pretend_rank(1, 4):
+        assert (tfscale.rank(), tfscale.size(), tfscale.local_size()) == (1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (1.0, 1.0 + 2**-52, "of rank 1 differs from that of rank 0"),
+        (0.0, -0.0, "sign of a zero"),
+        (np.float32(1), np.float64(1), "float64"),
+    ],
+)
+def test_ranks_are_equal_bit_for_bit_or_all_of_them_fail(first, second, text):
+    values = [np.array([2.0, first], type(first)), np.array([2.0, second], type(second))]
+    for found in FakeRanks(2).run(lambda rank: require_equal_ranks([values[rank]])):
+        assert isinstance(found, AssertionError) and text in str(found)
+    assert FakeRanks(2).run(lambda rank: require_equal_ranks([values[0]])) == [None, None]
+
+
+def test_require_ok_shows_each_rank_that_failed():
+    with pytest.raises(AssertionError, match="m:f, rank 1: failed\nwhy") as error:
+        require_ok([RankResult("m:f", 0, "ok", "fine"), RankResult("m:f", 1, "failed", "why")])
+    assert "fine" not in str(error.value)
