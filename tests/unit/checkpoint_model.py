@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.ranks import Interruption, require_identical
 from tfscale import preemption
-from tfscale.callbacks import BroadcastGlobalVariablesCallback
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
 
@@ -96,7 +96,7 @@ def fit(first, act=None, model=None, epochs=3, data=None, more=(), **options):
         model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks, **options)
     except Interruption:
         for checkpoint in first:
-            if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
+            if isinstance(checkpoint, Checkpoint):
                 checkpoint._saver.wait()
                 checkpoint._handler.remove()
     return model, act.batches
@@ -104,3 +104,19 @@ def fit(first, act=None, model=None, epochs=3, data=None, more=(), **options):
 
 def steps_in(folder):
     return [found.step for found in list_checkpoints(folder) if found.is_finished]
+
+
+def resume(folder, stop, every=1, model=build, data=lambda: None, **options):
+    """Require that a run cut before a step ends bit by bit as a whole one; return the steps left."""
+
+    def run(first, act=None):
+        return fit(first, act, model(), data=data(), **options)
+
+    whole, numbers = run(None)
+    run(Checkpoint(folder, every), Act(stop, interrupt))
+    resumed, rest = run(Checkpoint(folder, every))
+    require_equal(resumed, whole)
+    assert rest == numbers[stop:], stop
+    losses = resumed.history.history["loss"]
+    assert losses == whole.history.history["loss"][-len(losses) :]
+    return rest

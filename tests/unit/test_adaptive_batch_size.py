@@ -287,7 +287,8 @@ def test_each_fit_begins_with_the_size_and_rate_of_the_data(make, is_same):
     first, _ = train(callback, InterruptAt(3, 1), data=data, model=model)
     assert [size for _, size, _ in first] == SIZES[:3] and data.batch_size == 12
     for _ in range(2):
-        callback = callback if is_same else make(data)
+        if not is_same:
+            callback, model = make(data), make_model()
         seen, _ = train(callback, data=data, model=model)
         assert [size for _, size, _ in seen] == SIZES and seen[:3] == first
         assert (data.batch_size, len(data), len(data[0][0])) == (6, 8, 6)

@@ -22,6 +22,7 @@ from tests.unit.checkpoint_model import (
     interrupt,
     job,  # noqa: F401
     require_equal,
+    resume,
     steps_in,
     values_of,
 )
@@ -69,21 +70,13 @@ def test_no_more_than_one_checkpoint_above_keep(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("stop", "is_built"), [(3, True), (4, True), (6, False), (11, True)])
 def test_goes_on_amid_an_epoch(tmp_path, stop, is_built):
     """From the step before: bit by bit, dropout, metrics and optimizer too."""
-    whole, numbers = fit(None, model=build(is_built=is_built))
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), model=build(is_built=is_built))
-    assert steps_in(tmp_path)[0] == stop
-    model, rest = fit(Checkpoint(tmp_path, 1), model=build(is_built=is_built))
-    require_equal(model, whole)
-    assert rest == numbers[stop:]
+    resume(tmp_path, stop, model=lambda: build(is_built=is_built))
+    assert stop in steps_in(tmp_path)
 
 
 def test_steps_that_are_traced_and_executed_together(tmp_path):
     options = {"run_eagerly": False, "steps_per_execution": 2}
-    whole, numbers = fit(None, model=build(**options))
-    fit(Checkpoint(tmp_path, 2), Act(3, interrupt), model=build(**options))
-    model, rest = fit(Checkpoint(tmp_path, 2), model=build(**options))
-    require_equal(model, whole)
-    assert rest == numbers[3:] == [2, 0, 2]
+    assert resume(tmp_path, 3, 2, model=lambda: build(**options)) == [2, 0, 2]
     options["steps_per_execution"] = 3
     fit(Checkpoint(tmp_path / "short", keep=9), model=build(**options))
     assert steps_in(tmp_path / "short") == [12, 8, 4]  # the last execution of each epoch is short
@@ -91,11 +84,7 @@ def test_steps_that_are_traced_and_executed_together(tmp_path):
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_a_plain_dataset_goes_on_with_its_later_batches(tmp_path, is_counted):
-    whole, numbers = fit(None, data=dataset(is_counted))
-    fit(Checkpoint(tmp_path, 1), Act(6, interrupt), data=dataset(is_counted))
-    model, rest = fit(Checkpoint(tmp_path, 1), data=dataset(is_counted))
-    require_equal(model, whole)
-    assert rest == numbers[6:]
+    resume(tmp_path, 6, data=lambda: dataset(is_counted))
 
 
 def test_validation_on_the_training_data_sees_all_of_it(tmp_path):
@@ -253,57 +242,47 @@ def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_p
 BATCHES = 6
 
 
-def fit_arrays(first, act=None, *, per_epoch, together=1, is_dataset=False, **more):
-    """Train on plain data of six batches; return model, numbers of the steps, and losses."""
+def six_batches(is_dataset=False):
     x, y = (array[: BATCHES * 4] for array in arrays())
-    data = {"x": x, "y": y, "batch_size": 4, "shuffle": False}
     if is_dataset:
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    model = build(steps_per_execution=together)
-    _, batches = fit(first, act, model, data=data, steps_per_epoch=per_epoch, **more)
-    return model, batches, model.history.history.get("loss")
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    return {"x": x, "y": y, "batch_size": 4, "shuffle": False}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "stops"),
     [
-        ({"per_epoch": 6}, (1, 7)),
-        ({"per_epoch": 3}, (1, 4, 7)),
-        ({"per_epoch": 2}, (1, 3, 4)),
+        ({"steps_per_epoch": 6}, (1, 7)),
+        ({"steps_per_epoch": 3}, (1, 4, 7)),
+        ({"steps_per_epoch": 2}, (1, 3, 4)),
         # Keras takes whole executions: an epoch of 3 steps, 2 at a time, takes 4 batches.
-        ({"per_epoch": 3, "together": 2}, (2, 3)),
-        ({"per_epoch": 4, "together": 2}, (2, 3)),
-        ({"per_epoch": 3, "initial_epoch": 5, "epochs": 8}, (1, 4)),
-        ({"per_epoch": 3, "is_dataset": True}, (5,)),
+        ({"steps_per_epoch": 3, "together": 2}, (2, 3)),
+        ({"steps_per_epoch": 4, "together": 2}, (2, 3)),
+        ({"steps_per_epoch": 3, "initial_epoch": 5, "epochs": 8}, (1, 4)),
+        ({"steps_per_epoch": 3, "is_dataset": True}, (5,)),
     ],
 )
 def test_steps_of_several_epochs_from_one_pass_go_on_where_it_was(tmp_path, options, stops):
-    whole, numbers, losses = fit_arrays(None, **options)
-    if "together" not in options:
-        assert len(numbers) == 3 * options["per_epoch"]
+    options = {"together": 1, "is_dataset": False, **options}
+    together, is_dataset = options.pop("together"), options.pop("is_dataset")
     for stop in stops:
-        folder = tmp_path / f"{stop}"
-        fit_arrays(Checkpoint(folder, 1), Act(stop, interrupt), **options)
-        model, rest, continued = fit_arrays(Checkpoint(folder, 1), **options)
-        assert rest == numbers[stop:], stop
-        require_equal(model, whole)
-        assert continued == losses[-len(continued) :], stop
+        rest = resume(
+            tmp_path / f"{stop}", stop,
+            model=lambda: build(steps_per_execution=together),
+            data=lambda: six_batches(is_dataset), **options,
+        )  # fmt: skip
+        assert together > 1 or len(rest) == 3 * options["steps_per_epoch"] - stop
 
 
 @pytest.mark.slow
 def test_batches_of_another_size_than_fit_begins_with(tmp_path):
     """Keras counts the steps of the program's batches until the epoch begins."""
-
-    def data(size):
-        return GlobalBatches(*arrays(), batch_size=size)
-
-    _, numbers = fit(None, data=data(4), epochs=2)
-    fit(Checkpoint(tmp_path, 1), Act(6, interrupt), data=data(4), epochs=2)
-    # 4 steps: fewer than were made.
-    model, rest = fit(Checkpoint(tmp_path, 1), data=data(8), epochs=2)
-    assert rest[:2] == numbers[6:8] == [6, 7]
-    assert int(model.optimizer.iterations) == 6 + len(rest)
+    four, eight = (GlobalBatches(*arrays(), batch_size=n) for n in (4, 8))
+    fit(Checkpoint(tmp_path, 1), Act(6, interrupt), data=four, epochs=2)
+    model, rest = fit(Checkpoint(tmp_path, 1), data=eight, epochs=2)  # 4 steps: fewer than made
+    assert rest == [6, 7, *range(8)]
+    assert int(model.optimizer.iterations) == 16
 
 
 @pytest.mark.slow
@@ -311,14 +290,13 @@ def test_an_epoch_that_became_shorter_has_a_step_left():
     """Shares of more ranks are smaller: an epoch without a step would log a loss of 0."""
     seen = []
 
-    class Continue(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 1:
-                seen.append(continue_epoch(running_fit().epochs, epoch, BATCHES + 3))
+    def resume_late(epoch, logs):
+        if epoch == 1:
+            seen.append(continue_epoch(running_fit().epochs, epoch, BATCHES + 3))
 
-    _, numbers, losses = fit_arrays(Continue(), per_epoch=None, epochs=2)
-    assert seen == [BATCHES - 1] and numbers == [*range(BATCHES), BATCHES - 1]
-    assert min(losses) > 0
-    _, numbers, losses = fit_arrays(Continue(), per_epoch=4, epochs=2)  # the second has two steps
-    assert seen == [BATCHES - 1, 1] and numbers == [0, 1, 2, 3, 1]
-    assert min(losses) > 0
+    late = keras.callbacks.LambdaCallback(on_epoch_begin=resume_late)
+    for per_epoch, expected in ((None, [*range(BATCHES), BATCHES - 1]), (4, [0, 1, 2, 3, 1])):
+        options = {"data": six_batches(), "steps_per_epoch": per_epoch, "epochs": 2}
+        model, numbers = fit(late, **options)
+        assert numbers == expected and min(model.history.history["loss"]) > 0
+    assert seen == [BATCHES - 1, 1]  # the second epoch of four has two steps
