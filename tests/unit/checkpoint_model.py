@@ -106,14 +106,14 @@ def steps_in(folder):
     return [found.step for found in list_checkpoints(folder) if found.is_finished]
 
 
-def resume(folder, stop, every=1, model=build, data=lambda: None, **options):
-    """Require that a run cut before a step ends bit by bit as a whole one; return the steps left."""
+def resume(folder, stop, every=1, model=build, data=lambda: None, front=(), **options):
+    """Require that a run cut before a step ends bit by bit as a whole one; return its rest."""
 
-    def run(first, act=None):
-        return fit(first, act, model(), data=data(), **options)
+    def run(*own, act=None):
+        return fit([*front, *own], act, model(), data=data(), **options)
 
-    whole, numbers = run(None)
-    run(Checkpoint(folder, every), Act(stop, interrupt))
+    whole, numbers = run()
+    run(Checkpoint(folder, every), act=Act(stop, interrupt))
     resumed, rest = run(Checkpoint(folder, every))
     require_equal(resumed, whole)
     assert rest == numbers[stop:], stop

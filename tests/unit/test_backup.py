@@ -68,18 +68,18 @@ def test_killed_at_any_place(tmp_path, monkeypatch, options):
     assert number > 6
 
 
-def test_one_backup_stays_or_two(tmp_path):
-    for name, options, steps in (
-        ("one", {}, [8]),
-        ("two", {"double_checkpoint": True}, [8, 4]),
-        ("within", {"save_freq": 5}, [5]),
-        ("last step of an epoch", {"save_freq": 4}, [8]),
-    ):
-        fit(BackupAndRestore(tmp_path / name, **options), Act(9, interrupt))
-        assert steps_in(tmp_path / name) == steps
-        model, batches = fit(BackupAndRestore(tmp_path / name, **options))
-        assert len(batches) == 12 - steps[0]
-        require_equal(model, undisturbed())
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, [8]), ({"double_checkpoint": True}, [8, 4]), ({"save_freq": 5}, [5]),
+     ({"save_freq": 4}, [8])],
+    ids=["one", "two", "within an epoch", "last step of an epoch"],
+)  # fmt: skip
+def test_one_backup_stays_or_two(tmp_path, options, steps):
+    fit(BackupAndRestore(tmp_path, **options), Act(9, interrupt))
+    assert steps_in(tmp_path) == steps
+    model, batches = fit(BackupAndRestore(tmp_path, **options))
+    assert len(batches) == 12 - steps[0]
+    require_equal(model, undisturbed())
 
 
 def test_a_damaged_backup_is_no_start(tmp_path):

@@ -1,7 +1,5 @@
 """State that a checkpoint restores in optimizers, data and callbacks, and the callbacks' order."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -75,16 +73,11 @@ def test_at_the_end_of_training_weights_and_averages_are_not_exchanged():
         assert bool(state["numbers"]["_ema_weights_in_model"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("has_last_step", "steps_per_execution"), [(True, 1), (True, 3), (False, 1), (False, 3)]
-)
-def test_executions_are_counted_as_this_keras_does(monkeypatch, has_last_step, steps_per_execution):
+def test_executions_are_counted_as_this_keras_does(monkeypatch):
     """The second execution of an epoch ends: Keras 3.10 names its first step, later its last."""
-    monkeypatch.setattr(internals, "_HAS_LAST_STEP", has_last_step)
-    model = build()
-    model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=steps_per_execution)
-    last = 2 * steps_per_execution - 1 if has_last_step else steps_per_execution
-    assert internals.steps_until(model, last) == 2 * steps_per_execution
+    for has_last_step, together, named in ((1, 1, 1), (1, 3, 5), (0, 1, 1), (0, 3, 3)):
+        monkeypatch.setattr(internals, "_HAS_LAST_STEP", has_last_step)
+        assert internals.steps_until(build(steps_per_execution=together), named) == 2 * together
 
 
 @pytest.mark.parametrize(
@@ -96,10 +89,10 @@ def test_batches_that_other_ranks_cannot_share(caplog, size, first_step, expecte
     if expected is None:
         with pytest.raises(ConfigError, match="batches of 8"):
             restore_data(data, state, first_step)
-        return
-    restore_data(data, state, first_step)
-    assert (data.batch_size, data.epoch) == (expected, 5)
-    assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
+    else:
+        restore_data(data, state, first_step)
+        assert (data.batch_size, data.epoch) == (expected, 5)
+        assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
 
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
@@ -149,21 +142,18 @@ def test_another_model_or_optimizer_is_refused(tmp_path, text):
 
 def test_numbers_go_to_the_same_one_of_the_same_class(caplog):
     """Wherever in the list it is; those that find no partner are named."""
+    stop, plateau = callbacks.EarlyStopping, callbacks.ReduceLROnPlateau
 
     def waits(*values):
-        made = []
-        for kind, wait in values:
-            callback = kind("loss")
+        made = [kind("loss") for kind, _ in values]
+        for callback, (_, wait) in zip(made, values, strict=True):
             callback.wait = wait
-            made.append(callback)
         return made
 
-    stop, plateau = callbacks.EarlyStopping, callbacks.ReduceLROnPlateau
-    here = [callbacks.ModelCheckpoint("m.keras"), *waits((stop, 1), (plateau, 2), (stop, 3))]
-    states = read_counters(here)
+    saved = [callbacks.ModelCheckpoint("m.keras"), *waits((stop, 1), (plateau, 2), (stop, 3))]
+    states = read_counters(saved)
     here = waits((plateau, 0), (stop, 0), (stop, 0), (plateau, 7))
-    with caplog.at_level(logging.WARNING, logger="tfscale"):
-        restore_counters(here, states, is_own=True)
+    restore_counters(here, states, is_own=True)
     assert [callback.wait for callback in here] == [2, 1, 3, 7]
     assert [record.getMessage() for record in caplog.records] == [
         "ReduceLROnPlateau on rank 0 counts from 0: its numbers were not saved.",
@@ -192,15 +182,6 @@ def test_more_epochs_begin_with_their_own_learning_rate(tmp_path, is_in_front):
 
     train(Checkpoint(tmp_path), epochs=3)
     require_equal(train(Checkpoint(tmp_path), epochs=4), train(epochs=4))
-
-
-def test_a_rate_in_front_that_follows_the_present_one(tmp_path):
-    def halve():
-        return [callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
-
-    whole, _ = fit(halve())
-    fit([*halve(), Checkpoint(tmp_path, 1)], Act(6, interrupt))
-    require_equal(fit([*halve(), Checkpoint(tmp_path, 1)])[0], whole)
 
 
 def test_best_weights_that_are_put_back_in_front(tmp_path):
