@@ -209,8 +209,8 @@ def test_what_stops_an_epoch_of_unknown_length_is_no_end(tmp_path):
         model.stop_training = is_now
 
     at_end = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: stop(epoch == 1))
-    fit(Checkpoint(tmp_path / "amid", 4), Act(6, stop), model=model, data=dataset(False))
-    assert steps_in(tmp_path / "amid") == [4]
+    fit(Checkpoint(tmp_path / "within", 4), Act(6, stop), model=model, data=dataset(False))
+    assert steps_in(tmp_path / "within") == [4]
     model = build()
     fit([at_end, Checkpoint(tmp_path / "end")], model=model, data=dataset(False))
     assert steps_in(tmp_path / "end") == [8, 4]
