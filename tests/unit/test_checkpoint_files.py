@@ -146,10 +146,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "_blocks", fill)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path, 5)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path, 6)
+    for step in (5, 6):
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, step)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert list((tmp_path / folder_name(6, RUN)).iterdir()) == []
     assert list_checkpoints(tmp_path)[1].check()
@@ -313,11 +312,7 @@ def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, is_asynchro
     part = Part({"run": RUN, "step": 4, "size": 1, "groups": [[0]]}, {})
     saver.start(part, RUN)
     assert saver.wait() == "" and list_checkpoints(tmp_path)[0].is_finished
-
-    def fail(folder, rank, part):
-        raise OSError("full")
-
-    monkeypatch.setattr("tfscale.checkpoints.files.write_part", fail)
+    monkeypatch.setattr(module, "write_part", mock.Mock(side_effect=OSError("full")))
     saver.start(part, RUN)
     assert saver.wait() == "OSError: full"
     assert saver.wait() == "" and not saver.has_failed
