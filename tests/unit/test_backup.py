@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 
+import keras
 import pytest
 
 from tests.unit import callback_models
@@ -117,7 +118,8 @@ def test_the_state_of_a_second_optimizer_needs_its_variables(tmp_path, is_built)
         if is_built:
             model.others[0].build(model.second.trainable_variables)
         backup = BackupAndRestore(tmp_path, delete_checkpoint=False)
-        callback_models.fit(callback_models.compiled(model), [backup], epochs=epochs)
+        callback_models.compiled(model, optimizer=keras.optimizers.SGD(0.1))
+        callback_models.fit(model, [backup], epochs=epochs)
         return model
 
     fit_twice(1, is_built=False)  # there is nothing to read yet
