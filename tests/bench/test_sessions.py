@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import harness, provenance, sessions
+from benchmarks import harness, provenance
 from benchmarks.launch import RunFailedError
 from benchmarks.markdown import ratio_of
 from benchmarks.rows import collect
