@@ -161,11 +161,15 @@ def test_groups_divide_ranks_and_samples(ranks, samples, has_any):
     assert any(point.exchange == LOCAL_SGD for point in points) == has_any
 
 
+def plan(capsys, words):
+    assert cli.main(["plan", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_command_writes_table_and_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    arguments = ["--model", "resnet20", "--ranks", "1,4", "--global-batch", "64"]
-    assert cli.main(["plan", *arguments, "--output", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    words = f"--model resnet20 --ranks 1,4 --global-batch 64 --output {tmp_path}"
+    shown = plan(capsys, words)
     assert shown == (tmp_path / "plan.md").read_text()
     assert "Which exchange wins" in shown and "sharded" in shown
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
@@ -174,10 +178,8 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
 def test_ranks_of_a_host_share_its_link(capsys):
     """A gradient crosses between 4 hosts instead of 16: 2 * 3/4 of its bytes instead of 15/8."""
     steps_ms = []
-    for words in ([], ["--ranks-per-host", "4"]):
-        words += ["--model", "vgg-a", "--ranks", "16", "--global-batch", "16"]
-        assert cli.main(["plan", *words]) == 0
-        shown = capsys.readouterr().out
+    for more in ("", " --ranks-per-host 4"):
+        shown = plan(capsys, "--model vgg-a --ranks 16 --global-batch 16" + more)
         steps_ms.append(float(re.search(r"\| allreduce +\| +([\d.]+) \|", shown)[1]))
     assert steps_ms[1] == pytest.approx(steps_ms[0] * 4 / 5, rel=0.05)
 

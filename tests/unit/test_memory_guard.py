@@ -83,8 +83,9 @@ def test_an_earlier_peak_counts_where_nothing_else_is_known(monkeypatch):
     assert made.fits(8, 16)
 
 
-def test_batches_grow_although_validation_takes_much(monkeypatch):
-    process, data = Process(monkeypatch), make_data()
+def test_batches_grow_although_validation_takes_much_and_stop_before_a_crash(monkeypatch, tmp_path):
+    data, path = make_data(), tmp_path / "adaptive.jsonl"
+    process = Process(monkeypatch, free=20)  # 12 more samples take 24 bytes
 
     class Use(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -93,17 +94,9 @@ def test_batches_grow_although_validation_takes_much(monkeypatch):
         def on_test_begin(self, logs=None):
             process.use(5000)
 
-    options = {"epochs": 5, "verbose": 0, "validation_data": make_data(seed=4)}
-    callbacks = [adaptive(data), Use()]
+    options = {"epochs": 6, "verbose": 0, "validation_data": make_data(seed=4)}
+    callbacks = [adaptive(data, log_path=path), Use()]
     history = make_model().fit(data, callbacks=callbacks, **options).history
-    assert history["batch_size"] == [6, 6, 12, 12, 24]
-
-
-def test_growth_stops_instead_of_a_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(measures.MemoryGuard, "fits", lambda self, now, larger: larger <= 12)
-    data, path = make_data(), tmp_path / "adaptive.jsonl"
-    callbacks = [adaptive(data, log_path=path)]
-    history = make_model().fit(data, epochs=6, verbose=0, callbacks=callbacks).history
     assert history["batch_size"] == [6, 6, 12, 12, 12, 12]
     assert "not expected to fit memory" in path.read_text().splitlines()[3]
 

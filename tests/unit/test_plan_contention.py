@@ -122,18 +122,6 @@ def test_streams_that_share_cores_slow_each_other():
     assert run([later], Speeds(compute=0.5))[1] == pytest.approx([1.0, 2.25, 1.5])
 
 
-def test_a_step_is_never_shorter_for_sharing_cores():
-    table = LayerTable("t", (dense("a", 40, 50), dense("b", 50, 60)))
-    for plan in (bucketed(table, None), bucketed(table, None, "sharded"), chunked(table, 1, 2, 1)):
-        times = []
-        for share in (1.0, 0.7, 0.3):
-            machine = dataclasses.replace(
-                CLUSTER, flops_per_s=1e9, compute_share=share, message_share=share
-            )
-            times.append(simulate(Scenario(table, machine, 4, 64), plan).step_s)
-        assert times == sorted(times)
-
-
 def measured(before_s: float, ready_s: tuple, message_s: float) -> LayerMeasurement:
     return LayerMeasurement(("a", "b"), (8, 8), ready_s, message_s, 0.0, before_s, 0.0, 3.0)
 

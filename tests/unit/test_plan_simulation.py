@@ -70,11 +70,9 @@ def test_allreduce_by_hand():
     assert len(plan.parts) == 2
     # b is ready after 4 s, a after 5 s; the wire is busy until 4 + 2 * 4.
     assert simulate(scenario, plan).step_s == pytest.approx(4 + 2 * send)
-    blocking = dataclasses.replace(plan, overlap=False)
-    assert simulate(scenario, blocking).step_s == pytest.approx(5 + 2 * send)
-    together = bucketed(two_layers(), 10**9)
-    assert simulate(scenario, together).step_s == pytest.approx(5 + 2 * send)
-    assert simulate(scenario, together).exposed_s == pytest.approx(2 * send)
+    for late in (dataclasses.replace(plan, overlap=False), bucketed(two_layers(), 10**9)):
+        assert simulate(scenario, late).step_s == pytest.approx(5 + 2 * send)
+        assert simulate(scenario, late).exposed_s == pytest.approx(2 * send)
 
 
 def test_gathers_in_forward_order_let_the_next_step_begin_earlier():
