@@ -29,15 +29,15 @@ def measure(fake_runs, tmp_path):
 SYSTEMS = [c.system for c in CELLS]
 
 
-def test_an_interrupted_measurement_goes_on(fake_runs, measure, monkeypatch):
-    def interrupted(cell, timeout_s):
+def test_an_interrupted_measurement_goes_on(fake_runs, measure):
+    def interrupt_the_third():
         if len(fake_runs) == 2:
             raise KeyboardInterrupt
-        return fake_runs.run_cell(cell, timeout_s)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(harness, "run_cell", interrupted)
+    fake_runs.act = interrupt_the_third
+    with pytest.raises(KeyboardInterrupt):
         measure(CELLS)
+    del fake_runs.act
     ran, content = measure(CELLS)
     assert ran == SYSTEMS[2:]
     assert len({run["session"] for run in content["runs"]}) == len(content["sessions"]) == 1
@@ -88,14 +88,13 @@ def test_cells_that_are_added_later_are_no_pairs_of_earlier_ones(measure):
     assert ratio_of(row, "horovod", "tfscale-allreduce").n == 3
 
 
-def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monkeypatch):
-    def committing(cell, timeout_s):
+def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure):
+    def commit_meanwhile():
         fake_runs.commit = "def" if len(fake_runs) == 2 else fake_runs.commit
-        return fake_runs.run_cell(cell, timeout_s)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(harness, "run_cell", committing)
-        _, content = measure(CELLS, 2)
+    fake_runs.act = commit_meanwhile
+    _, content = measure(CELLS, 2)
+    del fake_runs.act
     (row,) = collect(content["runs"], "step")
     assert ratio_of(row, "horovod", "tfscale-allreduce").n == 1
     # A later commit, measured within the session, does nothing for the earlier one.
