@@ -35,14 +35,9 @@ OPENMPI_VARIABLES = (
     "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=0"
     " OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_RANK=2"
 )
-SLURM_VARIABLES = (
-    "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2"
-    " SLURM_STEP_TASKS_PER_NODE=2(x3),1"
-)
-GLOO_VARIABLES = (
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_RANK=3 HOROVOD_SIZE=4"
-    " HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
-)
+SLURM = "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=7"
+HOSTS = "SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x3),1"
+HOROVOD = "HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +49,14 @@ GLOO_VARIABLES = (
         ("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch(3, 4, 1, 2, "mpich")),
         ("PMI_RANK=3 PMI_SIZE=4 I_MPI_HYDRA_TOPOLIB=hwloc", Launch(3, 4, None, None, "intel")),
         (OPENMPI_VARIABLES, Launch(2, 3, 0, 1, "openmpi")),
-        (SLURM_VARIABLES, Launch(5, 7, 1, 2, "srun")),
+        (f"{SLURM} {HOSTS}", Launch(5, 7, 1, 2, "srun")),
         # The batch script itself runs outside any step.
         ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0", None),
         # Inside an allocation, mpiexec's word is the one that counts.
-        (
-            "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
-            Launch(1, 2, None, None, "mpich"),
-        ),
-        (GLOO_VARIABLES, Launch(3, 4, 1, 2, "gloo")),
+        (f"PMI_RANK=1 PMI_SIZE=2 {SLURM}", Launch(1, 2, None, None, "mpich")),
         # Horovod's own variables for jobs of MPI do not make it a job of Gloo.
-        ("HOROVOD_RANK=3 HOROVOD_SIZE=4", None),
+        (HOROVOD, None),
+        (f"HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 {HOROVOD}", Launch(3, 4, 1, 2, "gloo")),
     ],
 )
 def test_discover(variables, expected):
@@ -186,7 +178,7 @@ def test_processes_that_do_not_find_each_other_are_refused():
 
 MPI = Launch(0, 4, 0, 4, "mpich")
 GLOO = Launch(0, 4, 0, 4, "gloo")
-HOROVOD = Machine(has_horovod=True)
+WITH_HOROVOD = Machine(has_horovod=True)
 NCCL = Machine(n_gpus=4, has_horovod=True, has_nccl=True)
 
 
@@ -196,11 +188,11 @@ NCCL = Machine(n_gpus=4, has_horovod=True, has_nccl=True)
         (None, False, Machine(), "single"),
         (None, False, NCCL, "single"),
         (MPI, True, Machine(), "engine"),
-        (MPI, True, HOROVOD, "engine"),
+        (MPI, True, WITH_HOROVOD, "engine"),
         (MPI, True, Machine(n_gpus=4, has_horovod=True), "engine"),
         (MPI, True, Machine(n_gpus=1, has_horovod=True, has_nccl=True), "engine"),
         (MPI, True, NCCL, "horovod"),
-        (GLOO, True, HOROVOD, "horovod"),
+        (GLOO, True, WITH_HOROVOD, "horovod"),
         (None, True, Machine(), "engine"),  # an mpi4py communicator was given
     ],
 )

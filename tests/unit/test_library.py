@@ -144,9 +144,9 @@ def test_a_folder_that_others_may_write_to_is_refused(places, compiled, monkeypa
         library.prepare_library()
 
 
-def test_a_cache_that_cannot_be_written_is_named(places, compiled, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+def test_a_cache_that_cannot_be_written_is_named(places, compiled, monkeypatch):
+    (places[0] / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places[0] / "file" / "below"))
     with pytest.raises(ExchangeError, match="must be writable.*file.*Set XDG_CACHE_HOME"):
         library.prepare_library()
 

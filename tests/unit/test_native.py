@@ -48,8 +48,7 @@ def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
         assert native.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
 
 
-RELEASE = "MAJOR_VERSION 5", "MINOR_VERSION 0", "RELEASE_VERSION 6"
-OPENMPI_HEADER = "".join(f"#define OMPI_{line}\n" for line in RELEASE)
+OPENMPI = "#define OMPI_MAJOR_VERSION 5\n#define OMPI_MINOR_VERSION 0\n"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ OPENMPI_HEADER = "".join(f"#define OMPI_{line}\n" for line in RELEASE)
     [
         ('#define MPICH_VERSION "4.1.2"\n#define MPI_VERSION 4', "MPICH 4.1.2"),
         ('#define I_MPI_VERSION "2021.13"\n#define MPICH_VERSION "3.4"', "Intel MPI 2021.13"),
-        (OPENMPI_HEADER, "Open MPI 5.0.6"),
+        (f"{OPENMPI}#define OMPI_RELEASE_VERSION 6", "Open MPI 5.0.6"),
     ],
 )
 def test_an_mpi_is_named_by_its_header(header, name, tmp_path):
