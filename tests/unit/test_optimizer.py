@@ -126,7 +126,7 @@ def test_lars_by_hand():
 def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch):
     """As Keras does with dense gradients; without tfscale its rules take the parts one by one."""
     monkeypatch.setattr(rules, "_warned", set())
-    ours, plain, dense = (keras.Variable(np.ones((3, 1)), dtype="float64") for _ in range(3))
+    ours, plain, dense = (weight(np.ones((3, 1))) for _ in range(3))
     wrapped, inner, whole = DistributedOptimizer(rule(0.1)), rule(0.1), rule(0.1)
     for _ in range(2):
         values = tf.constant([[1.0], [2.0], [-4.0]], tf.float64)
