@@ -9,19 +9,20 @@ from absl.testing import flagsaver
 from time_to_accuracy import Epoch, Measured
 
 
-def _run(seed, accuracies, batches=(64, 64, 128)):
-    lines = [
-        {"batch_size": float(batch), "val_accuracy": value}
-        for batch, value in zip(batches, accuracies, strict=True)
-    ]
-    command = f"recipes/resnet.py --images=1280 --seed={seed}"
-    return {"configuration": "growing", "command": command, "commit": "abc", "epochs": lines}
-
-
 RESULTS = {
     "study": "mine",
     "metric": "val_accuracy",
-    "runs": [_run(1, (0.5, 0.8, 0.9)), _run(2, (0.5, 0.9, 0.91))],
+    "runs": [
+        {
+            "configuration": "growing",
+            "command": f"recipes/resnet.py --images=1280 --seed={seed}",
+            "epochs": [
+                {"batch_size": float(batch), "val_accuracy": value}
+                for batch, value in zip((64, 64, 128), accuracies, strict=True)
+            ],
+        }
+        for seed, accuracies in enumerate([(0.5, 0.8, 0.9), (0.5, 0.9, 0.91)], 1)
+    ],
 }
 # Medians of 60 and 180 s a step.
 BENCHMARKS = {
@@ -56,17 +57,13 @@ def test_a_target_is_reached_at_the_end_of_an_epoch():
     assert blocks == Measured({64: 60.0, 9: 180.0}, {64: 32, 9: 4})
 
 
-def test_a_batch_lies_between_measured_ones_and_not_outside():
+def test_a_batch_lies_between_measured_ones_and_what_is_missing_is_named():
     steps = Measured({64: 0.1, 128: 0.2, 512: 0.8}, {})
-    sizes = (64, 96, 320, 512)
     expected = pytest.approx([0.1, 0.15, 0.5, 0.8])
-    assert [time_to_accuracy.step_seconds(n, steps) for n in sizes] == expected
+    assert [time_to_accuracy.step_seconds(n, steps) for n in (64, 96, 320, 512)] == expected
     for outside in (32, 1024):
         with pytest.raises(SystemExit, match=f"Received: {outside}, measured"):
             time_to_accuracy.step_seconds(outside, steps)
-
-
-def test_what_was_not_measured_or_trained_is_named():
     with pytest.raises(SystemExit, match="no steps of small with mwms at 1gbit"):
         time_to_accuracy.measured(BENCHMARKS["runs"], "mwms", "1gbit", {64: "small"})
     with pytest.raises(SystemExit, match="Choose from: growing"):
