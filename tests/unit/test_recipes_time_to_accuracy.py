@@ -8,7 +8,6 @@ from absl import flags
 from absl.testing import flagsaver
 from time_to_accuracy import Epoch, Measured
 
-
 RESULTS = {
     "study": "mine",
     "metric": "val_accuracy",
@@ -16,6 +15,7 @@ RESULTS = {
         {
             "configuration": "growing",
             "command": f"recipes/resnet.py --images=1280 --seed={seed}",
+            "commit": "abc",
             "epochs": [
                 {"batch_size": float(batch), "val_accuracy": value}
                 for batch, value in zip((64, 64, 128), accuracies, strict=True)
