@@ -120,13 +120,8 @@ def test_which_ends_are_failures(state, was_stopped, failures, others):
         report = report_end(LAUNCH, code, RankStatus(state), was_stopped)
         assert report.is_failure == (code in failures) and report.rank == 2
         assert bool(report.exit_code) == (code != 0 or code in failures)
-
-
-def test_who_is_to_blame():
-    for state in ("", WAITING, JOINED, TOLD, RAISED, LEAVING, LEFT):
-        report = report_end(LAUNCH, 1, RankStatus(state), False)
         assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
-        assert report.has_joined == (state not in ("", WAITING))
+        assert report.has_joined == (state not in ("", WAITING, ALONE))
 
 
 def test_75_needs_a_request():
