@@ -44,37 +44,35 @@ def test_published_intervals_are_peaks(published):
     assert published == 5 or found(curve, rule="thesis")[1] < published  # its 10 percent test
 
 
-# Intervals that the rules find on recorded runs, each as (epoch of the decision, K).
-RECORDED = {
-    ("adaptive_batch", "AdaptiveBatchSize"): {  # ResNet-8
-        "robust": [(5, 5), (5, 5), (5, 5)],
-        "thesis": [(2, 2), (4, 4), (2, 2)],
-        "peak": [(3, 1), (3, 1), (3, 1)],
-    },
-    ("adaptive_batch_edsr", "AdaptiveBatchSize"): {
-        "robust": [(6, 6)],
-        "thesis": [(5, 5)],
-        "peak": [(3, 1)],
-    },
-    ("growth_rules_small", "every 8 epochs"): {  # LeNet-5
-        "robust": [(3, 3), (3, 3), (3, 3)],
-        "thesis": [(2, 2), (2, 2), (2, 2)],
-        "peak": [(4, 2), (3, 1), (3, 1)],
-    },
-}
-
-
 def recorded(study, configuration):
     """Return the epochs of a configuration's runs, seed by seed."""
     content = json.loads((RESULTS / f"{study}.json").read_text())
     return [r["epochs"] for r in content["runs"] if r["configuration"] == configuration]
 
 
-@pytest.mark.parametrize("source", RECORDED, ids=lambda source: source[0])
-@pytest.mark.parametrize("rule", ["robust", "thesis", "peak"])
-def test_intervals_of_recorded_runs(source, rule):
+RESNET8 = ("adaptive_batch", "AdaptiveBatchSize")
+EDSR = ("adaptive_batch_edsr", "AdaptiveBatchSize")
+LENET5 = ("growth_rules_small", "every 8 epochs")
+
+
+@pytest.mark.parametrize(
+    ("source", "rule", "expected"),
+    [
+        (RESNET8, "robust", [(5, 5), (5, 5), (5, 5)]),
+        (RESNET8, "thesis", [(2, 2), (4, 4), (2, 2)]),
+        (RESNET8, "peak", [(3, 1), (3, 1), (3, 1)]),
+        (EDSR, "robust", [(6, 6)]),
+        (EDSR, "thesis", [(5, 5)]),
+        (EDSR, "peak", [(3, 1)]),
+        (LENET5, "robust", [(3, 3), (3, 3), (3, 3)]),
+        (LENET5, "thesis", [(2, 2), (2, 2), (2, 2)]),
+        (LENET5, "peak", [(4, 2), (3, 1), (3, 1)]),
+    ],
+)
+def test_intervals_of_recorded_runs(source, rule, expected):
+    """Each is (epoch of the decision, K)."""
     runs = [[line["theta"] for line in epochs] for epochs in recorded(*source)]
-    assert [found(thetas, rule=rule) for thetas in runs] == RECORDED[source][rule]
+    assert [found(thetas, rule=rule) for thetas in runs] == expected
 
 
 @pytest.mark.parametrize(
