@@ -145,10 +145,8 @@ def test_losses_are_paired_by_seed_and_compared_with_limits(study, tmp_path):
 
 def test_a_loss_reaches_a_threshold_from_above_anything_else_from_below(study):
     lines = [{"val_loss": loss, "psnr": 10 / loss} for loss in (0.9, 0.3, 0.2)]
-    for threshold, epoch in (
-        (("val_loss", 0.3), 2), (("val_loss", 0.1), None), (("psnr", 40.0), 3), (None, None),
-    ):  # fmt: skip
-        assert study_report.epochs_to(threshold, lines) == epoch, threshold
+    thresholds = [("val_loss", 0.3), ("val_loss", 0.1), ("psnr", 40.0), None]
+    assert [study_report.epochs_to(t, lines) for t in thresholds] == [2, None, 3, None]
     one_missed = [_outcome("small batch", 1, [0.5], loss=loss) for loss in (0.1, 0.9)]
     (summary,) = study_report.summaries(study, one_missed)
     assert summary.epochs_to_threshold is None and summary.seconds_to_threshold is None
@@ -181,10 +179,9 @@ def test_curves_are_means_over_seeds_and_batches_are_drawn_for_each(study):
 
 def test_theta_is_drawn_over_updates_where_it_was_recorded_else_over_epochs(study):
     """The mean over seeds, as far as all of them go."""
-    records = (
-        {"update": [2, 4, 6], "theta": [1.0, 3.0, 2.0]}, {"update": [2, 4], "theta": [2.0, 1.0]},
-    )  # fmt: skip
-    every = [_outcome("small batch", i, [0.1, 0.2], theta=r) for i, r in enumerate(records)]
+    long = {"update": [2, 4, 6], "theta": [1.0, 3.0, 2.0]}
+    short = {"update": [2, 4], "theta": [2.0, 1.0]}
+    every = [_outcome("small batch", 1, [0.1, 0.2], theta=theta) for theta in (long, short)]
     for outcome in every:
         for number, line in enumerate(outcome.epochs):
             line["theta"] = float(number)

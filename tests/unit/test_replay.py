@@ -94,10 +94,8 @@ def test_slots_of_a_timeline_are_in_the_order_of_the_plan():
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]
     for rank, plan in ((0, 4), (1, 9)):
         for execution in (1, 0):
-            for own, slot, size, name in (
-                (plan + 1, 0, 8, "call"), (plan, 1, 16, "first"), (plan, 0, 32, "last"),
-                (-1, 0, 99, "eager collective"),
-            ):  # fmt: skip
+            bars = [(plan + 1, 0, 8, "call"), (plan, 1, 16, "first"), (plan, 0, 32, "last")]
+            for own, slot, size, name in [*bars, (-1, 0, 99, "eager collective")]:
                 details = {"plan": own, "slot": slot, "execution": execution, "bytes": size}
                 events.append({"ph": "X", "pid": rank, "name": name, "args": details})
     assert replay_cells.slots_of({"traceEvents": events}, 2) == [
