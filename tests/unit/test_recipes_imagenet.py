@@ -9,17 +9,10 @@ import tensorflow as tf
 from datasets import imagenet, tfrecords
 from PIL import Image
 
-import tfscale
+from tests.helpers.fake_ranks import single_job  # noqa: F401
 
 CLASSES = ("n01", "n02", "n03")
 COUNT = 120  # training pictures: one of them is less than 1 %
-
-
-@pytest.fixture(autouse=True, scope="module")
-def initialised():
-    tfscale.init()
-    yield
-    tfscale.shutdown()
 
 
 def _picture(number):
@@ -47,13 +40,10 @@ def _write_tfrecords(folder):
             path = folder / f"{part}-{shard:05d}-of-{shards:05d}"
             with tf.io.TFRecordWriter(str(path)) as writer:
                 for number in range(shard, count, shards):
-                    content = tf.train.BytesList(value=[_picture(number)])
-                    label = tf.train.Int64List(value=[number % 3 + 1])
-                    feature = {
-                        "image/encoded": tf.train.Feature(bytes_list=content),
-                        "image/class/label": tf.train.Feature(int64_list=label),
-                    }
-                    example = tf.train.Example(features=tf.train.Features(feature=feature))
+                    example = tf.train.Example()
+                    features = example.features.feature
+                    features["image/encoded"].bytes_list.value.append(_picture(number))
+                    features["image/class/label"].int64_list.value.append(number % 3 + 1)
                     writer.write(example.SerializeToString())
     return folder
 
