@@ -31,7 +31,7 @@ BENCHMARKS = {
         {
             "suite": "step", "group": f"{case} 1gbit", "system": system, "n_ranks": 4,
             "session": "s", "commit": "0123456789", "round": number,
-            "arguments": ["--block", "8"] if case == "small" else [],
+            "arguments": ["--block", "8"],
             "samples": {case: [own * slower - 1, own * slower + 1]},
         }
         for case, own in (("small", 60.0), ("large", 180.0))
@@ -70,7 +70,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     rows = [line for line in text.splitlines() if line.startswith("| 1gbit")]
     tail = "reached by 0 of 2 |"
     steps = "6e+04 (64), 1.8e+05 (192)"  # 120 s for the batch of 128 between them
-    assert rows[0] == f"| 1gbit | growing | auto | {steps} | 4 | 50 ± 10 | {tail}"
+    assert rows[0] == f"| 1gbit | growing | auto | {steps} | 32 | 50 ± 10 | {tail}"
     assert rows[1].endswith(f"| 100 ± 20 | {tail}")
     assert "python recipes/study.py mine" in text and "commit 0123456, 4 ranks, 2 cores" in text
     content = json.loads((tmp_path / "mine.json").read_text())
