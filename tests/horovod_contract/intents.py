@@ -1,4 +1,4 @@
-"""What Horovod's tests assure its users of, and the cases that assure ours of the same.
+"""Intents of Horovod's tests, and the cases that assure our users of the same.
 
 The cases are those of tests/parallel, where they run on the engine with 1 to 4 ranks; here they run
 on the Horovod backend. A module without a name of a case stands for all that it has.

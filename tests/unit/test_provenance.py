@@ -1,4 +1,4 @@
-"""What is told of the machine and the commit that made a result."""
+"""Machine and commit that made a result, as they are noted beside it."""
 
 import argparse
 import json

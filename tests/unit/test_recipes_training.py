@@ -1,4 +1,4 @@
-"""What recipes share: flags refused or noted, exchanges they name, rates, callbacks, precision."""
+"""Common parts of recipes: flags refused or noted, exchanges they name, rates, callbacks, precision."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""When a job is started again, and where."""
+"""Restarts of a job: after which ends, and on which hosts."""
 
 import pytest
 

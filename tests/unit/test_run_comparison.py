@@ -1,4 +1,4 @@
-"""What counts as a difference between two runs of a script."""
+"""Differences between two runs of a script, and those that do not count."""
 
 import json
 import math
