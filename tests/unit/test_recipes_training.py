@@ -1,4 +1,4 @@
-"""Common parts of recipes: flags that are refused, exchanges by name, rates, callbacks, precision."""
+"""Common parts of recipes: flags refused, exchanges by name, rates, callbacks, precision."""
 
 import contextlib
 import re
