@@ -60,12 +60,13 @@ def test_a_square_is_a_turned_part_of_a_picture_and_places_and_turns_vary(tmp_pa
     places, turns = set(), set()
     for data.epoch in range(60):
         (((small,), (large,)),) = list(data)
+        large = np.round(np.asarray(large) * 255)
         found = [
             (top, left, turn, mirrored)
             for top in range(0, 9, 2) for left in range(0, 15, 2)
             for turn in range(4) for mirrored in (False, True)
             if (np.rot90(whole[top:top + 16, left:left + 16], turn)[:, ::-1 if mirrored else 1]
-                == np.round(large * 255)).all()
+                == large).all()
         ]  # fmt: skip
         ((top, left, turn, mirrored),) = found
         shrunken = div2k.shrink(whole, 2).numpy()[top // 2 :, left // 2 :][:SIZE, :SIZE]
