@@ -11,7 +11,7 @@ INTENTS = {
         "optimizer:case_learning_rate_changes_between_traced_steps",
     ],
     "sparse gradients made dense": ["horovod:case_sparse_as_dense"],
-    "sparse gradients with aggregation": ["horovod:case_sparse_gradients_with_aggregation"],
+    "sparse gradients with aggregation": ["optimizer_cycles:case_aggregation_is_exact"],
     "infinity in aggregation": ["optimizer_cycles:case_infinity_of_one_cycle_is_gone_in_the_next"],
     "aggregation with exact values": ["optimizer_cycles:case_aggregation_is_exact"],
     "aggregation with local variables": [
@@ -27,10 +27,7 @@ INTENTS = {
         "horovod:case_load_model_and_go_on",
         "horovod:case_loaded_optimizer_weights_are_broadcast",
     ],
-    "process-set optimizer": [
-        "horovod:case_process_set_in_fit",
-        "optimizer_cycles:case_process_set_of_even_ranks",
-    ],
+    "process-set optimizer": ["optimizer_cycles:case_process_set_of_even_ranks"],
     "fit leaves the ranks equal": [
         "horovod:case_fit_leaves_the_ranks_equal",
         "horovod:case_fit_leaves_ranks_equal_that_begin_differently",

@@ -150,7 +150,7 @@ def after_one_step(gradient, **options):
 
 @sizes(2, 3, 4)
 def case_options_that_leave_whole_numbers_as_they_are():
-    """Compression rounds what travels; sums beyond float32 are finite after a division.
+    """Compression rounds what is sent; sums beyond float32 are finite after a division.
 
     A third has 24 bits of its own; 11 and 8 arrive, and sums of a few ranks lose some more.
     """
