@@ -9,7 +9,7 @@ import tfscale.keras as hvd
 from tests.helpers.ranks import float64, require_error, shared_folder
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import OPTIMIZERS
-from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, layers_of, own_fit, start
+from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, model_of, own_fit, start
 from tests.parallel.cases_local_sgd import agree, compare, train
 from tests.parallel.local_sgd_reference import STEPS, train_by_hand
 from tfscale.comm import runtime
@@ -36,7 +36,7 @@ def case_what_would_show_one_groups_model_is_refused_on_all():
 
 
 def normalised(layer):
-    return layers_of(keras.layers.Dense(3), layer, keras.layers.Dense(1))
+    return model_of(lambda: [keras.layers.Dense(3), layer, keras.layers.Dense(1)])
 
 
 class Validated(keras.callbacks.Callback):

@@ -26,9 +26,10 @@ SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
 LocalSGD = tfscale.LocalSGD
 
 
-def layers_of(*layers):
+def model_of(layers):
+    """Return a model of the layers that a function makes, which draw from the seed."""
     keras.utils.set_random_seed(5)
-    return keras.Sequential([keras.Input((2,)), *layers])
+    return keras.Sequential([keras.Input((2,)), *layers()])
 
 
 def own_fit(model, optimizer, *callbacks, epochs=1):
@@ -52,7 +53,7 @@ def distributed(rule, strategy):
 def case_an_outer_optimizer_where_a_rank_owns_nothing():
     def weights(within):
         whole = {"use_bias": False, "kernel_constraint": keras.constraints.NonNeg()}
-        model = layers_of(Dense(1, **whole))
+        model = model_of(lambda: [Dense(1, **whole)])
         strategy = LocalSGD(2, 3, within, outer=SGD(0.7, momentum=0.9, nesterov=True))
         own_fit(model, distributed(SGD(0.05), strategy), start())
         return model.get_weights(), len(model.optimizer.group_average.targets)
@@ -69,7 +70,7 @@ def case_an_outer_optimizer_of_several_dtypes():
     for overlap in (0, 1):
         results = []
         for outer in (SGD(1.0), None):
-            model = layers_of(Dense(3), Dense(1, dtype="float64"))
+            model = model_of(lambda: [Dense(3), Dense(1, dtype="float64")])
             strategy = LocalSGD(2, 3, "allreduce", outer=outer, overlap=overlap)
             own_fit(model, distributed(SGD(0.05), strategy), start())
             results.append(model.get_weights())
@@ -96,7 +97,8 @@ def case_constraints_hold_behind_averages():
         (positive, {"overlap": 1, "merge": 0.5}),
         (positive, {"overlap": 1, "outer": outer}),
     ):
-        kernels, model = [], layers_of(Dense(3, kernel_constraint=constraint), Dense(1))
+        kernels, limited = [], {"kernel_constraint": constraint}
+        model = model_of(lambda limited=limited: [Dense(3, **limited), Dense(1)])
         strategy = LocalSGD(2, 4, "allreduce", **options)
         own_fit(model, distributed(SGD(0.3), strategy), start(), Look(), epochs=2)
         for kernel in (*kernels, model.layers[0].kernel.numpy()):
@@ -118,7 +120,8 @@ def case_summed_gradients_move_by_the_rate_they_were_made_with():
 
 @sizes(2, timeout_s=60)
 def case_slots_of_local_variables_are_not_averaged():
-    model, strategy = layers_of(Dense(3), Dense(1)), LocalSGD(2, 8, "allreduce", average_state=True)
+    model = model_of(lambda: [Dense(3), Dense(1)])
+    strategy = LocalSGD(2, 8, "allreduce", average_state=True)
     optimizer = distributed(SGD(0.05, momentum=0.9), strategy)
     local = model.layers[0].kernel
     optimizer.register_local_var(local)

@@ -90,7 +90,7 @@ def load_without_tfscale(folder):
     return json.loads((folder / "found.json").read_text())
 
 
-@sizes(1, 2, 3, 4, timeout_s=200)
+@sizes(1, 2, 3, 4, timeout_s=300)
 def case_files_load_where_tfscale_is_not():
     """Saved by rank 0 alone; all ranks save where the state is shared out, each file once."""
     is_first = tfscale.rank() == 0
