@@ -86,7 +86,7 @@ ENDS = {
     "exception": End(
         "fit(lambda: fail('bad sample'))", ("ValueError: bad sample",), size=3, n_tracebacks=1
     ),
-    "an op that fails amid a step": End(FRAGILE, ("bad kernel",)),
+    "an op that fails during a step": End(FRAGILE, ("bad kernel",)),
     # The absent rank, which itself says where it is: the job must end long before its sleep does.
     "a stall": End(
         "def read_data():\n    time.sleep(60)\n"
