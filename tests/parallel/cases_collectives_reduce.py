@@ -12,6 +12,7 @@ from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Min, Product, Sum
 
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+SIGNED = (*DTYPES, tf.int8)
 LENGTHS = (0, 1, 7, 1000)
 
 
@@ -28,24 +29,38 @@ def rank_sum(size):
     return size * (size - 1) // 2
 
 
-def case_sum_of_every_dtype_and_length():
+def gradients(loss_of, x):
+    """Yield the gradient of a loss, eager and traced."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_of(x)
+        return tape.gradient(loss, x)
+
+    return in_both_modes(gradient, x)
+
+
+def case_reductions_of_every_dtype():
     rank, size = tfscale.rank(), tfscale.size()
-    for dtype in (*DTYPES, tf.uint8):
-        for length in LENGTHS:
-            own = tf.cast(ramp(length) + rank, dtype)
-            for result in in_both_modes(lambda x: tfscale.allreduce(x, op=Sum), own):
+    products = [math.prod(r - 2 for r in range(size)), math.prod(2 - r for r in range(size))]
+    values = [rank - 2, 2 - rank, rank + 1]
+    for op, dtypes, own, expected in (
+        *(
+            (Sum, (*DTYPES, tf.uint8), ramp(n) + rank, size * ramp(n) + rank_sum(size))
+            for n in LENGTHS
+        ),
+        (Average, DTYPES, 2 * ramp(100) + 2 * rank, 2 * ramp(100) + size - 1),  # whole numbers
+        (Min, SIGNED, values, [-2, 3 - size, 1]),
+        (Max, SIGNED, values, [size - 3, 2, size]),
+        (Product, SIGNED, values, [*products, math.factorial(size)]),
+    ):
+        for dtype in dtypes:
+            for result in in_both_modes(
+                lambda x, op=op: tfscale.allreduce(x, op=op), tf.cast(own, dtype)
+            ):
                 assert result.dtype == dtype
-                np.testing.assert_array_equal(
-                    plain(result), size * ramp(length) + rank_sum(size), f"{dtype} {length}"
-                )
-
-
-def case_average_of_every_dtype():
-    rank, size = tfscale.rank(), tfscale.size()
-    for dtype in DTYPES:
-        own = tf.cast(2 * ramp(100) + 2 * rank, dtype)  # the mean is a whole number
-        for result in in_both_modes(tfscale.allreduce, own):
-            np.testing.assert_array_equal(plain(result), 2 * ramp(100) + size - 1, str(dtype))
+                np.testing.assert_array_equal(plain(result), expected, f"{op} {dtype}")
 
 
 @engine_only("Horovod adds 8-bit integers up in 8 bits")
@@ -61,24 +76,6 @@ def case_average_of_float64_keeps_all_digits():
     for result in in_both_modes(tfscale.allreduce, own):
         mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (tfscale.size() + 1) / 2
         np.testing.assert_allclose(result.numpy(), mean, rtol=4 * np.finfo(np.float64).eps)
-
-
-def case_min_max_product_of_every_dtype():
-    rank, size = tfscale.rank(), tfscale.size()
-    for dtype in (*DTYPES, tf.int8):
-        own = tf.cast([rank - 2, 2 - rank, rank + 1], dtype)
-        expected = {
-            Min: [-2, 3 - size, 1],
-            Max: [size - 3, 2, size],
-            Product: [
-                math.prod(r - 2 for r in range(size)),
-                math.prod(2 - r for r in range(size)),
-                math.factorial(size),
-            ],
-        }
-        for op, values in expected.items():
-            for result in in_both_modes(lambda x, op=op: tfscale.allreduce(x, op=op), own):
-                np.testing.assert_array_equal(plain(result), values, f"{op} {dtype}")
 
 
 def case_nan_and_infinity_reach_all_ranks():
@@ -138,34 +135,27 @@ def case_long_vectors_are_equal_bit_by_bit():
 def case_gradient_of_a_reduction():
     rank, size = tfscale.rank(), tfscale.size()
     own = tf.constant([1.0, 2.0, -3.0], tf.float64) * (rank + 1)
-
-    def gradient(x, op):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tfscale.allreduce(x * x, op=op, prescale_factor=0.5, postscale_factor=3.0)
-            loss = tf.reduce_sum(y) * (rank + 1)
-        return tape.gradient(loss, x)
-
     total = 2 * own.numpy() * 1.5 * (rank_sum(size) + size)
-    for result in in_both_modes(lambda x: gradient(x, Sum), own):
-        np.testing.assert_allclose(result.numpy(), total, rtol=1e-15)
-    for result in in_both_modes(lambda x: gradient(x, Average), own):
-        np.testing.assert_allclose(result.numpy(), total / size, rtol=1e-15)
+    for op, expected in ((Sum, total), (Average, total / size)):
+
+        def loss_of(x, op=op):
+            y = tfscale.allreduce(x * x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+            return tf.reduce_sum(y) * (rank + 1)
+
+        for result in gradients(loss_of, own):
+            np.testing.assert_allclose(result, expected, rtol=1e-15)
 
 
 def case_gradient_of_a_group():
     rank, size = tfscale.rank(), tfscale.size()
 
-    def gradients(x, y):
-        with tf.GradientTape() as tape:
-            tape.watch([x, y])
-            a, b = tfscale.grouped_allreduce([x, 2.0 * y], op=Sum)
-            loss = (tf.reduce_sum(a) + tf.reduce_sum(b)) * (rank + 1.0)
-        return tape.gradient(loss, [x, y])
+    def loss_of(own):
+        a, b = tfscale.grouped_allreduce([own[0], 2.0 * own[1]], op=Sum)
+        return (tf.reduce_sum(a) + tf.reduce_sum(b)) * (rank + 1.0)
 
-    for x, y in in_both_modes(gradients, tf.ones([2]), tf.ones([3, 1])):
-        np.testing.assert_array_equal(x.numpy(), np.full(2, rank_sum(size) + size))
-        np.testing.assert_array_equal(y.numpy(), np.full((3, 1), 2.0 * (rank_sum(size) + size)))
+    for x, y in gradients(loss_of, [tf.ones([2]), tf.ones([3, 1])]):
+        np.testing.assert_array_equal(x, np.full(2, rank_sum(size) + size))
+        np.testing.assert_array_equal(y, np.full((3, 1), 2.0 * (rank_sum(size) + size)))
 
 
 def case_extremes_have_no_gradient():
@@ -181,28 +171,30 @@ def case_extremes_have_no_gradient():
 
 
 @sizes(2, 3, 4)
-def case_different_shapes_name_both_ranks():
-    own = tf.zeros([2, 3 + (tfscale.rank() == 1)])
-    require_error(
-        lambda: tfscale.allreduce(own),
-        "ExchangeError: All ranks must call the same collectives",
-        "rank 0 calls allreduce(float32[2, 3])",
-        "rank 1 calls allreduce(float32[2, 4])",
-    )
-
-
-@sizes(2, 3, 4)
-def case_different_dtypes_ops_and_collectives_name_both_ranks():
-    is_last = tfscale.rank() == tfscale.size() - 1
-    own = tf.zeros([2], tf.float64 if is_last else tf.float32)
-    last = f"rank {tfscale.size() - 1} calls"
-    require_error(lambda: tfscale.allreduce(own), "allreduce(float32[2])", "(float64[2])", last)
-    require_error(
-        lambda: tfscale.allreduce(tf.zeros([2]), op=Max if is_last else Min), "'MIN'", "'MAX'", last
-    )
+def case_differences_name_both_ranks():
+    is_last, last = tfscale.rank() == tfscale.size() - 1, f"rank {tfscale.size() - 1} calls"
     different = tfscale.allgather if is_last else tfscale.allreduce
-    require_error(lambda: different(tf.zeros([2])), f"{last} allgather(float32[])")
-    np.testing.assert_array_equal(tfscale.allreduce(tf.ones([2]), op=Sum), [tfscale.size()] * 2)
+    for call, *texts in (
+        (
+            lambda: tfscale.allreduce(tf.zeros([2, 3 + is_last])),
+            "ExchangeError: All ranks must call the same collectives",
+            "rank 0 calls allreduce(float32[2, 3])",
+            f"{last} allreduce(float32[2, 4])",
+        ),
+        (
+            lambda: tfscale.allreduce(tf.zeros([2], tf.float64 if is_last else tf.float32)),
+            "allreduce(float32[2])",
+            f"{last} allreduce(float64[2])",
+        ),
+        (
+            lambda: tfscale.allreduce(tf.zeros([2]), op=Max if is_last else Min),
+            *("'MIN'", "'MAX'", last),
+        ),
+        (lambda: different(tf.zeros([2])), f"{last} allgather(float32[])"),
+    ):
+        require_error(call, *texts)
+        total = tfscale.allreduce(tf.ones([2]), op=Sum)
+        np.testing.assert_array_equal(total, [tfscale.size()] * 2)
     with pytest.raises(tf.errors.FailedPreconditionError, match="All ranks must call"):
         different(tf.zeros([2]))  # as Horovod's
     total = tfscale.allreduce(tf.ones([2]), average=False)
@@ -220,31 +212,20 @@ def case_a_mean_of_sparse_rows_is_divided():
 
 
 def case_shapes_known_at_run_time():
-    """They are compared first; collectives of many lengths, nothing included."""
+    """They are compared first; cases_fuzz.py has other collectives."""
     rank, size = tfscale.rank(), tfscale.size()
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.float64)])
-    def all_kinds(x):
-        total = tfscale.allreduce(x, op=Sum)
+    def pair_and_gradient(x):
         pair = tfscale.grouped_allreduce([x, tf.ones([2], tf.float64)], op=Sum)
-        root = tfscale.broadcast(x, root_rank=size - 1)
-        part = tfscale.reducescatter(x, op=Sum)
-        rows = tfscale.allgather(x[: rank + 1])
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tfscale.allgather(x, gradient="adjoint") ** 2
-        return total, *pair, root, part, rows, tape.gradient(y, x)
+        return *pair, tape.gradient(y, x)
 
     for n_rows, width in ((4, 3), (0, 3), (4, 0), (7, 4000), (4, 3)):
-        x = tf.cast(tf.reshape(ramp(n_rows * width), [n_rows, width]), tf.float64)
-        own = x + rank
-        total, first, second, root, part, rows, gradient = (v.numpy() for v in all_kinds(own))
-        expected = size * x.numpy() + rank_sum(size)
-        np.testing.assert_array_equal(total, expected)
-        np.testing.assert_array_equal(first, expected)
+        x = np.reshape(ramp(n_rows * width), [n_rows, width]).astype("float64")
+        first, second, gradient = pair_and_gradient(x + rank)
+        np.testing.assert_array_equal(first, size * x + rank_sum(size))
         np.testing.assert_array_equal(second, [size, size])
-        np.testing.assert_array_equal(root, x + size - 1)
-        np.testing.assert_array_equal(part, np.array_split(expected, size)[rank])
-        parts = [x[: r + 1].numpy() + r for r in range(size)]
-        np.testing.assert_array_equal(rows, np.concatenate(parts))
-        np.testing.assert_array_equal(gradient, 2 * size * own)
+        np.testing.assert_array_equal(gradient, 2 * size * (x + rank))

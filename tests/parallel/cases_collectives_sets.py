@@ -39,6 +39,13 @@ def case_variables_take_the_values_of_the_root():
         tfscale.broadcast_variables(variables, root_rank=root)
         assert (variables[0].numpy() == root + 1).all()
         assert variables[1].numpy() == root and variables[2].numpy()[0] == (root % 2 == 0)
+    # As Horovod's: in place, and returned.
+    pair = [tf.Variable(np.full(3, rank, dtype)) for dtype in ("float32", "int64")]
+    for results in in_both_modes(lambda: tfscale.broadcast_(pair, size - 1)):
+        for result, variable in zip(results, pair, strict=True):
+            np.testing.assert_array_equal(result, [size - 1] * 3)
+            np.testing.assert_array_equal(variable, result)
+            variable.assign(result * 0 + rank)
 
 
 def case_all_variables_of_a_model_take_the_values_of_the_root():
@@ -150,17 +157,15 @@ def case_outsiders_and_unknown_sets():
     assert tfscale.remove_process_set(only) and not tfscale.remove_process_set(only)
     assert not tfscale.remove_process_set(tfscale.global_process_set)
     require_error(lambda: only.included(), "must be added")
-
-
-def case_rank_in_and_out_of_a_set_broadcasts_by_job_rank():
+    # Members broadcast by their rank in the job.
     last = tfscale.size() - 1
-    backwards = tfscale.add_process_set([last, 0] if last else [0])
-    assert backwards.ranks == sorted({0, last})
-    if backwards.included():
-        received = tfscale.broadcast(tf.constant(tfscale.rank()), last, process_set=backwards)
+    pair = tfscale.add_process_set([last, 0])
+    assert pair.ranks == [0, last]
+    if pair.included():
+        received = tfscale.broadcast(tf.constant(rank), last, process_set=pair)
         assert received.numpy() == last
-    message = outcome(lambda: tfscale.broadcast(tf.constant(1), last + 1, process_set=backwards))
-    assert ("root_rank must be" if backwards.included() else "Only members") in message, message
+    message = outcome(lambda: tfscale.broadcast(tf.constant(1), last + 1, process_set=pair))
+    assert ("root_rank must be" if pair.included() else "Only members") in message, message
 
 
 @sizes(2, 3, 4)
@@ -194,18 +199,6 @@ def case_collectives_in_sessions_of_tensorflow_1():
             np.testing.assert_array_equal(total, [factor * sum_over(range(tfscale.size()))] * 2)
 
 
-def case_variables_take_the_values_of_the_root_in_place():
-    def body():
-        return tfscale.broadcast_([first, second], tfscale.size() - 1)
-
-    first, second = (tf.Variable(np.full(3, tfscale.rank(), t)) for t in ("float32", "int64"))
-    for results in in_both_modes(body):
-        for result, variable in zip(results, (first, second), strict=True):
-            np.testing.assert_array_equal(result, [tfscale.size() - 1] * 3)
-            np.testing.assert_array_equal(variable, result)
-            variable.assign(result * 0 + tfscale.rank())
-
-
 def forget_steps() -> None:
     """Let join be tested in a process that has trained before."""
     eager._has_traced_gradients = False
@@ -225,19 +218,14 @@ def case_join_with_different_numbers_of_steps():
         assert all((t.numpy() == size - step).all() for t in group)
     assert tfscale.join() == size - 1
     assert tfscale.allreduce(tf.constant(1), Sum).numpy() == size
-
-
-def case_join_tells_who_came_last():
-    forget_steps()
-    rank, size = tfscale.rank(), tfscale.size()
     for _ in range(size - rank):  # rank 0 is the last
         tfscale.allreduce(tf.ones([1]), Sum)
     assert tfscale.join() == 0
 
 
 @sizes(2, 3, 4)
-def case_joined_ranks_take_part_in_sums_only():
-    """Zeros would be a wrong answer to others; rank 0 has joined."""
+def case_what_join_refuses():
+    """Zeros would be a wrong answer to all but sums; rank 0 has joined."""
     variable = keras.Variable([1.0], name="weight")
     optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
     value = tf.ones([1])
@@ -256,20 +244,10 @@ def case_joined_ranks_take_part_in_sums_only():
     ):
         forget_steps()
         require_error(tfscale.join if tfscale.rank() == 0 else call, *texts)
-
-
-@sizes(2, 3)
-def case_join_is_refused_after_traced_steps():
-    """The others may be in a step that this rank cannot see."""
-    variable = keras.Variable([1.0], name="weight")
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    tf.function(lambda: optimizer.apply([tf.ones([1])], [variable]))()
+    # After traced steps the others may be in one that this rank cannot see.
+    tf.function(lambda: optimizer.apply([value], [variable]))()
     require_error(tfscale.join, "traced steps of a distributed optimizer", "GlobalBatches")
     forget_steps()
-
-
-@sizes(1, 2)
-def case_join_belongs_outside_of_functions():
     require_error(tf.function(lambda: tfscale.join()), "join() must be called", "GlobalBatches")
 
 
