@@ -37,7 +37,7 @@ INTENTS = {
     ],
     "metrics": [
         "callbacks:case_metrics_equal_one_process",
-        "callback_errors:case_a_metric_key_of_one_rank_is_an_error_on_all",
+        "callbacks:case_a_metric_key_of_one_rank_is_an_error_on_all",
     ],
     # Horovod's tests of its ops
     "allreduce": [

@@ -5,7 +5,6 @@ import numpy as np
 
 import tfscale
 from tests.helpers.models import Deferred, functional  # noqa: F401
-from tests.helpers.ranks import outcome
 
 
 def compiled(model, optimizer=None, metrics=()):
@@ -31,9 +30,3 @@ def fit(model, arrays, callbacks, epochs=2, **options):
 
 def own(samples=8):
     return data(samples, 100 + tfscale.rank())
-
-
-def require_error_everywhere(action, text):
-    messages = tfscale.allgather_object(outcome(action))
-    assert messages[0].startswith("ExchangeError") and text in messages[0], messages
-    assert len(set(messages)) == 1, messages

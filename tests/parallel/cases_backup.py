@@ -37,20 +37,26 @@ def network():
     )
 
 
-def train(callbacks, seed, exchange="allreduce", **options):
-    keras.utils.set_random_seed(seed)
-    model = network()
-    optimizer = tfscale.DistributedOptimizer(
-        keras.optimizers.Adam(0.01), exchange=exchange, **options
-    )
-    model.compile(optimizer=optimizer, loss="mse")
+def batches(seed=4):
     random = np.random.default_rng(1)
     x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
+    return tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=seed)
+
+
+def train(callbacks, seed, exchange="allreduce", **options):
+    keras.utils.set_random_seed(seed)
+    model, adam, data = network(), keras.optimizers.Adam(0.01), batches()
+    optimizer = tfscale.DistributedOptimizer(adam, exchange=exchange, **options)
+    model.compile(optimizer=optimizer, loss="mse")
     start = BroadcastGlobalVariablesCallback(0)
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, start])
     return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
+
+
+def folder_of_rank_0():
+    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+    return folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
 
 
 def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
@@ -59,8 +65,7 @@ def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
     def run(seed, *callbacks):
         return train([*callbacks, *more()], seed + runtime.rank(), exchange(), **options)
 
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    own_folder = folder_of_rank_0()
     with float64():
         expected = run(1)
         run(1, BackupAndRestore(own_folder), InterruptAt(2))
@@ -82,10 +87,7 @@ def train_twice(backup, *others, seed=4, is_first_run=True):
     keras.utils.set_random_seed(6)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    random = np.random.default_rng(1)
-    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=seed)
-    start, numbers = BroadcastGlobalVariablesCallback(0), []
+    data, start, numbers = batches(seed), BroadcastGlobalVariablesCallback(0), []
     if is_first_run:
         model.fit(data, epochs=2, verbose=0, callbacks=[start])
     note = keras.callbacks.LambdaCallback(
@@ -99,8 +101,7 @@ def train_twice(backup, *others, seed=4, is_first_run=True):
 
 @sizes(1, 2, 3, timeout_s=120)
 def case_a_later_fit_goes_on_with_its_order():
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    own_folder = folder_of_rank_0()
     with float64():
         expected, numbers = train_twice(None)
         train_twice(own_folder, InterruptAt(2))
@@ -123,13 +124,6 @@ def case_one_rank_stops_where_a_backup_is_due():
         again = StopAt(99)
         train([BackupAndRestore(folder), again], 1)
         assert again.epochs == ([2, 3] if step is None else [0, 1, 2, 3])
-
-
-@sizes(2)
-def case_keras_own_backup_is_refused():
-    theirs = keras.callbacks.BackupAndRestore(tempfile.mkdtemp())
-    text = "tfscale.callbacks.BackupAndRestore"
-    require_error(lambda: train([theirs], seed=1), "ConfigError", text)
 
 
 class Count(keras.callbacks.Callback):
@@ -162,10 +156,14 @@ def case_a_state_inside_of_rank_zero():
 
 
 @sizes(2, timeout_s=60)
-def case_a_state_that_comes_too_late_on_one_rank():
-    """All ranks say so; the others would wait for it."""
+def case_what_is_refused():
+    """Keras's own backup, and a state that comes too late on one rank: others would wait for it."""
     early = [Count()] if runtime.rank() == 1 else []
     with shared_folder() as folder:
-        for name, restore in (("BackupAndRestore", BackupAndRestore), ("Checkpoint", Checkpoint)):
-            callbacks = [*early, restore(folder / name)]
-            require_error(lambda c=callbacks: train(c, 1), "ConfigError", "Received: Count", name)
+        theirs = keras.callbacks.BackupAndRestore(folder / "keras")
+        for callbacks, *texts in (
+            ([theirs], "tfscale.callbacks.BackupAndRestore"),
+            ([*early, BackupAndRestore(folder)], "Received: Count", "BackupAndRestore"),
+            ([*early, Checkpoint(folder)], "Received: Count", "Checkpoint"),
+        ):
+            require_error(lambda c=callbacks: train(c, 1), "ConfigError", *texts)

@@ -7,12 +7,19 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_identical, shared_folder
+from tests.helpers.ranks import (
+    StopAt,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.callback_models import Deferred, compiled, data, fit, functional, own
-from tfscale import Chunked, DistributedOptimizer, Sharded
+from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
     MetricAverageCallback,
     RankZero,
     Synchronize,
@@ -40,30 +47,20 @@ class WeightsBeforeFirstStep(keras.callbacks.Callback):
         self.model.train_function = first
 
 
-def broadcast_from_last(model):
-    root = tfscale.size() - 1
-    before = WeightsBeforeFirstStep()
-    fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
-    every = tfscale.allgather_object(before.seen)
-    for theirs in every:
-        require_identical(theirs, every[root])
-    require_equal_ranks(model.weights)
-    require_equal_ranks(model_state.optimizer_variables(model))
-    return every[root]
-
-
 def case_last_rank_is_root():
-    keras.utils.set_random_seed(tfscale.rank())
-    model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
-    kernel = model.get_layer("hidden").kernel.numpy()
-    first = broadcast_from_last(model)
-    root_kernel = tfscale.broadcast_object(kernel, root_rank=tfscale.size() - 1)
-    np.testing.assert_array_equal(first[0], root_kernel)
-
-
-def case_model_without_shapes_is_broadcast_before_its_first_update():
-    keras.utils.set_random_seed(tfscale.rank())
-    broadcast_from_last(compiled(Deferred()))
+    """Its weights, state and rate begin the first step, also where that step builds the model."""
+    root = tfscale.size() - 1
+    for build in (functional, Deferred):
+        keras.utils.set_random_seed(tfscale.rank())
+        model = compiled(build(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
+        kernels = [model.get_layer("hidden").kernel.numpy()] if model.built else []
+        before = WeightsBeforeFirstStep()
+        fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
+        every = tfscale.allgather_object((kernels, before.seen))
+        for _, theirs in every:
+            require_identical(theirs, every[root][1])
+        require_identical(before.seen[: len(kernels)], every[root][0])
+        require_equal_ranks([*model.weights, *model_state.optimizer_variables(model)])
 
 
 @sizes(1, 2, 3)
@@ -107,10 +104,8 @@ def metrics():
 
 def case_metrics_equal_one_process():
     samples = [2 * (3 + 5 * rank) for rank in range(tfscale.size())]
-    ends = np.cumsum(samples)
-    mine = slice(ends[tfscale.rank()] - samples[tfscale.rank()], ends[tfscale.rank()])
-    train, validation = data(ends[-1], 0), data(ends[-1], 1)
-    keras.utils.set_random_seed(4)
+    n, end = samples[tfscale.rank()], sum(samples[: tfscale.rank() + 1])
+    train, validation = (data(sum(samples), seed) for seed in (0, 1))
     plain = functional(has_statistics=False)
     plain.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", metrics=metrics())
     expected = fit(plain, train, [], validation_data=validation)
@@ -121,10 +116,9 @@ def case_metrics_equal_one_process():
     compiled(model, keras.optimizers.SGD(0.0), metrics())
     average = MetricAverageCallback()
     callbacks = [BroadcastGlobalVariablesCallback(0), average]
-    share = tuple(array[mine] for array in validation)
+    own_train, share = (tuple(a[end - n : end] for a in arrays) for arrays in (train, validation))
     # Arrays would have to come in batches of one size on all ranks.
-    batches = tf.data.Dataset.from_tensor_slices(tuple(array[mine] for array in train))
-    batches = batches.batch(samples[tfscale.rank()] // 2)
+    batches = tf.data.Dataset.from_tensor_slices(own_train).batch(n // 2)
     options = {"epochs": 2, "verbose": 0, "validation_data": share, "callbacks": callbacks}
     history = model.fit(batches, **options).history
     for key, values in expected.items():
@@ -162,6 +156,55 @@ def case_ranks_with_opposite_scores_stop_and_slow_down_together():
     assert float(model.optimizer.learning_rate) == rate / 2
 
 
+@sizes(2, 3, 4)
+def case_a_metric_key_of_one_rank_is_an_error_on_all():
+    model = compiled(functional())
+    validation = own() if tfscale.rank() == 1 else None
+    require_error(
+        lambda: fit(model, own(), [MetricAverageCallback()], validation_data=validation),
+        "ExchangeError",
+        "'val_loss' on ranks [1] only",
+    )
+
+
+class NoteUpdates(ConsistencyCheck):
+    """Notes whether there was an update before the first check."""
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.before, self.noted = self.model.get_weights()[0], []
+
+    def check(self, moment):
+        self.noted.append((moment, bool((self.model.get_weights()[0] != self.before).any())))
+        super().check(moment)
+
+
+@sizes(2, 3)
+def case_the_first_update_is_awaited_where_batches_are_added_up():
+    for passes, inner in (
+        (4, keras.optimizers.SGD(0.1)),
+        (1, keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)),
+    ):
+        model = functional(has_statistics=False)
+        optimizer = DistributedOptimizer(inner, backward_passes_per_step=passes)
+        model.compile(optimizer, "binary_crossentropy")
+        begin, check = BroadcastGlobalVariablesCallback(0), NoteUpdates()
+        fit(model, own(), [begin, check], epochs=1, batch_size=1)
+        assert check.noted == [("after the first update", True), ("at the end of epoch 1", True)]
+
+
+def case_rank_zero_stops_all_ranks():
+    model = compiled(functional())
+    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    history = fit(model, own(), [*first, RankZero(StopAt(rank=0))], epochs=6)
+    losses = tfscale.allgather_object(history["loss"])
+    assert len(losses[0]) == 2 and {len(item) for item in losses} <= {2, 3}, losses
+    for item in losses:
+        assert item[:2] == losses[0] and item[-1] == losses[0][-1]
+    require_equal_ranks(model.weights)
+    fit(model, own(), first)
+
+
 N_EPOCHS, BATCH = 2, 12
 
 
@@ -183,25 +226,16 @@ def _scalars(folder, tag):
 @sizes(2, 3, 4, timeout_s=100)
 def case_tensorboard_of_rank_0():
     """Weights that it draws are whole under every exchange, read while parameters are gathered."""
-    for exchange in ("allreduce", Chunked(), Sharded()):
+    for exchange in ("allreduce", Sharded()):
         with shared_folder() as folder:
             model = functional()
-            model.compile(
-                DistributedOptimizer(keras.optimizers.Adam(0.05), exchange=exchange),
-                "binary_crossentropy",
-            )
+            optimizer = DistributedOptimizer(keras.optimizers.Adam(0.05), exchange=exchange)
+            model.compile(optimizer, "binary_crossentropy")
             board = keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=1)
-            history = model.fit(
-                _data(3),
-                validation_data=_data(2, shuffle=False, drop_remainder=False),
-                epochs=N_EPOCHS,
-                verbose=0,
-                callbacks=[
-                    BroadcastGlobalVariablesCallback(0),
-                    MetricAverageCallback(),
-                    RankZero(board),
-                ],
-            ).history
+            valid = _data(2, shuffle=False, drop_remainder=False)
+            options = {"validation_data": valid, "epochs": N_EPOCHS, "verbose": 0}
+            callbacks = [Synchronize(), RankZero(board)]
+            history = model.fit(_data(3), **options, callbacks=callbacks).history
             tfscale.barrier()
             if tfscale.rank() == 0:
                 epochs = list(range(N_EPOCHS))

@@ -97,11 +97,12 @@ def case_sparse_calls_that_differ_are_refused():
     for action, *texts in (
         (
             lambda: tfscale.allreduce(own, op=Sum, prescale_factor=factor),
-            *("factors 1.0 and 1.0", "factors 3.0 and 1.0"),
+            "factors 1.0 and 1.0",
+            "factors 3.0 and 1.0",
         ),
         (
             lambda: tfscale.allreduce(wide if is_last else own),
-            *("ExchangeError", f"dense shape [{size + 7}, 2]"),
+            f"dense shape [{size + 7}, 2]",
         ),
         (
             lambda: tfscale.allreduce(tf.convert_to_tensor(own) if is_last else own),
