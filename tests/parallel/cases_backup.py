@@ -37,39 +37,39 @@ def network():
     )
 
 
-def batches(seed=4):
-    random = np.random.default_rng(1)
-    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
-    return tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=seed)
-
-
-def train(callbacks, seed, exchange="allreduce", **options):
+def train(callbacks, seed, exchange="allreduce", earlier_epochs=0, order=4, **options):
+    """Train for four epochs, in a first `fit` for some others."""
     keras.utils.set_random_seed(seed)
-    model, adam, data = network(), keras.optimizers.Adam(0.01), batches()
+    model, adam = network(), keras.optimizers.Adam(0.01)
     optimizer = tfscale.DistributedOptimizer(adam, exchange=exchange, **options)
     model.compile(optimizer=optimizer, loss="mse")
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=order)
     start = BroadcastGlobalVariablesCallback(0)
+    if earlier_epochs:
+        model.fit(data, epochs=earlier_epochs, verbose=0, callbacks=[start])
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, start])
     return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
 
 
-def folder_of_rank_0():
+def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, earlier=0, **options):
+    """Compare bit by bit, dropout included; other seeds and orders, so all comes from rank 0.
+
+    A program that is started again leaves out its first `fit`, which is over.
+    """
+
+    def run(seed, *callbacks, **place):
+        callbacks = [*callbacks, *more()]
+        return train(callbacks, seed + runtime.rank(), exchange(), **place, **options)
+
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    return folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
-
-
-def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
-    """Compare bit by bit, dropout included; other seeds, so all comes from rank 0."""
-
-    def run(seed, *callbacks):
-        return train([*callbacks, *more()], seed + runtime.rank(), exchange(), **options)
-
-    own_folder = folder_of_rank_0()
+    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
-        expected = run(1)
-        run(1, BackupAndRestore(own_folder), InterruptAt(2))
-        restored = run(50, BackupAndRestore(own_folder))
+        expected = run(1, earlier_epochs=earlier)
+        run(1, BackupAndRestore(own_folder), InterruptAt(2), earlier_epochs=earlier)
+        restored = run(50, BackupAndRestore(own_folder), order=9)
     require_identical(restored, expected)
 
 
@@ -77,38 +77,7 @@ def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
 def case_a_run_goes_on_after_an_interruption():
     interrupt_and_go_on()
     interrupt_and_go_on(tfscale.Sharded)
-
-
-def train_twice(backup, *others, seed=4, is_first_run=True):
-    """Return weights, and the numbers of the second fit's epochs.
-
-    A program that is started again leaves out its first fit, which is over.
-    """
-    keras.utils.set_random_seed(6)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    data, start, numbers = batches(seed), BroadcastGlobalVariablesCallback(0), []
-    if is_first_run:
-        model.fit(data, epochs=2, verbose=0, callbacks=[start])
-    note = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: numbers.append(data.epoch)
-    )
-    with contextlib.suppress(Interruption):
-        callbacks = [*([BackupAndRestore(backup)] if backup else []), *others, start, note]
-        model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
-    return [v.numpy() for v in model.variables], numbers[::5]
-
-
-@sizes(1, 2, 3, timeout_s=120)
-def case_a_later_fit_goes_on_with_its_order():
-    own_folder = folder_of_rank_0()
-    with float64():
-        expected, numbers = train_twice(None)
-        train_twice(own_folder, InterruptAt(2))
-        restored, rest = train_twice(own_folder, seed=9, is_first_run=False)
-    assert numbers == [2, 3, 4, 5]
-    assert rest == numbers[2:]
-    require_identical(restored, expected)
+    interrupt_and_go_on(earlier=2)
 
 
 @sizes(2, 3, timeout_s=120)

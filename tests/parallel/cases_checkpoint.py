@@ -66,23 +66,24 @@ def case_exchanges():
     sharded = tfscale.Sharded(bucket_mb=1e-4)
     growing_interval = tfscale.GrowingInterval(start=2, growth=0.5, most=6)
     guard = tfscale.DistanceGuard(limit=0.05, most=7)
-    for run, *steps in (
+    for run, step in (
         (Run(exchange=tfscale.Chunked(first_chunk_layers=1)), 7),
         (Run(exchange=sharded, options={"backward_passes_per_step": 2}), 7),
         (Run(exchange=tfscale.Sharded(), callbacks=growing), 6),
         (Run(momentum, tfscale.LocalSGD(2, 4, "allreduce", average="gradients")), 7),
         (Run(momentum, with_outer), 8),
-        (Run(exchange=tfscale.LocalSGD(2, growing_interval, "allreduce")), 7, 5),
-        (Run(exchange=tfscale.LocalSGD(2, guard, "allreduce")), 7, 5),
+        (Run(exchange=tfscale.LocalSGD(2, growing_interval, "allreduce")), 7),
+        (Run(exchange=tfscale.LocalSGD(2, guard, "allreduce")), 7),
     ):
-        check(run, *steps)
+        check(run, step)
 
 
 @sizes(4, timeout_s=200)
 def case_local_sgd_with_shards():
-    check(Run(exchange=tfscale.LocalSGD(2, 4, average="gradients")), 7, 5)
-    for within in (tfscale.Sharded(), "allreduce"):
-        check(Run(exchange=tfscale.LocalSGD(2, 4, within, fragments=2, overlap=3)), 7, 5)
+    """Also where fragments are under way: from step 4 to step 7."""
+    check(Run(exchange=tfscale.LocalSGD(2, 4, average="gradients")), 7)
+    for within, *steps in ((tfscale.Sharded(), 7, 5), ("allreduce", 5)):
+        check(Run(exchange=tfscale.LocalSGD(2, 4, within, fragments=2, overlap=3)), *steps)
 
 
 @sizes(2, timeout_s=120)
