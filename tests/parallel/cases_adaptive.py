@@ -13,7 +13,6 @@ from tests.helpers.ranks import (
     float64,
     require_close,
     require_equal_ranks,
-    require_error,
     shared_folder,
 )
 from tests.helpers.spawn import sizes
@@ -189,9 +188,6 @@ def case_growing_batches_inside_of_groups():
             steps, found = zip(*record.distances, strict=True)
             assert steps == tuple(range(5, 5 * len(distances) + 1, 5))
             np.testing.assert_allclose(found, distances, rtol=1e-9)
-        scaling = tfscale.callbacks.LearningRateScaling(0.1, 24, START)
-        text = "One callback sets the learning rate. Received: LearningRateScaling and AdaptiveB"
-        require_error(lambda: fit(lars, None, groups, [scaling]), "ConfigError", text)
 
 
 @sizes(2, 3, timeout_s=120)

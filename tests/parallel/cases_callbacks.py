@@ -63,25 +63,6 @@ def case_last_rank_is_root():
         require_equal_ranks([*model.weights, *model_state.optimizer_variables(model)])
 
 
-@sizes(1, 2, 3)
-def case_synchronize_is_the_broadcast_and_the_average_of_metrics():
-    results = []
-    for callbacks in (
-        [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()],
-        [Synchronize()],
-    ):
-        keras.utils.set_random_seed(tfscale.rank())
-        model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
-        history = fit(model, own(), callbacks, epochs=2)
-        evaluated = model.evaluate(*own(), verbose=0, return_dict=True, callbacks=callbacks)
-        require_equal_ranks(model.weights)
-        results.append((history, evaluated, [v.numpy() for v in model.weights]))
-    (before, score, weights), (history, evaluated, synchronized) = results
-    assert history == before and evaluated == score and "loss" in history
-    assert all(evaluated == theirs for theirs in tfscale.allgather_object(evaluated))
-    require_identical(synchronized, weights)
-
-
 @sizes(2, 3)
 def case_local_variables_stay_local():
     keras.utils.set_random_seed(tfscale.rank())
@@ -111,49 +92,43 @@ def case_metrics_equal_one_process():
     expected = fit(plain, train, [], validation_data=validation)
     expected_alone = plain.evaluate(*validation, verbose=0)
 
-    model = functional(has_statistics=False)
-    model.set_weights(plain.get_weights())
-    compiled(model, keras.optimizers.SGD(0.0), metrics())
-    average = MetricAverageCallback()
-    callbacks = [BroadcastGlobalVariablesCallback(0), average]
     own_train, share = (tuple(a[end - n : end] for a in arrays) for arrays in (train, validation))
     # Arrays would have to come in batches of one size on all ranks.
     batches = tf.data.Dataset.from_tensor_slices(own_train).batch(n // 2)
-    options = {"epochs": 2, "verbose": 0, "validation_data": share, "callbacks": callbacks}
-    history = model.fit(batches, **options).history
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=5e-6), key
-    assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
-    alone = model.evaluate(*share, verbose=0, callbacks=[average])
-    assert alone == pytest.approx(expected_alone, rel=5e-6)
-
-
-class Scores(keras.callbacks.Callback):
-    """Gives each rank scores of its own, whose mean falls until the third epoch.
-
-    Those of rank 0 rise from the beginning, those of the last rank fall to the end.
-    """
-
-    def on_epoch_end(self, epoch, logs=None):
-        last = tfscale.size() - 1
-        own = {0: 10.0 * epoch, last: -10.0 * epoch}.get(tfscale.rank(), 0.0)
-        logs["score"] = (5.0, 4.0, 3.0, 4.0, 4.0, 4.0)[epoch] + own
+    model = compiled(functional(has_statistics=False), keras.optimizers.SGD(0.0), metrics())
+    model.set_weights(plain.get_weights())
+    average = MetricAverageCallback()
+    for callbacks in ([BroadcastGlobalVariablesCallback(0), average], [Synchronize()]):
+        options = {"validation_data": share, "verbose": 0, "callbacks": callbacks}
+        history = model.fit(batches, epochs=2, **options).history
+        for key, values in expected.items():
+            assert history[key] == pytest.approx(values, rel=5e-6), key
+        assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
+        alone = model.evaluate(*share, verbose=0, callbacks=callbacks[-1:])
+        assert alone == pytest.approx(expected_alone, rel=5e-6)
 
 
 @sizes(2, 3)
 def case_ranks_with_opposite_scores_stop_and_slow_down_together():
+    """Scores of rank 0 rise and those of the last rank fall; their mean falls for three epochs."""
+    last = tfscale.size() - 1
+    slope = {0: 10.0, last: -10.0}.get(tfscale.rank(), 0.0)
+    means = (5.0, 4.0, 3.0, 4.0, 4.0, 4.0)
+    scores = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: logs.update(score=means[epoch] + slope * epoch)
+    )
     model = compiled(functional())
     rate = float(model.optimizer.learning_rate)
     callbacks = [
-        BroadcastGlobalVariablesCallback(0),
-        Scores(),
-        MetricAverageCallback(),
+        scores,
+        Synchronize(),
         keras.callbacks.ReduceLROnPlateau("score", factor=0.5, patience=1, mode="min"),
         keras.callbacks.EarlyStopping("score", patience=1, mode="min"),
     ]
     history = fit(model, own(), callbacks, epochs=6)
-    np.testing.assert_allclose(history["score"], [5.0, 4.0, 3.0, 4.0])
+    np.testing.assert_allclose(history["score"], means[:4])
     assert float(model.optimizer.learning_rate) == rate / 2
+    require_equal_ranks(model.weights)
 
 
 @sizes(2, 3, 4)
