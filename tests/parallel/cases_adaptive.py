@@ -1,6 +1,7 @@
 """Growing batches on several ranks: one fit equals one process; test_resume.py interrupts it."""
 
 import contextlib
+import functools
 import json
 import math
 
@@ -48,6 +49,7 @@ def scale_later(epoch, part):
     return (1 + part) / 2 if epoch == 0 else 0.1 if epoch == 8 else SIZES_LATER[epoch] / START
 
 
+@functools.cache
 def by_hand(make_optimizer, n_groups=1, interval=1, sizes=SIZES, scale=scale_of):
     """Train each group's part of the batches in this process and average.
 

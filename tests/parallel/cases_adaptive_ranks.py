@@ -53,6 +53,7 @@ def fit(build, start, maximum, epochs, exchange="allreduce", rate=0.0625, **opti
     return model, history
 
 
+@functools.cache
 def by_hand(build, batch_sizes, rate=0.0625):
     """Train one plain model, its rate growing with the batch; return it and losses of epochs."""
     keras.utils.set_random_seed(4)

@@ -1,5 +1,7 @@
 """Plans that shard parameters in training, wholly or in part, and back: equal to one process."""
 
+import functools
+
 import keras
 import numpy as np
 
@@ -91,6 +93,7 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
     model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
 
 
+@functools.cache
 def alone(make_rule) -> keras.Model:
     model = build()
     model.compile(make_rule(), loss="mse")

@@ -5,6 +5,7 @@ tests/scripts has programs with other layers, losses, data and methods.
 """
 
 import contextlib
+import functools
 import os
 import tempfile
 
@@ -43,6 +44,7 @@ def distributed(**options):
         running.undo()
 
 
+@functools.cache
 def in_one_process(train):
     keras.utils.set_random_seed(SEED)
     return train()

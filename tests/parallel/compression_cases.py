@@ -125,13 +125,12 @@ def case_sums_over_steps_are_those_of_all_gradients():
 def case_results_depend_neither_on_buckets_nor_on_mode_nor_on_chance():
     for compression in (Compression.int8, Compression.low_rank(start_step=2)):
         runs = []
-        for options in (
-            {"exchange": tfscale.Allreduce(bucket_mb=0)},
-            {"exchange": tfscale.Chunked(first_chunk_layers=1)},
-            {"num_groups": 1},
-            {"is_traced": False},
+        for is_traced, options in (
+            (True, {"exchange": tfscale.Allreduce(bucket_mb=0)}),
+            (True, {"exchange": tfscale.Chunked(first_chunk_layers=1)}),
+            (True, {"num_groups": 1}),
+            (False, {}),
         ):
-            is_traced = options.pop("is_traced", True)
             optimizer = DistributedOptimizer(SGD(0.1), compression=compression, **options)
             runs.append(values_of(train(optimizer, new_variables(), range(5), is_traced)))
         for run in runs[1:]:
@@ -168,12 +167,9 @@ def case_gradients_of_low_rank_are_exact():
 def case_one_rank_is_plain_keras():
     if tfscale.size() > 1:
         return
-    plain = SGD(0.1)
-    variables = new_variables()
-    for step in range(3):
-        plain.apply(list(map(tf.constant, own_gradients(step))), variables)
+    plain = train(SGD(0.1), new_variables(), range(3))
     optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8)
-    require_identical(train(optimizer, new_variables(), range(3)), variables)
+    require_identical(train(optimizer, new_variables(), range(3)), plain)
 
 
 def case_equal_integers_and_zeros_are_exact():
@@ -193,7 +189,6 @@ def case_equal_integers_and_zeros_are_exact():
 
 @of_several_ranks
 def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
-
     def gradients(step):
         grads = own_gradients(step)
         if step == 3 and tfscale.rank() == tfscale.size() - 1:
@@ -449,7 +444,7 @@ RUNS = {
 }
 
 
-def run(name, **options):
+def run(name):
     """Train from the newest checkpoint to the end; return weights, and the optimizer."""
     keras.utils.set_random_seed(1)
     compression, exchange = RUNS[name]
@@ -460,7 +455,7 @@ def run(name, **options):
     x, y = run_data()
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     folder = Path(os.environ["RUNS_FOLDER"]) / name
-    callbacks = [Checkpoint(folder, every_n_steps=1, keep=99, **options)]
+    callbacks = [Checkpoint(folder, every_n_steps=1, keep=99)]
     if name == "local_sgd":
         callbacks.append(tfscale.callbacks.Synchronize())
     model.fit(data, verbose=0, callbacks=callbacks)
@@ -497,14 +492,8 @@ def continue_runs():
         forget_after(folder, FIRST_STOP)
 
 
-def continue_runs_with_fewer_ranks():
+def continue_runs_with_other_ranks():
     for name in (name for name in RUNS if name != "local_sgd"):
         kernel, optimizer, folder = run(name)
         require_sum(kernel, optimizer)
         forget_after(folder, SECOND_STOP)
-
-
-def end_runs_on_one_rank():
-    for name in (name for name in RUNS if name != "local_sgd"):
-        kernel, optimizer, _ = run(name)
-        require_sum(kernel, optimizer)
