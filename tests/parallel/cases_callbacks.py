@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfscale
+from tests.helpers.models import Deferred, functional
 from tests.helpers.ranks import (
     StopAt,
     require_equal_ranks,
@@ -15,7 +16,6 @@ from tests.helpers.ranks import (
     shared_folder,
 )
 from tests.helpers.spawn import sizes
-from tests.parallel.callback_models import Deferred, compiled, data, fit, functional, own
 from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
@@ -26,6 +26,31 @@ from tfscale.callbacks import (
 )
 from tfscale.checkpoints import variables as model_state
 from tfscale.data import GlobalBatches
+
+
+def compiled(model, optimizer=None, metrics=()):
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        tfscale.DistributedOptimizer(optimizer), "binary_crossentropy", metrics=list(metrics)
+    )
+    return model
+
+
+def data(samples, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(samples, 3)).astype("float32")
+    y = (x.sum(axis=1, keepdims=True) + rng.normal(size=(samples, 1)) > 0).astype("float32")
+    return x, y
+
+
+def fit(model, arrays, callbacks, epochs=2, **options):
+    x, y = arrays
+    options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, epochs=epochs, callbacks=callbacks, **options).history
+
+
+def own(samples=8):
+    return data(samples, 100 + tfscale.rank())
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):

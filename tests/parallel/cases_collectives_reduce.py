@@ -11,6 +11,8 @@ from tests.helpers.ranks import in_both_modes, require_error
 from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Min, Product, Sum
 
+rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
+
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 SIGNED = (*DTYPES, tf.int8)
 LENGTHS = (0, 1, 7, 1000)
@@ -42,7 +44,6 @@ def gradients(loss_of, x):
 
 
 def case_reductions_of_every_dtype():
-    rank, size = tfscale.rank(), tfscale.size()
     products = [math.prod(r - 2 for r in range(size)), math.prod(2 - r for r in range(size))]
     values = [rank - 2, 2 - rank, rank + 1]
     for op, dtypes, own, expected in (
@@ -72,24 +73,23 @@ def case_average_of_bytes_does_not_overflow():
 
 
 def case_average_of_float64_keeps_all_digits():
-    own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (tfscale.rank() + 1)
+    own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (rank + 1)
     for result in in_both_modes(tfscale.allreduce, own):
-        mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (tfscale.size() + 1) / 2
+        mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (size + 1) / 2
         np.testing.assert_allclose(result.numpy(), mean, rtol=4 * np.finfo(np.float64).eps)
 
 
 def case_nan_and_infinity_reach_all_ranks():
-    last = tfscale.size() - 1
-    own = tf.constant([np.nan if tfscale.rank() == last else 1.0, np.inf if last == 0 else 2.0])
+    last = size - 1
+    own = tf.constant([np.nan if rank == last else 1.0, np.inf if last == 0 else 2.0])
     for op in (Sum, Average, Min, Max, Product):
         assert np.isnan(tfscale.allreduce(own, op=op).numpy()[0]), op
-    opposite = tf.constant([np.inf if tfscale.rank() % 2 else -np.inf])
+    opposite = tf.constant([np.inf if rank % 2 else -np.inf])
     total = tfscale.allreduce(opposite, op=Sum).numpy()[0]
-    assert np.isnan(total) if tfscale.size() > 1 else np.isinf(total)
+    assert np.isnan(total) if size > 1 else np.isinf(total)
 
 
 def case_factors_before_and_after():
-    rank, size = tfscale.rank(), tfscale.size()
     own = tf.constant([1.0, -4.0], tf.float64) * (rank + 1)
     total = np.array([1.0, -4.0]) * (rank_sum(size) + size)
 
@@ -105,7 +105,6 @@ def case_factors_before_and_after():
 
 
 def case_grouped_of_mixed_dtypes():
-    rank, size = tfscale.rank(), tfscale.size()
     shapes = ((3,), (), (2, 2), (0,), (5, 1))
     dtypes = (tf.float32, tf.int64, tf.float64, tf.float32, tf.int64)
     own = [
@@ -121,7 +120,6 @@ def case_grouped_of_mixed_dtypes():
 
 
 def case_gradient_of_a_reduction():
-    rank, size = tfscale.rank(), tfscale.size()
     own = tf.constant([1.0, 2.0, -3.0], tf.float64) * (rank + 1)
     total = 2 * own.numpy() * 1.5 * (rank_sum(size) + size)
     for op, expected in ((Sum, total), (Average, total / size)):
@@ -135,7 +133,6 @@ def case_gradient_of_a_reduction():
 
 
 def case_gradient_of_a_group():
-    rank, size = tfscale.rank(), tfscale.size()
 
     def loss_of(own):
         a, b = tfscale.grouped_allreduce([own[0], 2.0 * own[1]], op=Sum)
@@ -160,7 +157,7 @@ def case_extremes_have_no_gradient():
 
 @sizes(2, 3, 4)
 def case_differences_name_both_ranks():
-    is_last, last = tfscale.rank() == tfscale.size() - 1, f"rank {tfscale.size() - 1} calls"
+    is_last, last = rank == size - 1, f"rank {size - 1} calls"
     different = tfscale.allgather if is_last else tfscale.allreduce
     for call, *texts in (
         (
@@ -182,26 +179,25 @@ def case_differences_name_both_ranks():
     ):
         require_error(call, *texts)
         total = tfscale.allreduce(tf.ones([2]), op=Sum)
-        np.testing.assert_array_equal(total, [tfscale.size()] * 2)
+        np.testing.assert_array_equal(total, [size] * 2)
     with pytest.raises(tf.errors.FailedPreconditionError, match="All ranks must call"):
         different(tf.zeros([2]))  # as Horovod's
     total = tfscale.allreduce(tf.ones([2]), average=False)
-    np.testing.assert_array_equal(total, [tfscale.size()] * 2)
+    np.testing.assert_array_equal(total, [size] * 2)
 
 
 def case_a_mean_of_sparse_rows_is_divided():
     # As Horovod's: by 3, not times 1 / 3, which differs in the last bit.
     for dtype in (tf.float16, tf.float32, tf.float64):
         own = tf.cast(np.random.default_rng(0).uniform(-100, 100, (500, 2)), dtype)
-        first = 500 * tfscale.rank()
+        first = 500 * rank
         rows = tfscale.allreduce(tf.IndexedSlices(own, tf.range(first, first + 500)))
-        expected = tf.tile(own / tf.constant(tfscale.size(), dtype), [tfscale.size(), 1])
+        expected = tf.tile(own / tf.constant(size, dtype), [size, 1])
         np.testing.assert_array_equal(rows.values, expected)
 
 
 def case_shapes_known_at_run_time():
     """They are compared first; cases_fuzz.py has other collectives."""
-    rank, size = tfscale.rank(), tfscale.size()
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.float64)])
     def pair_and_gradient(x):

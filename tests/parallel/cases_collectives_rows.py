@@ -10,6 +10,8 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_collectives_reduce import gradients, plain
 from tfscale import Average, Max, Sum
 
+rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
+
 MOVABLE = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int8, tf.uint8, tf.int64, tf.bool)
 
 
@@ -19,7 +21,6 @@ def repeated(counts, values):
 
 def case_allgather():
     """Of different lengths, of nothing on rank 0, of nothing, of scalars."""
-    rank, size = tfscale.rank(), tfscale.size()
     expected = repeated(np.arange(1, size + 1), np.arange(size) % 2)
     for dtype in MOVABLE:
         own = tf.cast(tf.fill([rank + 1, 2], rank % 2), dtype)
@@ -38,7 +39,6 @@ def case_allgather():
 
 
 def case_grouped_allgather():
-    rank, size = tfscale.rank(), tfscale.size()
     own = [tf.fill([rank + 1], float(rank)), tf.fill([1, 2], rank)]
     for first, second in in_both_modes(lambda *x: tfscale.grouped_allgather(x), *own):
         np.testing.assert_array_equal(first, repeated(np.arange(1, size + 1), np.arange(size)))
@@ -46,7 +46,6 @@ def case_grouped_allgather():
 
 
 def case_gradient_of_allgather():
-    rank, size = tfscale.rank(), tfscale.size()
 
     def loss_of(x, kind):
         y = tfscale.allgather(x, gradient=kind)
@@ -63,8 +62,7 @@ def case_gradient_of_allgather():
 
 
 def case_broadcast_from_every_rank():
-    rank = tfscale.rank()
-    for root in range(tfscale.size()):
+    for root in range(size):
         for dtype in MOVABLE:
             own = tf.cast(tf.constant([[rank + 1, 0], [1, rank]]), dtype)
             expected = plain(tf.cast(tf.constant([[root + 1, 0], [1, root]]), dtype))
@@ -75,18 +73,17 @@ def case_broadcast_from_every_rank():
 @sizes(2, 3, 4)
 def case_different_widths_and_roots_are_refused():
     require_error(
-        lambda: tfscale.allgather(tf.zeros([1, 2 + tfscale.rank()])),
+        lambda: tfscale.allgather(tf.zeros([1, 2 + rank])),
         "ExchangeError: All ranks must call the same",
         "rank 0 calls allgather(float32[2]) and rank 1 calls allgather(float32[3])",
     )
     require_error(
-        lambda: tfscale.broadcast(tf.zeros([1]), min(tfscale.rank(), 1)),
+        lambda: tfscale.broadcast(tf.zeros([1]), min(rank, 1)),
         "rank 0 calls broadcast(float32[1]) [0] and rank 1 calls broadcast(float32[1]) [1]",
     )
 
 
 def case_gradient_of_broadcast():
-    rank, size = tfscale.rank(), tfscale.size()
     root = size - 1
     expected = 2.0 * 3.0 * size * (size + 1) / 2 if rank == root else 0.0
     for kind, divisor in (("adjoint", 1), (None, size), ("horovod", size)):
@@ -104,7 +101,6 @@ def rows_between(sender, receiver):
 
 def case_alltoall():
     """Of equal parts, of different ones, of nothing, and to the next rank only."""
-    rank, size = tfscale.rank(), tfscale.size()
     ranks = np.arange(size)
     for dtype in (tf.float32, tf.int64, tf.bfloat16):
         own = tf.cast(tf.repeat(10 * rank + tf.range(size), 2), dtype)
@@ -136,7 +132,6 @@ def case_alltoall():
 
 
 def case_alltoall_that_does_not_add_up():
-    size = tfscale.size()
     own = tf.zeros([size + 1])
     if size > 1:
         text = f"ConfigError: Without splits the rows must be a multiple of the {size} ranks."
@@ -149,7 +144,6 @@ def case_alltoall_that_does_not_add_up():
 
 
 def case_gradient_of_alltoall():
-    rank, size = tfscale.rank(), tfscale.size()
     splits = [rows_between(rank, r) for r in range(size)]
 
     def loss_of(x):
@@ -164,13 +158,11 @@ def case_gradient_of_alltoall():
 
 def part_of_rows(n_rows):
     """Rows of this rank; the first ranks have one more."""
-    rank, size = tfscale.rank(), tfscale.size()
     begin = rank * (n_rows // size) + min(rank, n_rows % size)
     return slice(begin, begin + n_rows // size + (rank < n_rows % size))
 
 
 def case_reducescatter_of_any_number_of_rows():
-    rank, size = tfscale.rank(), tfscale.size()
     for n_rows in (0, 1, size, 2 * size + 1, 97):
         own = tf.reshape(tf.range(2 * n_rows, dtype=tf.float64), [n_rows, 2]) + rank
         rows = np.arange(2.0 * n_rows).reshape(n_rows, 2)[part_of_rows(n_rows)]
@@ -183,7 +175,6 @@ def case_reducescatter_of_any_number_of_rows():
 
 
 def case_grouped_reducescatter():
-    rank, size = tfscale.rank(), tfscale.size()
     rows = np.arange(2 * size, dtype="float32").reshape(size, 2)
     numbers = np.arange(3 * size, dtype="int64")
     own = [tf.constant(rows + rank), tf.constant(numbers + rank)]
@@ -201,7 +192,6 @@ def case_grouped_reducescatter():
 
 
 def case_gradient_of_reducescatter():
-    rank, size = tfscale.rank(), tfscale.size()
     n_rows = 2 * size + 1
     owner = np.concatenate([np.full(n_rows // size + (r < n_rows % size), r) for r in range(size)])
     exact = 0.5 * (owner + 1)

@@ -14,9 +14,10 @@ from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Sum
 from tfscale.comm import eager
 
+rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
+
 
 def case_objects_of_any_size():
-    rank, size = tfscale.rank(), tfscale.size()
     own = {"rank": rank, "data": list(range(1000 * rank)), None: (1.5, b"x")}
     every = tfscale.allgather_object(own)
     assert [o["rank"] for o in every] == list(range(size))
@@ -28,7 +29,6 @@ def case_objects_of_any_size():
 
 
 def case_variables_take_the_values_of_the_root():
-    rank, size = tfscale.rank(), tfscale.size()
     for root in {0, size - 1}:
         variables = [
             keras.Variable(np.full((2, 3), rank + 1.0), dtype="float64", name="kernel"),
@@ -49,12 +49,12 @@ def case_variables_take_the_values_of_the_root():
 
 
 def case_all_variables_of_a_model_take_the_values_of_the_root():
-    keras.utils.set_random_seed(tfscale.rank())
+    keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(tfscale.DistributedOptimizer(keras.optimizers.Adam(0.1 + tfscale.rank())), "mse")
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.Adam(0.1 + rank)), "mse")
     model.optimizer.build(model.trainable_variables)
-    model.optimizer.iterations.assign(7 * tfscale.rank())
-    root = tfscale.size() - 1
+    model.optimizer.iterations.assign(7 * rank)
+    root = size - 1
     kernel = tfscale.allgather_object(model.layers[0].kernel.numpy())[root]
     tfscale.broadcast_global_variables(root, model)
     require_equal_ranks([*model.variables, *model.optimizer.variables])
@@ -68,7 +68,6 @@ def sum_over(ranks):
 
 
 def case_process_sets_work_side_by_side():
-    rank, size = tfscale.rank(), tfscale.size()
     even = tfscale.add_process_set(list(range(0, size, 2)))
     own_sets = [even]
     if size > 1:
@@ -97,7 +96,6 @@ def case_process_sets_work_side_by_side():
 
 
 def case_world_and_set_in_one_function():
-    rank, size = tfscale.rank(), tfscale.size()
     alone = [tfscale.add_process_set([r]) for r in range(size)]
     front = tfscale.add_process_set(list(range(size - 1))) if size > 2 else alone[0]
 
@@ -116,7 +114,6 @@ def case_world_and_set_in_one_function():
 
 
 def case_numbers_that_are_read_when_the_graph_runs():
-    rank, size = tfscale.rank(), tfscale.size()
     last = tfscale.add_process_set([size - 1])
 
     @tf.function
@@ -133,7 +130,6 @@ def case_numbers_that_are_read_when_the_graph_runs():
 
 @sizes(2, 3, 4)
 def case_outsiders_and_unknown_sets():
-    rank = tfscale.rank()
     only = tfscale.add_process_set([0])
     message = outcome(lambda: tfscale.allreduce(tf.ones([1]), process_set=only))
     if rank == 0:
@@ -153,7 +149,7 @@ def case_outsiders_and_unknown_sets():
     assert not tfscale.remove_process_set(tfscale.global_process_set)
     require_error(lambda: only.included(), "must be added")
     # Members broadcast by their rank in the job.
-    last = tfscale.size() - 1
+    last = size - 1
     pair = tfscale.add_process_set([last, 0])
     assert pair.ranks == [0, last]
     if pair.included():
@@ -166,21 +162,21 @@ def case_outsiders_and_unknown_sets():
 @sizes(2, 3, 4)
 def case_calls_after_an_error_that_one_rank_has_caught():
     """The others get an error for the same call; later calls pair up again."""
-    is_last, value = tfscale.rank() == tfscale.size() - 1, tf.ones([1])
+    is_last, value = rank == size - 1, tf.ones([1])
     for _ in range(2):
         text = outcome(lambda: tfscale.allreduce(value, "Mean" if is_last else Sum))
         assert ("op must be one of" if is_last else "raised an error in it") in text, text
-        gathered = tfscale.allgather(tf.constant([tfscale.rank()]))
-        np.testing.assert_array_equal(gathered, range(tfscale.size()))
+        gathered = tfscale.allgather(tf.constant([rank]))
+        np.testing.assert_array_equal(gathered, range(size))
     forget_steps()
     if is_last:
         outcome(lambda: tfscale.allreduce(value, "Mean"))
     else:
         assert "raised an error in it" in outcome(lambda: tfscale.allreduce(value, Sum))
-    if tfscale.rank():
-        assert tfscale.allreduce(value, Sum).numpy() == tfscale.size() - 1
+    if rank:
+        assert tfscale.allreduce(value, Sum).numpy() == size - 1
     assert tfscale.join() > 0
-    assert tfscale.allreduce(value, Sum).numpy() == tfscale.size()
+    assert tfscale.allreduce(value, Sum).numpy() == size
 
 
 @engine_only("its names are those of traced functions")
@@ -189,9 +185,9 @@ def case_collectives_in_sessions_of_tensorflow_1():
     """A graph may grow after it has run."""
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         for factor in (1.0, 2.0):
-            own = tf.fill([2], factor * (tfscale.rank() + 1))
+            own = tf.fill([2], factor * (rank + 1))
             total = session.run(tfscale.allreduce(own, Sum))
-            np.testing.assert_array_equal(total, [factor * sum_over(range(tfscale.size()))] * 2)
+            np.testing.assert_array_equal(total, [factor * sum_over(range(size))] * 2)
 
 
 def forget_steps() -> None:
@@ -202,7 +198,6 @@ def forget_steps() -> None:
 def case_join_with_different_numbers_of_steps():
     """Rank r takes part in r + 1 reductions; the others count as zeros afterwards."""
     forget_steps()
-    rank, size = tfscale.rank(), tfscale.size()
     for step in range(rank + 1):
         active = range(step, size)
         total = tfscale.allreduce(tf.fill([2], rank + 1.0), Sum)
@@ -238,7 +233,7 @@ def case_what_join_refuses():
         (lambda: optimizer.apply([value], [variable]), "GlobalBatches"),
     ):
         forget_steps()
-        require_error(tfscale.join if tfscale.rank() == 0 else call, *texts)
+        require_error(tfscale.join if rank == 0 else call, *texts)
     # After traced steps the others may be in one that this rank cannot see.
     tf.function(lambda: optimizer.apply([value], [variable]))()
     require_error(tfscale.join, "traced steps of a distributed optimizer", "GlobalBatches")
@@ -257,4 +252,4 @@ def case_eager_collectives_belong_on_the_main_thread():
     thread.start()
     thread.join()
     assert "PlanError: Eager collectives must be called from the main thread" in messages[0]
-    assert tfscale.allreduce(tf.ones([1]), Sum).numpy() == tfscale.size()
+    assert tfscale.allreduce(tf.ones([1]), Sum).numpy() == size

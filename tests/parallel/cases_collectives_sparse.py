@@ -9,13 +9,14 @@ from tests.helpers.spawn import sizes
 from tests.parallel.cases_collectives_reduce import plain, ramp, rank_sum
 from tfscale import Average, Compression, Min, Sum
 
+rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
+
 
 def slices_of_rank():
     """Rows 0 (twice) and rank + 1 of size + 2."""
-    rank = tfscale.rank()
     values = tf.constant([[1.0, rank], [2.0, 2.0], [3.0, 0.0]], tf.float64)
     return tf.IndexedSlices(
-        values, tf.constant([0, rank + 1, 0], tf.int64), tf.constant([tfscale.size() + 2, 2])
+        values, tf.constant([0, rank + 1, 0], tf.int64), tf.constant([size + 2, 2])
     )
 
 
@@ -28,8 +29,7 @@ def sum_of_slices(size):
 
 def case_means_of_sparse_integers_are_those_of_their_sums():
     """Sparse means are float64, as Horovod's; dense ones are cut, once: not the ranks' shares."""
-    size = tfscale.size()
-    value = tf.fill([1, 1], tfscale.rank())
+    value = tf.fill([1, 1], rank)
     own = tf.IndexedSlices(value, tf.constant([1]), tf.constant([2, 1]))
     mean = rank_sum(size) / size
     for as_dense, expected in ((False, mean), (True, int(mean))):
@@ -42,7 +42,6 @@ def case_means_of_sparse_integers_are_those_of_their_sums():
 
 
 def case_group_of_sparse_and_dense_tensors():
-    size = tfscale.size()
     own = slices_of_rank()
     rows = tf.IndexedSlices(own.values, own.indices)
 
@@ -59,7 +58,6 @@ def case_group_of_sparse_and_dense_tensors():
 
 
 def case_sparse():
-    size = tfscale.size()
 
     def reduced(op, **options):
         result = tfscale.allreduce(slices_of_rank(), op=op, **options)
@@ -77,7 +75,6 @@ def case_sparse():
 
 
 def case_sparse_without_rows_on_one_rank():
-    rank, size = tfscale.rank(), tfscale.size()
     n_rows = 0 if rank == 0 else 1
     own = tf.IndexedSlices(tf.ones([n_rows, 2]), tf.fill([n_rows], rank), tf.constant([size, 2]))
     result = tf.convert_to_tensor(tfscale.allreduce(own, op=Sum))
@@ -91,8 +88,8 @@ def case_sparse_has_no_minimum():
 @sizes(2, 3, 4)
 def case_sparse_calls_that_differ_are_refused():
     """Factors, dense shapes, and a dense tensor on the last rank."""
-    own, size = slices_of_rank(), tfscale.size()
-    is_last, factor = tfscale.rank() == size - 1, 3.0 if tfscale.rank() == size - 1 else 1.0
+    own = slices_of_rank()
+    is_last, factor = rank == size - 1, 3.0 if rank == size - 1 else 1.0
     wide = tf.IndexedSlices(own.values, own.indices, tf.constant([size + 7, 2]))
     for action, *texts in (
         (
@@ -116,7 +113,7 @@ def case_sparse_calls_that_differ_are_refused():
 
 
 def case_sparse_with_a_dense_shape_known_at_run_time():
-    own, size = slices_of_rank(), tfscale.size()
+    own = slices_of_rank()
 
     @tf.function
     def reduced(dense_shape):
@@ -130,7 +127,6 @@ def case_sparse_with_a_dense_shape_known_at_run_time():
 
 
 def case_compression():
-    rank, size = tfscale.rank(), tfscale.size()
     for compression in (Compression.none, Compression.fp16, Compression.bf16):
         for dtype in (tf.float32, tf.float64, tf.bfloat16, tf.int64):
             own = tf.cast(ramp(100) + rank, dtype)
@@ -152,4 +148,4 @@ def case_compression_has_the_range_and_precision_of_the_wire():
     own = [tf.ones([3], tf.float64), tf.ones([2], tf.int32), tf.ones([1], tf.float32)]
     results = tfscale.grouped_allreduce(own, op=Sum, compression=Compression.bf16)
     assert [r.dtype for r in results] == [t.dtype for t in own]
-    assert all((plain(r) == tfscale.size()).all() for r in results)
+    assert all((plain(r) == size).all() for r in results)

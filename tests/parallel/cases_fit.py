@@ -6,9 +6,10 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.models import functional
 from tests.helpers.ranks import StopAt, require_equal_ranks
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.callback_models import compiled, functional, own
+from tests.parallel.cases_callbacks import compiled, own
 from tests.parallel.cases_local_sgd import agree
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.comm import runtime

@@ -161,27 +161,6 @@ def case_xla_cannot_wait():
         np.testing.assert_array_equal(compiled(), kernel.numpy() + 1)
 
 
-@sizes(2, 3)
-def case_release_makes_ordinary_variables():
-    """Also after a failure, of which it tells."""
-    subject = Subject()
-    model, posts = subject.model, subject.posts
-    posts.post_late(5, 0)
-    futures.release(model.variables)
-    assert num_pending() == 0 and all(type(v) is keras.Variable for v in posts.variables)
-    require_identical(posts.variables, posts.expected(5))
-    graph = tf.function(lambda: model(X)).get_concrete_function().graph
-    assert not [op for op in graph.get_operations() if op.type == "TfscaleAwait"]
-
-    failed = Subject()
-    why = post_without_last_rank(failed.posts)
-    text = outcome(lambda: futures.release(failed.model.variables))
-    assert (why in text) == (tfscale.rank() < tfscale.size() - 1), text
-    assert all(type(v) is keras.Variable for v in failed.posts.variables)
-    require_values(failed.posts, 1)
-    start_anew()
-
-
 def num_pending() -> int:
     return runtime.backend()._library.call("num_pending")
 
@@ -287,3 +266,24 @@ def case_nothing_is_left_of_deleted_variables():
     gc.collect()
     runtime.backend().drain()
     assert num_pending() == 0 and num_failed() == 0
+
+
+@sizes(2, 3)
+def case_release_makes_ordinary_variables():
+    """Also after a failure, of which it tells."""
+    subject = Subject()
+    model, posts = subject.model, subject.posts
+    posts.post_late(5, 0)
+    futures.release(model.variables)
+    assert num_pending() == 0 and all(type(v) is keras.Variable for v in posts.variables)
+    require_identical(posts.variables, posts.expected(5))
+    graph = tf.function(lambda: model(X)).get_concrete_function().graph
+    assert not [op for op in graph.get_operations() if op.type == "TfscaleAwait"]
+
+    failed = Subject()
+    why = post_without_last_rank(failed.posts)
+    text = outcome(lambda: futures.release(failed.model.variables))
+    assert (why in text) == (tfscale.rank() < tfscale.size() - 1), text
+    assert all(type(v) is keras.Variable for v in failed.posts.variables)
+    require_values(failed.posts, 1)
+    start_anew()
